@@ -1,0 +1,69 @@
+# Every target sets itself up: a fresh checkout needs nothing but `python3` (3.10 or newer) and `make`.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -qq
+WORKERS ?= 2
+
+CORE := pyproject.toml constraints.txt
+LLAMA_INDEX := integrations/llama-index-kvcache-rag
+PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
+CODE := src tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index)
+
+# Nothing is looked up on the network at run time, and nothing is reported.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export ANONYMIZED_TELEMETRY ?= False
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test soak check bench format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
+	$(BIN)/kvcache-rag demo
+
+test: $(VENV)/.installed-dev ## Run all tests but the long ones
+	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)
+
+soak: $(VENV)/.installed-dev ## Run the long tests
+	@if [ -n "$(wildcard tests/soak/test_*.py)" ]; then $(BIN)/pytest tests/soak -q; \
+	else echo "tests/soak has no tests"; fi
+
+check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, sizes, wording
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_paths.py
+
+format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-demo ## Measure the time to first token with and without cached chunks
+	$(BIN)/python benchmarks/ttft.py
+
+clean: ## Remove caches and build output; keeps the virtual environment
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
+	find src tests tools integrations -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "kvcache-rag needs Python 3.10 or newer; name one with make PYTHON=..." >&2; exit 1; }
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml | $(BIN)/pip
+	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
+	@$(PIP) install -c constraints.txt -e . -e './$(LLAMA_INDEX)[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
+	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
+	@$(PIP) install -r requirements-dev.txt
+	@touch $(VENV)/.installed-demo $@

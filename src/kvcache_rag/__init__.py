@@ -1,0 +1,107 @@
+"""Prefill every chunk once, keep its KV cache, and answer by prefilling only the question.
+
+    from kvcache_rag import DiskStore, Engine
+
+    engine = Engine.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", store=DiskStore("kv/"))
+    engine.add(texts)
+    answer = engine.generate(question, chunks=texts)
+
+Names are loaded when they are first used, so importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.codecs import Codec, Native
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.errors import (
+        ChunkNotFoundError,
+        ContextTooLongError,
+        CorruptChunkError,
+        FingerprintMismatchError,
+        InvalidInputError,
+        KVCacheRagError,
+        MissingExtraError,
+        UnsupportedModelError,
+    )
+    from kvcache_rag.metrics import Answer, Metrics
+    from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
+    from kvcache_rag.prompt import PromptIds
+    from kvcache_rag.request import StoredChunk
+    from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, StoreStats, TieredStore
+    from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream
+    from kvcache_rag.template import Message, PromptTemplate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Answer",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "ChunkKV",
+    "ChunkKey",
+    "ChunkNotFoundError",
+    "ChunkStore",
+    "Codec",
+    "ContextTooLongError",
+    "CorruptChunkError",
+    "DiskStore",
+    "Engine",
+    "FingerprintMismatchError",
+    "FullRecompute",
+    "InvalidInputError",
+    "KVCacheRagError",
+    "MemoryStore",
+    "Message",
+    "Metrics",
+    "MissingExtraError",
+    "Native",
+    "PromptIds",
+    "PromptTemplate",
+    "Reuse",
+    "ReusePolicy",
+    "StoreStats",
+    "StoredChunk",
+    "TieredStore",
+    "UnsupportedModelError",
+]
+
+_HOMES = {
+    "chunk": ("ChunkKV", "ChunkKey"),
+    "codecs": ("Codec", "Native"),
+    "engine": ("Engine",),
+    "errors": (
+        "ChunkNotFoundError",
+        "ContextTooLongError",
+        "CorruptChunkError",
+        "FingerprintMismatchError",
+        "InvalidInputError",
+        "KVCacheRagError",
+        "MissingExtraError",
+        "UnsupportedModelError",
+    ),
+    "metrics": ("Answer", "Metrics"),
+    "policies": ("FullRecompute", "Reuse", "ReusePolicy"),
+    "prompt": ("PromptIds",),
+    "request": ("StoredChunk",),
+    "stores": ("ChunkStore", "DiskStore", "MemoryStore", "StoreStats", "TieredStore"),
+    "streaming": ("AnswerStream", "AsyncAnswerStream"),
+    "template": ("Message", "PromptTemplate"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvcache_rag' has no attribute {name!r}")
+    return getattr(import_module(f"kvcache_rag.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__, "__version__"]

@@ -1,0 +1,250 @@
+"""Answer one prompt: load and stitch, or prefill plainly, then generate.
+
+Below `Engine`, above everything that knows only its own part.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kvbuffer import KVBuffer
+from kvcache_rag.metrics import Answer, Metrics
+from kvcache_rag.models.generate import Generated, generate
+from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.streaming import Emit, TextDecoder
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
+
+    from kvcache_rag.context import ContextChunk, ContextLoader, LoadedContext
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.prompt import PromptRenderer
+    from kvcache_rag.request import Request
+
+# Room for generated tokens is rounded up, so that a buffer can serve the next question too.
+CAPACITY_STEP = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunks and query of one prompt, and how to answer it.
+
+    Attributes:
+        chunks: In prompt order.
+        query: Ids of the query.
+        request: What the caller asked for.
+    """
+
+    chunks: tuple[ContextChunk, ...]
+    query: tuple[int, ...]
+    request: Request
+
+
+class Answerer:
+    """Runs prompts on a model.  Not thread-safe: the engine holds a lock around it."""
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        tokenizer: Any,
+        renderer: PromptRenderer,
+        loader: ContextLoader | None,
+    ) -> None:
+        """Answer with `model`; `loader` is None for a model that keeps no keys and values."""
+        self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
+        self.loader = loader
+        self._buffer: KVBuffer | None = None
+
+    def is_full(self, policy: ReusePolicy, chunks: Sequence[ContextChunk], query: int) -> bool:
+        """Whether a policy computes everything.
+
+        Raises:
+            InvalidInputError: If it selects only some tokens.
+        """
+        shape = StitchedPrompt.of(len(self.renderer.prefix_ids), [len(c) for c in chunks], query)
+        selected = policy.select(shape)
+        if selected.shape != (shape.context_tokens,) or bool(selected.any()) != bool(
+            selected.all()
+        ):
+            raise InvalidInputError(
+                f"{policy} selects some of the context tokens; this version recomputes all "
+                "of them or none"
+            )
+        return bool(selected.any())
+
+    def context_ids(self, chunks: Sequence[ContextChunk]) -> tuple[int, ...]:
+        """Ids of prefix and chunks."""
+        ids = [*self.renderer.prefix_ids]
+        for chunk in chunks:
+            known = chunk.ids or ()
+            ids += known if known or self.loader is None else self.loader.ids(chunk)
+        return tuple(ids)
+
+    def prompt(self, request: Request, number: int, answer: str) -> Prompt:
+        """The prompt of round `number`, given the answer so far."""
+        if request.raw is not None:
+            return Prompt((), request.raw, request)
+        template = self.renderer.template
+        asked = (
+            template.ask_again(request.question, answer)
+            if number
+            else template.ask(request.question)
+        )
+        query = self.renderer.query_ids(asked, request.history)
+        return Prompt(request.rounds[number], query, request)
+
+    def run(
+        self, request: Request, started: float, emit: Emit | None, cancelled: threading.Event | None
+    ) -> Answer:
+        """Answer a request, round by round; only the last round is handed on as it comes."""
+        last = len(request.rounds) - 1
+        answer = self.answer(
+            self.prompt(request, 0, ""), started, None if last else emit, cancelled
+        )
+        for number in range(1, last + 1):
+            if cancelled is not None and cancelled.is_set():
+                break
+            begun = time.perf_counter()
+            prompt = self.prompt(request, number, answer.text)
+            later = self.answer(prompt, begun, emit if number == last else None, cancelled)
+            answer = replace(later, metrics=joined(answer.metrics, later.metrics, begun - started))
+        return answer
+
+    def logits(self, prompt: Prompt) -> Tensor:
+        """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
+        ids, cache, loaded = self._context(prompt)
+        behind = 0 if cache is None else ids.shape[1] - len(prompt.query)
+        del loaded
+        positions = torch.arange(behind, ids.shape[1])
+        logits = self.model.forward(ids[:, behind:], cache, positions, keep=len(prompt.query))
+        return logits[0].float().cpu()
+
+    def answer(
+        self, prompt: Prompt, started: float, emit: Emit | None, cancelled: threading.Event | None
+    ) -> Answer:
+        """Answer one prompt, handing text on as it comes."""
+        request = prompt.request
+        decoder = TextDecoder(self.tokenizer, request.stop)
+
+        def push(ids: Sequence[int]) -> bool:
+            piece = decoder.push(ids)
+            if piece and emit is not None:
+                emit(piece)
+            return decoder.stopped
+
+        ids, cache, loaded = self._context(prompt)
+        before = time.perf_counter()
+        watch = push if not int(request.options.get("num_beams") or 1) > 1 else None
+        generated = generate(
+            self.model,
+            ids,
+            torch.ones_like(ids),
+            cache,
+            max_new_tokens=request.max_new_tokens,
+            tokenizer=self.tokenizer,
+            options=request.options,
+            emit=watch,
+            cancelled=cancelled,
+        )
+        if watch is None:
+            decoder.push(generated.rows[0])
+        rest = decoder.finish()
+        if rest and emit is not None:
+            emit(rest)
+        return self.result(prompt, decoder, generated, loaded, (started, before), 0)
+
+    def _context(self, prompt: Prompt) -> tuple[Tensor, Any, LoadedContext | None]:
+        policy, chunks, query = prompt.request.policy, prompt.chunks, prompt.query
+        if prompt.request.raw is not None:
+            return torch.tensor([query]), None, None
+        if self.loader is None or self.is_full(policy, chunks, len(query)):
+            self.ensure_capturable(policy, chunks, len(query))
+            return torch.tensor([[*self.context_ids(chunks), *query]]), None, None
+        length = len(self.renderer.prefix_ids) + sum(map(len, chunks))
+        buffer = self.room(1, length + len(query) + prompt.request.max_new_tokens)
+        loaded = self.loader.load(buffer, 0, 0, chunks, policy.positions)
+        cache = self.model.cache(buffer, length)
+        return torch.tensor([[*loaded.ids, *query]]), cache if length else None, loaded
+
+    def ensure_capturable(
+        self, policy: ReusePolicy, chunks: Sequence[ContextChunk], query: int
+    ) -> None:
+        """Raise `UnsupportedModelError` if chunks shall be reused and the model keeps none."""
+        if chunks and not self.is_full(policy, chunks, query):
+            _ = self.model.measured
+
+    def room(self, rows: int, capacity: int) -> KVBuffer:
+        """The buffer of the last prompt if it is large enough, else a new one."""
+        held = self._buffer
+        if held is None or held.rows != rows or held.capacity < capacity:
+            self._buffer = None  # let go of the old one before the new one is made
+            rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+            layout = self.model.measured.chunk_layout
+            held = KVBuffer.allocate(layout, rows, rounded, self.model.device)
+            self._buffer = held
+        return held
+
+    def result(
+        self,
+        prompt: Prompt,
+        decoder: TextDecoder,
+        generated: Generated,
+        loaded: LoadedContext | None,
+        times: tuple[float, float],
+        row: int,
+    ) -> Answer:
+        """Text and cost of row `row`; `times` are the clock at the call and before generating."""
+        started, before = times
+        request = prompt.request
+        metrics = Metrics(
+            ttft=generated.first_at - started,
+            prefill=generated.first_at - before,
+            total=generated.ended_at - started,
+            prefix_tokens=0 if request.raw is not None else len(self.renderer.prefix_ids),
+            query_tokens=len(prompt.query),
+            generated_tokens=len(generated.rows[row]),
+            dropped_chunks=request.dropped_chunks,
+            policy=repr(request.policy),
+            prefix_mismatch=request.prefix_mismatch,
+        )
+        if loaded is None:
+            metrics = replace(metrics, prefilled_tokens=sum(map(len, prompt.chunks)))
+        else:
+            metrics = replace(
+                metrics,
+                load=loaded.load,
+                stitch=loaded.stitch,
+                reused_tokens=loaded.reused_tokens,
+                prefilled_tokens=loaded.prefilled_tokens,
+                hits=loaded.hits,
+                misses=loaded.misses,
+            )
+        reason = "stop" if decoder.stopped else generated.finish_reasons[row]
+        return Answer(decoder.text, metrics, generated.rows[row], reason)
+
+
+def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
+    """Cost of two rounds: counts and parts add up, the first token is that of the later round.
+
+    Args:
+        first: Of the rounds so far.
+        later: Of the round behind them.
+        before: Seconds from the call to the later round.
+    """
+    times = ("load", "stitch", "recompute", "prefill")
+    counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
+    added = (*times, *counts, "generated_tokens", "misses", "rounds")
+    sums = {name: getattr(first, name) + getattr(later, name) for name in added}
+    hits = {
+        tier: first.hits.get(tier, 0) + later.hits.get(tier, 0)
+        for tier in {**first.hits, **later.hits}
+    }
+    return replace(later, **sums, hits=hits, ttft=before + later.ttft, total=before + later.total)

@@ -1,0 +1,163 @@
+"""The `kvcache-rag` command: finds the subcommands, runs one, and turns errors into one clear line.
+
+A subcommand is an entry point of the group `kvcache_rag.commands`, so that any installed package
+can bring some.  It names a module with
+
+    HELP: str                                                 one line
+    add_arguments(parser: argparse.ArgumentParser) -> None
+    run(arguments: argparse.Namespace) -> int                 the exit code
+
+Importing the module has to be light: what is heavy is imported inside `run`.  This module knows
+no command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from kvcache_rag.errors import KVCacheRagError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GROUP: Final = "kvcache_rag.commands"
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+
+class Command(Protocol):
+    """What a subcommand's module offers."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments of the command."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; returns the exit code."""
+
+
+class CommandError(KVCacheRagError):
+    """A subcommand does not exist or cannot be loaded."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `kvcache-rag` with `argv`, by default those of the process; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    parser = _parser()
+    options = parser.parse_args(words[:at])
+    if at == len(words):
+        parser.epilog = _list_commands()
+        if options.help:
+            parser.print_help()
+            return 0
+        parser.print_help(sys.stderr)
+        return REFUSED
+    rest = ["--help", *words[at + 1 :]] if options.help else words[at + 1 :]
+    return _guarded(words[at], rest, debug=options.debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvcache-rag",
+        usage="%(prog)s [--help] [--version] [--debug] COMMAND ...",
+        description="Answer from chunks whose KV caches were computed once.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and leave")
+    parser.add_argument("--version", action="version", version=version("kvcache-rag"))
+    _add_debug(parser)
+    return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _commands() -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=GROUP))}
+
+
+def _list_commands() -> str:
+    """The commands with their help; one that cannot be loaded says why, beside the others."""
+    lines = ["commands:"]
+    for name, point in _commands().items():
+        try:
+            text = _load(point).HELP
+        except CommandError as error:
+            text = f"(not available: {error})"
+        lines.append(f"  {name:<12} {text}")
+    return "\n".join(lines)
+
+
+def _find(name: str) -> Command:
+    commands = _commands()
+    if name not in commands:
+        known = ", ".join(commands) or "none is installed"
+        raise CommandError(f"there is no command {name!r}; commands: {known}")
+    return _load(commands[name])
+
+
+def _load(point: EntryPoint) -> Command:
+    try:
+        module = point.load()
+    except Exception as error:  # whatever a foreign module raises while it is imported
+        origin = point.dist.name if point.dist else point.value
+        reason = f"command {point.name!r} cannot be loaded ({_say(error)})"
+        raise CommandError(f"{reason}; install {origin} again") from error
+    missing = [name for name in ("HELP", "add_arguments", "run") if not hasattr(module, name)]
+    if missing:
+        raise CommandError(f"command {point.name!r}: {point.value} lacks {', '.join(missing)}")
+    return cast("Command", module)
+
+
+def _guarded(name: str, words: Sequence[str], *, debug: bool) -> int:
+    debug = debug or "--debug" in words
+    try:
+        return _run(name, words)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`); without this the interpreter complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (KVCacheRagError, OSError) as error:
+        if debug:
+            raise
+        return _complain(_say(error), REFUSED)
+    except Exception as error:
+        if debug:
+            raise
+        return _complain(f"{type(error).__name__}: {_say(error)} (run again with --debug)", FAILED)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    command = _find(name)
+    parser = argparse.ArgumentParser(prog=f"kvcache-rag {name}", description=command.HELP)
+    command.add_arguments(parser)
+    _add_debug(parser)
+    code = command.run(parser.parse_args(words))
+    sys.stdout.flush()
+    return code
+
+
+def _say(error: BaseException) -> str:
+    """The message of an error as one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"kvcache-rag: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Subcommands that the core brings to `kvcache-rag`, one module each, as `kvcache_rag.cli` says."""

@@ -1,0 +1,114 @@
+"""`kvcache-rag models check MODEL`: can the chunks of this model be moved and put together?
+
+Nothing is looked up in a list of model families; the answer is measured on the model itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag.models.base import LayerGroup, ModelLayout
+    from kvcache_rag.models.hf import TransformersModel
+
+HELP = "say whether chunks of a model can be stitched, and how its keys turn"
+SUPPORTED, UNSUPPORTED = 0, 1
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNLIMITED = 10**9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `check MODEL` and how to load it."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    check = actions.add_parser("check", help=HELP, description=__doc__)
+    check.add_argument("model", help="a folder, the name of a model on the hub, or tiny")
+    check.add_argument("--revision", help="commit, branch or tag of a model on the hub")
+    check.add_argument(
+        "--dtype", choices=_DTYPES, default="auto", help="dtype to load; auto: as it was saved"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the model, print what was measured and a verdict; 0 if supported, 1 if not."""
+    from kvcache_rag.models.hf import TransformersModel
+
+    model = TransformersModel(_load(arguments))
+    print("\n".join(_describe(arguments.model, model)))
+    layout = model.layout
+    reason = model.refusal if layout is None else layout.immovable
+    if reason:
+        print(f"verdict         not movable: {reason}; full prefill works")
+        return UNSUPPORTED
+    print("verdict         supported: chunks can be stitched")
+    return SUPPORTED
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    from transformers.utils import logging
+
+    from kvcache_rag.loading import load
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options = {"revision": arguments.revision} if arguments.revision else {}
+    model, _, _ = load(arguments.model, dtype=arguments.dtype, device=None, options=options)
+    return model
+
+
+def _describe(name: str, model: TransformersModel) -> Iterator[str]:
+    window = model.context_window
+    yield f"model           {name} ({type(model.model).__name__})"
+    yield f"dtype           {_plain(model.dtype)}"
+    yield f"context window  {f'{window} tokens' if window < _UNLIMITED else 'not stated'}"
+    if model.layout is not None:
+        yield from _describe_layout(model.layout)
+
+
+def _describe_layout(layout: ModelLayout) -> Iterator[str]:
+    shared = sum(kind.shared for kind in layout.kinds)
+    yield f"layers          {len(layout.kinds)}" + (
+        f", {shared} of them read another layer's cache" if shared else ""
+    )
+    yield f"cache           {layout.chunk_layout.nbytes(1)} bytes per token"
+    limit = layout.limit
+    yield f"frequencies     {'fixed' if limit is None else f'fixed up to {limit} tokens'}"
+    for index, found in enumerate(layout.frequencies):
+        values = found.at_rest()
+        ends = f"{float(values.max()):.4g} to {float(values.min()):.4g} radians per position"
+        yield f"  set {index}         {found.name}: {values.numel()}, {ends}"
+    yield f"groups          {len(layout.groups)}"
+    for index, group in enumerate(layout.groups):
+        yield f"  group {index}       {_describe_group(group)}"
+    yield f"residual        {layout.residual:.1e} (relative, first layer)"
+
+
+def _describe_group(group: LayerGroup) -> str:
+    shapes = group.layout
+    slots = (
+        ("keys", shapes.key_shape, group.key_rotation),
+        ("values", shapes.value_shape, group.value_rotation),
+    )
+    parts = [f"layers {_ranges(shapes.layers)}"]
+    for slot, (heads, width), rotation in slots:
+        place = "" if rotation.style == "none" else f" by set {rotation.frequency}"
+        parts.append(f"{slot} {heads}x{width} rotation {rotation}{place}")
+    parts.append(f"window {group.window or 'none'}")
+    return "; ".join(parts)
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Ascending indices in short: `0-3,5`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,208 @@
+"""Bring the cached chunks of a prompt into one buffer, computing on the spot what is not cached.
+
+A partial hit never fails a question and never stays a miss: what was missing is prefilled, used and
+stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.prefill import PendingChunk, Prefiller, batches
+from kvcache_rag.stitch import stitch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.kvbuffer import KVBuffer
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.models.base import ModelLayout
+    from kvcache_rag.prompt import PromptRenderer
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """A chunk of a prompt.
+
+    Attributes:
+        key: Its address.
+        ids: Its token ids; None when it is loaded by reference, without tokenising.
+        text: Its text, for a reference that has gone meanwhile; None when only the key is known.
+    """
+
+    key: ChunkKey
+    ids: tuple[int, ...] | None
+    text: str | None = None
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.key.tokens if self.ids is None else len(self.ids)
+
+
+@dataclass(frozen=True)
+class LoadedContext:
+    """One row of a buffer, filled and stitched.
+
+    Attributes:
+        ids: Ids of prefix and chunks.
+        load: Seconds for reading and computing.
+        stitch: Seconds for turning keys.
+        hits: Chunks found, per tier.
+        misses: Chunks computed.
+        reused_tokens: Tokens of the chunks found.
+        prefilled_tokens: Tokens of the chunks computed.
+    """
+
+    ids: tuple[int, ...]
+    load: float
+    stitch: float
+    hits: Mapping[str, int]
+    misses: int
+    reused_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class ContextLoader:
+    """Fills rows of a buffer from a store.
+
+    Attributes:
+        prefiller: Computes what is missing; knows store, prefix and model.
+        renderer: Tokenises the text of a reference that has gone.
+    """
+
+    prefiller: Prefiller
+    renderer: PromptRenderer
+
+    @property
+    def _layout(self) -> ModelLayout:
+        return self.prefiller.model.measured
+
+    def ids(self, chunk: ContextChunk) -> tuple[int, ...]:
+        """Ids of a chunk, from its text or from the store.
+
+        Raises:
+            ChunkNotFoundError: If only its key is known and the store does not hold it.
+        """
+        if chunk.ids is not None:
+            return chunk.ids
+        if chunk.text is not None:
+            return self.renderer.chunk_ids(chunk.text)
+        found = self.prefiller.store.get(chunk.key, self._layout.chunk_layout).chunk
+        return tuple(found.tokens.tolist())
+
+    def load(
+        self,
+        buffer: KVBuffer,
+        row: int,
+        offset: int,
+        chunks: Sequence[ContextChunk],
+        scheme: PositionScheme,
+    ) -> LoadedContext:
+        """Fill a row from `offset` on with prefix and chunks, and turn their keys to their places.
+
+        Args:
+            buffer: With the model's layout.
+            row: Which row.
+            offset: Place of the first token (the padding in front of it, in a batch).
+            chunks: In prompt order.
+            scheme: Where the chunks stand.
+
+        Raises:
+            ChunkNotFoundError: If a chunk without text is not held any more.
+            UnsupportedModelError: If chunks would have to move and the model's keys cannot.
+        """
+        started = time.perf_counter()
+        parts = self._views(buffer, row, offset, chunks)
+        prefix = self.prefiller.prefix()
+        if prefix is not None:
+            parts[0].copy_from(prefix)
+        hits: Counter[str] = Counter()
+        missing = []
+        for chunk, view in zip(chunks, parts[1:], strict=True):
+            tier = self._fetch(chunk, view)
+            if tier is None:
+                missing.append((chunk, view))
+            else:
+                hits[tier] += 1
+        self._compute(missing)
+        loaded = time.perf_counter()
+        stitch(self._layout, parts, scheme)
+        ids = [*self.prefiller.prefix_ids]
+        for part in parts[1:]:
+            ids += part.tokens.tolist()
+        prefilled = sum(len(chunk) for chunk, _ in missing)
+        return LoadedContext(
+            ids=tuple(ids),
+            load=loaded - started,
+            stitch=time.perf_counter() - loaded,
+            hits=dict(hits),
+            misses=len(missing),
+            reused_tokens=sum(map(len, chunks)) - prefilled,
+            prefilled_tokens=prefilled,
+        )
+
+    def _views(
+        self, buffer: KVBuffer, row: int, offset: int, chunks: Sequence[ContextChunk]
+    ) -> list[ChunkKV]:
+        behind = len(self.prefiller.prefix_ids)
+        tokens = torch.tensor(self.prefiller.prefix_ids, dtype=torch.int32)
+        views = [buffer.view(row, offset, offset + behind, local_start=0, tokens=tokens)]
+        place = offset + behind
+        for chunk in chunks:
+            ids = torch.empty(len(chunk), dtype=torch.int32)
+            views.append(
+                buffer.view(row, place, place + len(chunk), local_start=behind, tokens=ids)
+            )
+            place += len(chunk)
+        return views
+
+    def _fetch(self, chunk: ContextChunk, view: ChunkKV) -> str | None:
+        """Read a chunk into its place; the tier it came from, or None for a miss."""
+        store = self.prefiller.store
+        try:
+            hit = store.get(chunk.key, self._layout.chunk_layout, out=view)
+        except ChunkNotFoundError:
+            return None
+        # The key is the hash of these ids, so this holds even for a file that lies about itself.
+        if self.prefiller.key(view.tokens.tolist()) != chunk.key:
+            store.delete(chunk.key)
+            return None
+        return hit.tier
+
+    def _compute(self, missing: Sequence[tuple[ContextChunk, ChunkKV]]) -> None:
+        if not missing:
+            return
+        pending = {
+            chunk.key: PendingChunk(chunk.key, self._known_ids(chunk)) for chunk, _ in missing
+        }
+        computed: dict[ChunkKey, ChunkKV] = {}
+        for batch in batches(list(pending.values())):
+            computed.update(self.prefiller.fill_batch(batch))
+        for chunk, view in missing:
+            view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
+            if chunk.key in computed:
+                view.copy_from(computed[chunk.key])
+            elif (
+                self._fetch(chunk, view) is None
+            ):  # another process stored it and it is gone already
+                view.copy_from(self.prefiller.compute([pending[chunk.key].ids])[0])
+                view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
+
+    def _known_ids(self, chunk: ContextChunk) -> tuple[int, ...]:
+        if chunk.ids is not None:
+            return chunk.ids
+        ids = self.renderer.chunk_ids(chunk.text) if chunk.text is not None else ()
+        if self.prefiller.key(ids) != chunk.key:
+            raise ChunkNotFoundError(
+                f"chunk {chunk.key.digest[:12]} is not in the store any more; pass its text "
+                "instead of its key"
+            )
+        return ids

@@ -1,0 +1,309 @@
+"""The public face: add chunks once, then answer questions that only prefill the question."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.aio import AsyncMethods
+from kvcache_rag.answering import Answerer
+from kvcache_rag.batching import answer_batch
+from kvcache_rag.chunk import ChunkKey, spec_digest
+from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.context import ContextLoader
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.loading import load
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.policies import Reuse, ReusePolicy
+from kvcache_rag.prefill import PendingChunk, Prefiller
+from kvcache_rag.prompt import PromptIds, PromptRenderer
+from kvcache_rag.request import ChunkInput, Planner, Request
+from kvcache_rag.stores import ChunkStore, MemoryStore
+from kvcache_rag.streaming import AnswerStream, Emit
+from kvcache_rag.template import Message, PromptTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from kvcache_rag.metrics import Answer
+
+
+class Engine(AsyncMethods):
+    """Answers questions over chunks whose keys and values were prefilled once.
+
+    Calls may come from any thread; the model works on one at a time.
+
+    Attributes:
+        model: The transformers model.
+        tokenizer: Its tokenizer.
+        store: Where chunks are kept.
+        template: How prompts are written.
+        policy: What is reused when a call does not say.
+        namespace: Tenant; other namespaces never see its chunks.
+        context_window: Longest prompt plus answer, in tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        store: ChunkStore | None = None,
+        template: PromptTemplate | None = None,
+        policy: ReusePolicy | None = None,
+        namespace: str = "",
+        prefill_dtype: torch.dtype | None = None,
+        context_window: int | None = None,
+        packed_attention: bool = True,
+    ) -> None:
+        """Measure the model and bind the template.
+
+        Args:
+            model: A loaded transformers causal language model, on one device.
+            tokenizer: Its tokenizer.
+            store: Where chunks go; None for 1 GiB of memory.
+            template: None for the default instruction.
+            policy: None for `Reuse()`.
+            namespace: Tenant.
+            prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` brings
+                the logits of a bfloat16 model about ten times closer to those of full precision, at
+                the same stored size.
+            context_window: Lower it to keep prompts short; None for the model's own.
+            packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
+                and values.
+        """
+        self._adapter = TransformersModel(model, packed_attention=packed_attention)
+        self.model, self.tokenizer = model, tokenizer
+        self.store: ChunkStore = store if store is not None else MemoryStore()
+        self.template = template or PromptTemplate()
+        self.policy: ReusePolicy = policy or Reuse()
+        self.namespace = namespace
+        layout = self._adapter.layout
+        windows = [self._adapter.context_window, context_window, layout.limit if layout else None]
+        self.context_window = min(window for window in windows if window)
+        self._renderer = PromptRenderer(self.template, tokenizer)
+        self._lock = threading.RLock()
+        self._prefiller = self._make_prefiller(prefill_dtype) if layout else None
+        loader = ContextLoader(self._prefiller, self._renderer) if self._prefiller else None
+        self._planner = Planner(self._renderer, self._prefiller, self.context_window)
+        self._answerer = Answerer(self._adapter, tokenizer, self._renderer, loader)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        store: ChunkStore | None = None,
+        template: PromptTemplate | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a model and make an engine for it.
+
+        Args:
+            name: Hub id, folder, or "tiny" for the small reader that comes with this package.
+            store: Where chunks go.
+            template: None for the one the model brings along (`prompt_template.json`), else the
+                default.
+            dtype: "auto" for the checkpoint's own.
+            device: "cpu", "cuda", ...; None for CUDA if there is one.
+            model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
+            options: Further arguments of `Engine`.
+
+        Raises:
+            InvalidInputError: If the model cannot be loaded.
+        """
+        model, tokenizer, brought = load(
+            name, dtype=dtype, device=device, options=dict(model_kwargs or {})
+        )
+        return cls(model, tokenizer, store=store, template=template or brought, **options)
+
+    def _make_prefiller(self, dtype: torch.dtype | None) -> Prefiller:
+        codec: Codec = getattr(self.store, "codec", None) or Native()
+        spec = spec_digest({**self._adapter.spec(dtype), "format": 1, "codec": codec.name})
+        ids = self._renderer.prefix_ids
+        return Prefiller(self._adapter, self.store, ids, spec, self.namespace, dtype)
+
+    # ------------------------------------------------------------------ what the engine knows
+    @property
+    def spec(self) -> str:
+        """Digest of everything about model and storage that cached chunks depend on."""
+        return self._capturing.spec
+
+    @property
+    def prefix_text(self) -> str:
+        """What stands before the first chunk of every prompt."""
+        return self._renderer.prefix_text
+
+    @property
+    def _capturing(self) -> Prefiller:
+        if self._prefiller is None:
+            _ = self._adapter.measured  # raises UnsupportedModelError with the layer and the reason
+            raise InvalidInputError("this model keeps no keys and values")
+        return self._prefiller
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
+        return self._renderer.render_chat(messages)
+
+    def tokenize(
+        self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
+    ) -> PromptIds:
+        """The very ids that every path uses."""
+        query = self._renderer.query_ids(self.template.ask(question), history)
+        return PromptIds(
+            self._renderer.prefix_ids, tuple(map(self._renderer.chunk_ids, chunks)), query
+        )
+
+    # ------------------------------------------------------------------ chunks
+    def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
+        """Addresses of chunks, computed from their tokens; nothing is prefilled."""
+        _ = self._capturing
+        return [self._planner.chunk(text, index).key for index, text in enumerate(texts)]
+
+    def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
+        """The key of a chunk whose digest, spec and length were noted elsewhere.
+
+        Raises:
+            FingerprintMismatchError: If it was made by another model, dtype, codec or prefix.
+        """
+        mine = self._capturing
+        key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
+        mismatch = self._planner.mismatch(key)
+        if mismatch:
+            raise FingerprintMismatchError(mismatch)
+        return key
+
+    def add(
+        self, texts: Sequence[str], *, owner: str = "", show_progress: bool = False
+    ) -> list[ChunkKey]:
+        """Prefill and store what is not stored yet; nothing is computed twice.
+
+        Args:
+            texts: Chunks.
+            owner: Who will release them later (a collection id); "" for nobody.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Their keys, in order.
+
+        Raises:
+            ContextTooLongError: If a chunk does not fit the context window; nothing is computed
+                then.
+            UnsupportedModelError: If the model keeps no keys and values per token.
+        """
+        prefiller = self._capturing
+        chunks = [self._planner.chunk(text, index) for index, text in enumerate(texts)]
+        pending = [PendingChunk(chunk.key, chunk.ids or ()) for chunk in chunks]
+        with self._lock:
+            if pending:
+                prefiller.prefix()
+            prefiller.fill(pending, show_progress=show_progress)
+        keys = [chunk.key for chunk in chunks]
+        if owner:
+            for key in dict.fromkeys(keys):
+                self.store.claim(key, owner)
+        return keys
+
+    def release(self, keys: Iterable[ChunkKey], owner: str) -> None:
+        """Let go of chunks that `owner` claimed; they are dropped after the store's grace time."""
+        for key in keys:
+            self.store.release(key, owner)
+
+    # ------------------------------------------------------------------ answers
+    def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
+        """Answer a question over chunks.
+
+        Args:
+            question: Not empty.
+            chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
+            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop` as in
+                `Planner.request`, and further arguments of transformers' `generate()`.  Greedy
+                unless `do_sample=True`.
+
+        Raises:
+            InvalidInputError: If an argument cannot be used.
+            ContextTooLongError: If the prompt does not fit and `overflow` is "error".
+            UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
+        """
+        return self._run(self._request(question, chunks, options), None, None)
+
+    def stream(
+        self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
+    ) -> AnswerStream:
+        """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
+        request = self._request(question, chunks, {**options, "streaming": True})
+        return AnswerStream(lambda emit, cancelled: self._run(request, emit, cancelled))
+
+    def generate_batch(
+        self, questions: Sequence[tuple[str, Sequence[ChunkInput]]], **options: Any
+    ) -> list[Answer]:
+        """Answer several questions in one padded batch; equals the single answers.
+
+        Args:
+            questions: Question and chunks of each.
+            options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
+        """
+        if not questions:
+            return []
+        requests = [
+            self._request(question, chunks, dict(options)) for question, chunks in questions
+        ]
+        if any(len(request.rounds) > 1 for request in requests):
+            raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
+        started = time.perf_counter()
+        with self._lock:
+            prompts = [self._answerer.prompt(request, 0, "") for request in requests]
+            return answer_batch(self._answerer, prompts, started)
+
+    def logits(
+        self,
+        question: str,
+        chunks: Sequence[ChunkInput] = (),
+        *,
+        policy: ReusePolicy | None = None,
+    ) -> Tensor:
+        """Logits of the query's tokens over the stitched context, for checks.
+
+        Returns:
+            `(query_tokens, vocabulary)` float32 on the CPU.
+        """
+        request = self._planner.request(
+            question, chunks, policy=policy or self.policy, max_new_tokens=1
+        )
+        with self._lock:
+            return self._answerer.logits(self._answerer.prompt(request, 0, ""))
+
+    def complete(self, prompt: str, **options: Any) -> Answer:
+        """Continue a text as it is, without template and chunks.
+
+        Args:
+            prompt: Not empty; the beginning-of-sequence token is added unless it is there.
+            options: `max_new_tokens`, `stop` and further arguments of transformers' `generate()`.
+        """
+        request = self._planner.completion(prompt, **options)
+        return self._run(request, None, None)
+
+    def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
+        """`complete`, as an iterator of pieces of text."""
+        request = self._planner.completion(prompt, streaming=True, **options)
+        return AnswerStream(lambda emit, cancelled: self._run(request, emit, cancelled))
+
+    def _request(
+        self, question: str, chunks: Sequence[ChunkInput], options: dict[str, Any]
+    ) -> Request:
+        policy = options.pop("policy", None) or self.policy
+        return self._planner.request(question, chunks, policy=policy, **options)
+
+    def _run(
+        self, request: Request, emit: Emit | None, cancelled: threading.Event | None
+    ) -> Answer:
+        started = time.perf_counter()
+        with self._lock:
+            return self._answerer.run(request, started, emit, cancelled)

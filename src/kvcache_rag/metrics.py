@@ -1,0 +1,77 @@
+"""What an answer cost, and the answer itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Cost of one answer.  Times are seconds, everything else counts.
+
+    Attributes:
+        ttft: From the call to the first generated token.
+        load: Part of `ttft`: reading cached chunks, and prefilling and storing those that were
+            missing.
+        stitch: Part of `ttft`: rotating keys to their places.
+        recompute: Part of `ttft`: choosing and recomputing context tokens.
+        prefill: Part of `ttft`: the forward pass of the query (of everything, for a full prefill).
+        total: From the call to the last token.
+        prefix_tokens: Tokens of the shared prefix.
+        reused_tokens: Chunk tokens whose keys and values came from the store.
+        recomputed_tokens: Context tokens that a policy computed again.
+        prefilled_tokens: Chunk tokens computed for this answer because they were not cached.
+        query_tokens: Tokens of history, question and everything behind the chunks.
+        generated_tokens: Tokens of the answer.
+        hits: Chunks found, per tier.
+        misses: Chunks that were not cached (they are now, if the store could keep them).
+        dropped_chunks: Chunks left out because the prompt would not fit.
+        rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
+        policy: The policy, as it can be pasted back.
+        prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
+    """
+
+    ttft: float = 0.0
+    load: float = 0.0
+    stitch: float = 0.0
+    recompute: float = 0.0
+    prefill: float = 0.0
+    total: float = 0.0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefilled_tokens: int = 0
+    query_tokens: int = 0
+    generated_tokens: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
+    misses: int = 0
+    dropped_chunks: int = 0
+    rounds: int = 1
+    policy: str = ""
+    prefix_mismatch: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and for response metadata."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text and what it cost.
+
+    Attributes:
+        text: Without special tokens.
+        metrics: Times and counts.
+        token_ids: Ids of the generated tokens, stop token included.
+        finish_reason: "stop" at an end-of-sequence token or stop string, "length" at
+            `max_new_tokens`.
+    """
+
+    text: str
+    metrics: Metrics
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = "stop"

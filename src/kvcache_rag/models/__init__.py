@@ -1,0 +1,1 @@
+"""Models: what is measured about them, and the transformers adapter."""

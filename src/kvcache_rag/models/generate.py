@@ -1,0 +1,201 @@
+"""Run transformers' own `generate()` over a cache that is already filled, and watch it.
+
+The full ids are handed in together with the cache, so that sampling, stopping and every logits
+processor see what they would see without us.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from kvcache_rag.models.hf import TransformersModel
+
+# Wrong tokens from any prefilled cache in transformers itself (measured with 5.23), so they are
+# refused.
+_REFUSED = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "custom_generate",
+)
+_OWNED = (
+    "attention_mask",
+    "cache_implementation",
+    "cache_position",
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "max_length",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one `generate()` gave.
+
+    Attributes:
+        rows: New token ids per row, the end-of-sequence token included, padding removed.
+        first_at: `time.perf_counter()` at the first token.
+        ended_at: The same at the end.
+        finish_reasons: "stop" or "length" per row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    first_at: float
+    ended_at: float
+    finish_reasons: tuple[str, ...]
+
+
+class _Watch(StoppingCriteria):
+    """Notes the time of the first token, hands tokens on, and stops when it is told to."""
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        emit: Callable[[Sequence[int]], bool] | None,
+        cancelled: threading.Event | None,
+    ) -> None:
+        self.first_at = 0.0
+        self._seen = prompt_tokens
+        self._emit, self._cancelled = emit, cancelled
+        self._stopped = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        # Reading the ids waits for the device, so the clock is right there too.
+        fresh = input_ids[0, self._seen :].tolist()
+        self._seen = input_ids.shape[1]
+        self.first_at = self.first_at or time.perf_counter()
+        if self._emit is not None:
+            self._stopped = self._emit(fresh) or self._stopped
+        if self._cancelled is not None and self._cancelled.is_set():
+            self._stopped = True
+        return torch.full((input_ids.shape[0],), self._stopped, device=input_ids.device)
+
+
+def check_generation(options: dict[str, Any], *, streaming: bool) -> None:
+    """Refuse what would give wrong tokens or what the engine decides itself.
+
+    Raises:
+        InvalidInputError: Naming the option and what to do.
+    """
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise InvalidInputError(
+                f"{name} gives wrong tokens from a filled cache in transformers itself; "
+                "leave it out"
+            )
+    for name in _OWNED:
+        if name in options:
+            raise InvalidInputError(f"{name} is set by the engine; leave it out")
+    if int(options.get("num_return_sequences") or 1) > 1:
+        raise InvalidInputError(
+            "num_return_sequences must be 1; call generate several times instead"
+        )
+    if streaming and int(options.get("num_beams") or 1) > 1:
+        raise InvalidInputError("beam search cannot stream; use generate, or num_beams=1")
+
+
+def generate(
+    model: TransformersModel,
+    ids: Tensor,
+    mask: Tensor,
+    cache: Any,
+    *,
+    max_new_tokens: int,
+    tokenizer: Any,
+    options: dict[str, Any],
+    emit: Callable[[Sequence[int]], bool] | None = None,
+    cancelled: threading.Event | None = None,
+) -> Generated:
+    """Generate from full ids and a cache that covers all but their last columns.
+
+    Args:
+        model: The model.
+        ids: `(rows, n)` int64, left-padded.
+        mask: `(rows, n)` int64, 1 for real tokens.
+        cache: A transformers cache, or None for a plain prefill.
+        max_new_tokens: At most so many per row.
+        tokenizer: Needed by `stop_strings`.
+        options: Further arguments of `generate()`.
+        emit: Called with the new ids of row 0 after each step; True stops.
+        cancelled: Stops at the next token once set.
+    """
+    watch = _Watch(ids.shape[1], emit, cancelled)
+    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch])
+    beams = int(options.get("num_beams") or 1)
+    if cache is not None and beams > 1:
+        cache.batch_repeat_interleave(beams)
+    config, arguments = _configured(model, options, max_new_tokens, tokenizer)
+    arguments["stopping_criteria"] = criteria
+    if config.stop_strings:
+        arguments["tokenizer"] = tokenizer
+    with torch.inference_mode():
+        output = model.model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=cache,
+            generation_config=config,
+            **arguments,
+        )
+    ended = time.perf_counter()
+    stops = _stop_ids(config.eos_token_id)
+    rows = tuple(_trim(row, stops) for row in output[:, ids.shape[1] :].tolist())
+    reasons = tuple(
+        "length" if len(row) >= max_new_tokens and row[-1:] and row[-1] not in stops else "stop"
+        for row in rows
+    )
+    return Generated(rows, watch.first_at or ended, ended, reasons)
+
+
+def _configured(
+    model: TransformersModel, options: dict[str, Any], max_new_tokens: int, tokenizer: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The model's own generation config with the caller's settings, greedy unless it says so.
+
+    Returns:
+        The config, and what of `options` is no setting (logits processors, streamers and the like).
+    """
+    given = {key: value for key, value in options.items() if key != "generation_config"}
+    config = copy.deepcopy(options.get("generation_config") or model.model.generation_config)
+    if "generation_config" not in options and not given.get("do_sample"):
+        config.do_sample = False
+        # transformers warns about sampling settings that greedy search does not read.
+        config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
+    rest: dict[str, Any] = config.update(**given)
+    config.max_new_tokens, config.max_length = max_new_tokens, None
+    config.return_dict_in_generate = False
+    if config.pad_token_id is None:
+        stops = sorted(_stop_ids(config.eos_token_id))
+        padding = tokenizer.pad_token_id
+        config.pad_token_id = padding if padding is not None else (stops[0] if stops else 0)
+    return config, rest
+
+
+def _stop_ids(ids: int | Sequence[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _trim(row: list[int], stops: frozenset[int]) -> tuple[int, ...]:
+    """Ids up to and with the first end-of-sequence token; what follows in a batch is padding."""
+    for index, token in enumerate(row):
+        if token in stops:
+            return tuple(row[: index + 1])
+    return tuple(row)

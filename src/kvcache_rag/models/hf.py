@@ -1,0 +1,265 @@
+"""A transformers causal language model, as the rest of the package uses it.
+
+Loading, fingerprinting, prefilling and forward passes.  No model family is named; what differs
+between families is measured (`models.probe`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.kvbuffer import KVBuffer
+from kvcache_rag.models.attention import use_packed_attention
+from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
+from kvcache_rag.models.frequencies import frequency_sets
+from kvcache_rag.models.identity import model_identity
+from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.models.base import LayerGroup, ModelLayout
+
+
+class TransformersModel:
+    """A causal language model whose context can be captured, placed and continued.
+
+    Attributes:
+        model: The transformers model, in evaluation mode.
+        layout: What was measured, or None when the model keeps no keys and values per token.
+        refusal: Why nothing can be captured, or "".
+        context_window: Longest prompt plus answer in tokens.
+        device: Where inputs go.
+    """
+
+    def __init__(self, model: Any, *, packed_attention: bool = True) -> None:
+        """Measure the model with three forward passes of 12 tokens.
+
+        Args:
+            model: A loaded transformers causal language model on one device.
+            packed_attention: Whether "sdpa" is replaced by the packed function (see
+                `models.attention`).
+
+        Raises:
+            UnsupportedModelError: If the model is spread over several devices.
+        """
+        _refuse_spread(model)
+        self.model = model.eval()
+        if packed_attention:
+            use_packed_attention(model)
+        self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.dtype
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_keep = "logits_to_keep" in parameters
+        self._wide: TransformersModel | None = None
+        self.layout: ModelLayout | None = None
+        self.refusal = ""
+        try:
+            self.layout = self._measure()
+        except UnsupportedModelError as error:
+            self.refusal = str(error)
+        self.context_window = self._context_window()
+
+    def _measure(self) -> ModelLayout:
+        kinds = layer_kinds(self.model.config)
+
+        def capture(ids: Tensor, start: int) -> list[LayerCache]:
+            cache = growing_cache(kinds)
+            positions = torch.arange(start, start + ids.shape[1])
+            self.forward(ids, cache, positions, keep=1)
+            return layer_tensors(cache)
+
+        frequencies = frequency_sets(self.model, self.config)
+        limits = [found.limit for found in frequencies if found.limit is not None]
+        window = getattr(self.config, "max_position_embeddings", None)
+        subject = ProbeSubject(
+            name=str(self.config.model_type),
+            capture=capture,
+            kinds=kinds,
+            frequencies=frequencies,
+            dtype=self.dtype,
+            vocabulary=int(self.config.vocab_size),
+            limit=min([window or 10**9, *limits]),
+            takes_positions=self._takes_positions,
+        )
+        return measure_layout(subject)
+
+    def _context_window(self) -> int:
+        names = ("max_position_embeddings", "n_positions", "max_seq_len")
+        window = next(
+            (getattr(self.config, n) for n in names if getattr(self.config, n, None)), None
+        )
+        return int(window) if window else 10**9
+
+    @property
+    def measured(self) -> ModelLayout:
+        """The layout.
+
+        Raises:
+            UnsupportedModelError: If the model keeps no keys and values per token (recurrent state
+                and the like).
+        """
+        if self.layout is None:
+            raise UnsupportedModelError(self.refusal)
+        return self.layout
+
+    def spec(self, prefill_dtype: torch.dtype | None) -> dict[str, Any]:
+        """Everything about the model that the tensors of a chunk depend on, as plain values."""
+        layout = self.measured
+        return {
+            "model": model_identity(self.model),
+            "compute_dtype": str(prefill_dtype or self.dtype),
+            "stored_dtype": str(layout.dtype),
+            "groups": [_describe(group) for group in layout.groups],
+            "inv_freq": [
+                found.at_rest().cpu().numpy().tobytes().hex() for found in layout.frequencies
+            ],
+            "rope_parameters": repr(getattr(self.config, "rope_parameters", None)),
+        }
+
+    def forward(
+        self,
+        ids: Tensor,
+        cache: Any,
+        positions: Tensor,
+        *,
+        mask: Tensor | dict[str, Tensor] | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """One forward pass.
+
+        Args:
+            ids: `(rows, n)` int64.
+            cache: A transformers cache, or None for a pass without one.
+            positions: `(n,)` or `(rows, n)` int64 rotary positions.
+            mask: Additive float mask `(1, 1, n, tokens)`, or one per layer type; None for the
+                model's own.
+            keep: Logits of how many of the last tokens, 0 for all.
+
+        Returns:
+            Logits `(rows, keep or n, vocabulary)`.
+        """
+        arguments: dict[str, Any] = {}
+        if self._takes_positions:
+            rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
+            arguments["position_ids"] = rows.to(self.device)
+        if self._takes_keep and keep:
+            arguments["logits_to_keep"] = keep
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=ids.to(self.device),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **arguments,
+            )
+        logits: Tensor = output.logits
+        return logits[:, -keep:] if keep else logits
+
+    def mask_argument(self, allowed: Tensor, indices: Tensor) -> Tensor | dict[str, Tensor]:
+        """What `forward` needs so that row sees column exactly where `allowed` says, windows added.
+
+        Args:
+            allowed: `(n, n)` bool.
+            indices: `(n,)` places in the prompt; windows count these.
+        """
+        distance = indices[:, None] - indices[None, :]
+        kinds = [kind for kind in self.measured.kinds if not kind.shared]
+
+        def additive(window: int | None) -> Tensor:
+            seen = allowed if window is None else allowed & (distance < window)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
+
+        windows = {kind.window for kind in kinds}
+        if len(windows) == 1:
+            return additive(windows.pop())
+        types = self.config.layer_types
+        pairs = zip(types, self.measured.kinds, strict=False)
+        return {name: additive(kind.window) for name, kind in pairs if not kind.shared}
+
+    def cache(self, buffer: KVBuffer, length: int, keep: Tensor | None = None) -> Any:
+        """A transformers cache over a buffer with `length` tokens per row (see `buffer_cache`)."""
+        return buffer_cache(buffer, self.measured.kinds, length, keep)
+
+    def prefill(self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+        """Compute keys and values of chunks, each behind the prefix and seeing nothing else.
+
+        Args:
+            prefix: The prefix's own cache, standing at 0; None or empty for none.
+            chunks: Ids of each chunk, not empty; they form one right-padded batch.
+
+        Returns:
+            One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.
+        """
+        layout = ChunkLayout(self.measured.chunk_layout.groups, self.dtype)
+        start = 0 if prefix is None else len(prefix)
+        longest = max(map(len, chunks))
+        buffer = KVBuffer.allocate(layout, len(chunks), start + longest, self.device)
+        ids = torch.zeros(len(chunks), longest, dtype=torch.long)
+        for row, chunk in enumerate(chunks):
+            ids[row, : len(chunk)] = torch.tensor(chunk)
+            if prefix is not None and start:
+                buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
+        positions = torch.arange(start, start + longest)
+        self.forward(ids, self.cache(buffer, start), positions, keep=1)
+        return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
+
+    def widened(self, dtype: torch.dtype | None) -> TransformersModel:
+        """This model, or a copy of it that computes in `dtype` (kept until `narrow`)."""
+        if dtype is None or dtype == self.dtype:
+            return self
+        if self._wide is None or self._wide.dtype != dtype:
+            self._wide = TransformersModel(copy.deepcopy(self.model).to(dtype))
+        return self._wide
+
+    def narrow(self) -> None:
+        """Let go of the copy made by `widened`."""
+        self._wide = None
+
+
+def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> ChunkKV:
+    tokens = torch.tensor(chunk, dtype=torch.int32)
+    view = buffer.view(row, start, start + len(chunk), local_start=start, tokens=tokens)
+    tensors = tuple(
+        tuple(tensor.contiguous().cpu().clone() for tensor in group) for group in view.tensors
+    )
+    return ChunkKV(buffer.layout, tokens, start, tensors)
+
+
+def converted(chunk: ChunkKV, dtype: torch.dtype) -> ChunkKV:
+    """The chunk with tensors of `dtype`, one rounding."""
+    if chunk.layout.dtype == dtype:
+        return chunk
+    tensors = tuple(tuple(tensor.to(dtype) for tensor in group) for group in chunk.tensors)
+    return ChunkKV(ChunkLayout(chunk.layout.groups, dtype), chunk.tokens, chunk.start, tensors)
+
+
+def _describe(group: LayerGroup) -> dict[str, Any]:
+    shape: GroupLayout = group.layout
+    return {
+        "layers": list(shape.layers),
+        "key_shape": list(shape.key_shape),
+        "value_shape": list(shape.value_shape),
+        "window": group.window,
+        "key_rotation": f"{group.key_rotation}@{group.key_rotation.frequency}",
+        "value_rotation": f"{group.value_rotation}@{group.value_rotation.frequency}",
+    }
+
+
+def _refuse_spread(model: Any) -> None:
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model is spread over {', '.join(sorted(devices))}; load it on one device "
+            '(device_map={"": 0} or "cpu")'
+        )

@@ -1,0 +1,234 @@
+"""Measure where and how a model rotates its cached tensors.
+
+The same few tokens are prefilled at several offsets; per layer and cache slot the one rotation that
+maps the first cache onto the others is found.  If none fits, keys of that model cannot be moved,
+and the reason names the layer. Nothing is assumed about a model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.chunk import GroupLayout
+from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
+from kvcache_rag.rotary import NO_ROTATION, Rotation, angle_table, rotate_
+
+PROBE_TOKENS = 12
+OFFSETS = (61, 977)
+# Relative residual allowed at the first layer that keeps a cache; measured float32 errors are
+# about 1e-6.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+# In low precision deeper layers differ a little between two runs; the slot that is not rotated
+# shows by how much.
+NOISE_FACTOR = 4
+# No other hypothesis may be nearly as good.
+RIVAL_FACTOR = 2
+
+LayerCache = tuple[Tensor, Tensor] | None
+"""K and V of one layer, `(1, heads, tokens, width)`; None where the layer shares another's."""
+Capture = Callable[[Tensor, int], Sequence[LayerCache]]
+"""Prefill ids `(1, tokens)` at a first position and give back each layer's cache."""
+
+
+@dataclass(frozen=True)
+class ProbeSubject:
+    """A model as the probe sees it.
+
+    Attributes:
+        name: For messages.
+        capture: Runs the model.
+        kinds: Kind of each layer.
+        frequencies: Candidate frequency sets.
+        dtype: Dtype of the cache.
+        vocabulary: Number of token ids.
+        limit: Longest prompt that may be tried.
+        takes_positions: Whether the model's forward pass accepts positions.
+    """
+
+    name: str
+    capture: Capture
+    kinds: tuple[LayerKind, ...]
+    frequencies: tuple[FrequencySet, ...]
+    dtype: torch.dtype
+    vocabulary: int
+    limit: int
+    takes_positions: bool
+
+
+@dataclass(frozen=True)
+class _Fit:
+    error: float
+    rotation: Rotation
+
+
+def measure_layout(subject: ProbeSubject) -> ModelLayout:
+    """Find each layer's shape and rotation with three short forward passes."""
+    generator = torch.Generator().manual_seed(0)
+    upper = min(subject.vocabulary, 32000)
+    ids = torch.randint(min(5, upper - 1), upper, (1, PROBE_TOKENS), generator=generator)
+    base = subject.capture(ids, 0)
+    reason, residual, moved = "", 0.0, {}
+    rotations = {index: (NO_ROTATION, NO_ROTATION) for index, cache in enumerate(base) if cache}
+    if subject.takes_positions:
+        offsets = [offset for offset in OFFSETS if offset + PROBE_TOKENS <= subject.limit]
+        offsets = offsets or [max(1, min(subject.limit // 2, subject.limit - PROBE_TOKENS))]
+        moved = {offset: subject.capture(ids, offset) for offset in offsets}
+        rotations, residual, reason = _fit_layers(subject, base, moved)
+    else:
+        reason = _position_free_reason(subject, ids)
+    return ModelLayout(
+        groups=_group(base, subject.kinds, rotations),
+        kinds=subject.kinds,
+        frequencies=subject.frequencies,
+        dtype=subject.dtype,
+        residual=residual,
+        immovable=reason,
+    )
+
+
+def _position_free_reason(subject: ProbeSubject, ids: Tensor) -> str:
+    # Positions come from the cache length then, so offsets cannot be tried.  A constant sequence
+    # shows whether
+    # they reach the cache at all (learned positions) or enter the attention by index only (ALiBi).
+    constant = subject.capture(ids[:, :1].expand(1, PROBE_TOKENS).contiguous(), 0)
+    tolerance = TOLERANCE[subject.dtype]
+    for layer, cache in enumerate(constant):
+        for tensor in cache or ():
+            if _relative(tensor.float(), tensor[:, :, :1].float().expand_as(tensor)) > tolerance:
+                return (
+                    f"{subject.name}: layer {layer} mixes the position into its cache, and "
+                    "the model takes no "
+                    "position_ids (learned absolute positions), so its keys cannot be moved"
+                )
+    return (
+        f"{subject.name}: layer 0 attends by index without position_ids (ALiBi or none), so "
+        "a chunk cannot be "
+        "placed behind another one"
+    )
+
+
+def _fit_layers(
+    subject: ProbeSubject, base: Sequence[LayerCache], moved: dict[int, Sequence[LayerCache]]
+) -> tuple[dict[int, tuple[Rotation, Rotation]], float, str]:
+    rotations: dict[int, tuple[Rotation, Rotation]] = {}
+    residual, reason, is_first = 0.0, "", True
+    for layer, cache in enumerate(base):
+        if cache is None:
+            continue
+        fits = []
+        for slot in (0, 1):
+            targets = {offset: _slot(caches[layer], slot) for offset, caches in moved.items()}
+            fits.append(_ranked(cache[slot].float(), targets, subject.frequencies))
+        allowed = _allowed(subject.dtype, fits, is_first)
+        if is_first:
+            residual = max(found[0].error for found in fits)
+            is_first = False
+        reason = reason or _refusal(subject, layer, fits, allowed)
+        rotations[layer] = (fits[0][0].rotation, fits[1][0].rotation)
+    return rotations, residual, reason
+
+
+def _slot(cache: LayerCache, slot: int) -> Tensor:
+    if cache is None:
+        raise RuntimeError("a layer kept a cache in one pass and none in another")
+    return cache[slot].float()
+
+
+def _allowed(dtype: torch.dtype, fits: list[list[_Fit]], is_first: bool) -> float:
+    tolerance = TOLERANCE[dtype]
+    if is_first:
+        return tolerance
+    still = [found[0].error for found in fits if found[0].rotation.style == "none"]
+    return min(max(tolerance, NOISE_FACTOR * min(still, default=0.0)), 0.5)
+
+
+def _refusal(subject: ProbeSubject, layer: int, fits: list[list[_Fit]], allowed: float) -> str:
+    for name, ranked in zip(("keys", "values"), fits, strict=True):
+        best = ranked[0]
+        rival = next(
+            (fit.error for fit in ranked[1:] if fit.error > 0 and not _alike(best, fit, subject)),
+            float("inf"),
+        )
+        if best.error > allowed or (best.error > 0 and rival < RIVAL_FACTOR * best.error):
+            return (
+                f"{subject.name}: layer {layer} {name} fit no rotation when the same tokens "
+                "stand elsewhere "
+                f"(best residual {best.error:.2g} with {best.rotation}, allowed "
+                f"{allowed:.2g}): learned absolute "
+                "positions, a norm behind the rotation, or an unknown layout"
+            )
+    return ""
+
+
+def _alike(best: _Fit, other: _Fit, subject: ProbeSubject) -> bool:
+    """Two hypotheses that turn everything alike (equal tables) are no rivals."""
+    one, two = best.rotation, other.rotation
+    if one.style == "none" or two.style == "none":
+        return one == two
+    if (one.style, one.start, one.dim, one.reverse) != (
+        two.style,
+        two.start,
+        two.dim,
+        two.reverse,
+    ):
+        return False
+    frequencies = subject.frequencies
+    return torch.equal(frequencies[one.frequency].at_rest(), frequencies[two.frequency].at_rest())
+
+
+def _ranked(
+    origin: Tensor, targets: dict[int, Tensor], frequencies: tuple[FrequencySet, ...]
+) -> list[_Fit]:
+    still = max(_relative(origin, target) for target in targets.values())
+    fits = [_Fit(still, NO_ROTATION)]
+    positions = torch.arange(origin.shape[2], device=origin.device)
+    for rotation in _candidates(origin.shape[-1], frequencies):
+        error = 0.0
+        for offset, target in targets.items():
+            inv_freq = frequencies[rotation.frequency].at_rest().to(origin.device)
+            cos, sin = angle_table(inv_freq, positions, positions + offset)
+            error = max(error, _relative(rotate_(origin.clone(), rotation, cos, sin), target))
+        fits.append(_Fit(error, rotation))
+    return sorted(fits, key=lambda fit: fit.error)
+
+
+def _candidates(width: int, frequencies: tuple[FrequencySet, ...]) -> Iterator[Rotation]:
+    for index, found in enumerate(frequencies):
+        dim = 2 * found.at_rest().numel()
+        if dim > width:
+            continue
+        for start in sorted({0, width - dim}):
+            for reverse in (False, True):
+                yield Rotation("half", start, dim, index, reverse)
+                yield Rotation("interleaved", start, dim, index, reverse)
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-12))
+
+
+def _group(
+    base: Sequence[LayerCache],
+    kinds: tuple[LayerKind, ...],
+    rotations: dict[int, tuple[Rotation, Rotation]],
+) -> tuple[LayerGroup, ...]:
+    members: dict[tuple[object, ...], list[int]] = {}
+    for layer, cache in enumerate(base):
+        if cache is None:
+            continue
+        shapes = tuple((tensor.shape[1], tensor.shape[3]) for tensor in cache)
+        members.setdefault((shapes, kinds[layer].window, rotations[layer]), []).append(layer)
+    groups = []
+    for layers in members.values():
+        keys, values = base[layers[0]] or (torch.empty(0), torch.empty(0))
+        layout = GroupLayout(
+            layers=tuple(layers),
+            key_shape=(keys.shape[1], keys.shape[3]),
+            value_shape=(values.shape[1], values.shape[3]),
+        )
+        groups.append(LayerGroup(layout, kinds[layers[0]].window, *rotations[layers[0]]))
+    return tuple(groups)

@@ -1,0 +1,77 @@
+"""What to do when the chunks do not fit the context window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kvcache_rag.errors import ContextTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Overflow = Literal["error", "drop_lowest", "refine"]
+"""`error`: refuse; `drop_lowest`: leave out the last chunks (retrievers put the best first);
+`refine`: several
+stitched prompts, each improving the answer of the one before."""
+
+
+def split_rounds(
+    sizes: Sequence[int], *, room: int, later_room: int, overflow: Overflow
+) -> list[list[int]]:
+    """Which chunks go into which round.
+
+    Args:
+        sizes: Tokens of each chunk, best first.
+        room: Tokens for chunks beside prefix, query and answer, in the first round.
+        later_room: The same in later rounds, whose query carries the answer so far.
+        overflow: What to do.
+
+    Returns:
+        Indices of the chunks of each round; at least one round, which may be empty.
+
+    Raises:
+        ContextTooLongError: If not even the query fits, or "error" and not everything fits, or one
+            chunk alone does not fit.
+    """
+    if room < 0:
+        raise ContextTooLongError(
+            f"instruction, question and max_new_tokens alone are {-room} tokens over the "
+            "model's context window; "
+            "shorten the question or lower max_new_tokens"
+        )
+    if sum(sizes) <= room:
+        return [list(range(len(sizes)))]
+    if overflow == "error":
+        raise ContextTooLongError(
+            f"the chunks have {sum(sizes)} tokens and the context window has room for "
+            f"{room}; retrieve fewer or "
+            'smaller chunks, or use overflow="drop_lowest" or "refine"'
+        )
+    if overflow == "drop_lowest":
+        return [_fitting(sizes, room)]
+    rounds: list[list[int]] = []
+    used, space = 0, room
+    for index, size in enumerate(sizes):
+        if size > min(room, later_room):
+            raise ContextTooLongError(
+                f"chunk {index} has {size} tokens and the context window has room for "
+                f"{min(room, later_room)}; "
+                "split it into smaller chunks"
+            )
+        if not rounds or used + size > space:
+            space = later_room if rounds else room
+            rounds.append([])
+            used = 0
+        rounds[-1].append(index)
+        used += size
+    return rounds
+
+
+def _fitting(sizes: Sequence[int], room: int) -> list[int]:
+    kept, used = [], 0
+    for index, size in enumerate(sizes):
+        if used + size > room:
+            break
+        kept.append(index)
+        used += size
+    return kept

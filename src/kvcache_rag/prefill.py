@@ -1,0 +1,132 @@
+"""Compute missing chunks: batched, each once, stored as soon as it is there.
+
+A kill loses at most the batch in flight; the next run skips what is stored.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcache_rag.chunk import ChunkKey, ChunkKV, chunk_key
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.models.hf import TransformersModel, converted
+from kvcache_rag.progress import progress_bar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from kvcache_rag.stores import ChunkStore
+
+# Padded tokens of one batch; larger batches gained nothing on CPU and cost memory.
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class PendingChunk:
+    """A chunk to be prefilled.
+
+    Attributes:
+        key: Its address.
+        ids: Its token ids.
+    """
+
+    key: ChunkKey
+    ids: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Prefiller:
+    """Computes chunks behind one prefix and puts them into a store.
+
+    Attributes:
+        model: The model.
+        store: Where chunks go.
+        prefix_ids: The shared prefix, may be empty.
+        spec: Digest of the spec.
+        namespace: Tenant.
+        dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
+            either way.
+    """
+
+    model: TransformersModel
+    store: ChunkStore
+    prefix_ids: tuple[int, ...]
+    spec: str
+    namespace: str
+    dtype: torch.dtype | None = None
+    _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+    _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+
+    def key(self, ids: Sequence[int]) -> ChunkKey:
+        """Address of a chunk behind the prefix."""
+        return chunk_key(ids, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace)
+
+    def prefix(self) -> ChunkKV | None:
+        """The prefix's own cache, computed once per store; None for an empty prefix."""
+        if not self.prefix_ids:
+            return None
+        if self._stored_prefix is None:
+            key = chunk_key(
+                self.prefix_ids, prefix_ids=(), spec=self.spec, namespace=self.namespace
+            )
+            layout = self.model.measured.chunk_layout
+            try:
+                self._stored_prefix = self.store.get(key, layout).chunk
+            except ChunkNotFoundError:
+                self._stored_prefix = converted(self._wide_prefix(), layout.dtype)
+                self.store.put(key, self._stored_prefix)
+        return self._stored_prefix
+
+    def _wide_prefix(self) -> ChunkKV:
+        # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
+        if self._computed_prefix is None:
+            wide = self.model.widened(self.dtype)
+            self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]
+        return self._computed_prefix
+
+    def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
+        """Prefill one batch of chunks, without looking at the store."""
+        prefix = self._wide_prefix() if self.prefix_ids else None
+        computed = self.model.widened(self.dtype).prefill(prefix, ids)
+        dtype = self.model.measured.dtype
+        return [converted(chunk, dtype) for chunk in computed]
+
+    def fill(self, pending: Sequence[PendingChunk], *, show_progress: bool = False) -> int:
+        """Prefill and store what is not held yet; return how many chunks were computed."""
+        missing = list(
+            {one.key: one for one in pending if not self.store.contains(one.key)}.values()
+        )
+        computed = 0
+        with progress_bar(len(missing), "prefill", "chunk", show=show_progress) as bar:
+            for batch in batches(missing):
+                computed += len(self.fill_batch(batch))
+                bar.update(len(batch))
+        self.model.narrow()
+        return computed
+
+    def fill_batch(self, batch: Sequence[PendingChunk]) -> dict[ChunkKey, ChunkKV]:
+        """Compute what of one batch is still missing under its locks, and store it."""
+        with self.store.locked([one.key for one in batch]) if batch else nullcontext():
+            todo = [one for one in batch if not self.store.contains(one.key)]
+            if not todo:
+                return {}
+            chunks = self.compute([one.ids for one in todo])
+            for one, chunk in zip(todo, chunks, strict=True):
+                self.store.put(one.key, chunk)
+        return {one.key: chunk for one, chunk in zip(todo, chunks, strict=True)}
+
+
+def batches(pending: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
+    """Batches of similar length, padded to `BATCH_TOKENS` at most (or one long chunk)."""
+    batch: list[PendingChunk] = []
+    for one in sorted(pending, key=lambda chunk: len(chunk.ids)):
+        if batch and (len(batch) + 1) * len(one.ids) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch

@@ -1,0 +1,138 @@
+"""Put cached chunks together into one prompt.
+
+The chunks already lie in their places of one buffer; stitching turns their keys from the positions
+at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590, section
+3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.rotary import angle_table, rotate_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.chunk import ChunkKV
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.models.base import LayerGroup, ModelLayout
+
+SpanKind = Literal["prefix", "chunk", "query"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of a prompt, half-open.
+
+    Attributes:
+        kind: What the tokens are.
+        start: First token.
+        stop: One behind the last token.
+    """
+
+    kind: SpanKind
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class StitchedPrompt:
+    """The shape of a prompt made of prefix, chunks and query.
+
+    Attributes:
+        spans: Prefix (may be empty), chunks in prompt order, query.
+    """
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, prefix: int, chunks: Sequence[int], query: int) -> StitchedPrompt:
+        """The prompt with these numbers of tokens."""
+        spans = [Span("prefix", 0, prefix)]
+        for tokens in chunks:
+            spans.append(Span("chunk", spans[-1].stop, spans[-1].stop + tokens))
+        spans.append(Span("query", spans[-1].stop, spans[-1].stop + query))
+        return cls(tuple(spans))
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        """Spans of the chunks."""
+        return self.spans[1:-1]
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prefix and chunks."""
+        return self.spans[-1].start
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.spans[-1].stop
+
+
+def stitch(layout: ModelLayout, parts: Sequence[ChunkKV], scheme: PositionScheme) -> None:
+    """Turn the keys of `parts` in place from their local to their prompt positions.
+
+    Args:
+        layout: How the model rotates its caches.
+        parts: Prefix and chunks in prompt order, as views into the prompt's buffer.
+        scheme: Where chunks stand; `composite` leaves them at their local positions.
+
+    Raises:
+        UnsupportedModelError: If a chunk has to move and the model's keys cannot.
+    """
+    if scheme == "composite":
+        return
+    places, place = [], 0
+    for part in parts:
+        places.append(place)
+        place += len(part)
+    moving = [
+        (part, new)
+        for part, new in zip(parts, places, strict=True)
+        if new != part.start and len(part)
+    ]
+    if not moving:
+        return
+    layout.ensure_movable()
+    steps = torch.cat([torch.arange(len(part)) for part, _ in moving])
+    lengths = torch.tensor([len(part) for part, _ in moving])
+    old = torch.tensor([part.start for part, _ in moving]).repeat_interleave(lengths) + steps
+    new = torch.tensor([start for _, start in moving]).repeat_interleave(lengths) + steps
+    device = moving[0][0].tensors[0][0].device
+    tables = {
+        index: tuple(table.to(device) for table in angle_table(found.at_rest().cpu(), old, new))
+        for index, found in enumerate(layout.frequencies)
+    }
+    first = 0
+    for part, _ in moving:
+        stop = first + len(part)
+        for index, group in enumerate(layout.groups):
+            _turn(part, index, group, tables, first, stop)
+        first = stop
+
+
+def _turn(
+    part: ChunkKV,
+    index: int,
+    group: LayerGroup,
+    tables: dict[int, tuple[Tensor, ...]],
+    first: int,
+    stop: int,
+) -> None:
+    for slot, rotation in (
+        (part.keys(index), group.key_rotation),
+        (part.values(index), group.value_rotation),
+    ):
+        if rotation.style != "none":
+            cos, sin = tables[rotation.frequency]
+            rotate_(slot, rotation, cos[first:stop], sin[first:stop])

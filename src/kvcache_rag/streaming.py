@@ -1,0 +1,206 @@
+"""Text as it is generated.
+
+Generation runs in a thread of its own; what it raises reaches the consumer, and a consumer that
+goes away stops it at the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.metrics import Answer, Metrics
+
+Emit = Callable[[str], None]
+Run = Callable[[Emit, threading.Event], Answer]
+"""Generates, hands on pieces of text, and stops early once the event is set."""
+
+
+class TextDecoder:
+    """Turns token ids into text piece by piece; the pieces join to the text of all ids.
+
+    A piece is held back while it may still change: an incomplete character, or the beginning of a
+    stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        """Decode with `tokenizer`; end the text before the first of the `stop` strings."""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._given = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take further ids and return the text that has become certain."""
+        if self.stopped:
+            return ""
+        self._ids.extend(ids)
+        whole = self._decode()
+        cut = min((whole.find(stop) for stop in self._stop if stop in whole), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            return self._give(whole[:cut])
+        certain = whole.rstrip("\ufffd")
+        return self._give(certain[: len(certain) - self._open(certain)])
+
+    def finish(self) -> str:
+        """The rest of the text, when no further ids come."""
+        return "" if self.stopped else self._give(self._decode())
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _give(self, text: str) -> str:
+        piece = text[self._given :]
+        if piece:
+            self._given = len(text)
+            self.text += piece
+        return piece
+
+    def _open(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        lengths = (
+            length
+            for stop in self._stop
+            for length in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:length])
+        )
+        return max(lengths, default=0)
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer, as an iterator of strings.
+
+    `metrics`, `text` and `answer` are known when it has ended.  Closing it, or dropping it, stops
+    generation.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Start generating in a thread."""
+        self._pieces: queue.SimpleQueue[str | Answer | BaseException] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._answer: Answer | None = None
+        self._ended = False
+        pieces, cancelled = self._pieces, self._cancelled
+
+        def work() -> None:
+            # No reference to the stream itself: it can be dropped, and `__del__` then stops this
+            # thread.
+            try:
+                pieces.put(run(pieces.put, cancelled))
+            except BaseException as error:
+                pieces.put(error)
+
+        self._thread = threading.Thread(target=work, name="kvcache-rag-generate", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> str:
+        if self._ended:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, str):
+            return piece
+        self._ended = True
+        if isinstance(piece, BaseException):
+            raise piece
+        self._answer = piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating at the next token and wait until the model is free."""
+        self._cancelled.set()
+        self._ended = True
+        self._thread.join()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            InvalidInputError: If the stream has not ended yet.
+        """
+        if self._answer is None:
+            raise InvalidInputError(
+                "the stream has not ended; read it to its end before its metrics"
+            )
+        return self._answer
+
+    @property
+    def metrics(self) -> Metrics:
+        """Cost of the answer, once the stream has ended."""
+        return self.answer.metrics
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, once the stream has ended."""
+        return self.answer.text
+
+
+class AsyncAnswerStream(AsyncIterator[str]):
+    """An `AnswerStream` that never blocks the event loop, started by its first piece."""
+
+    def __init__(self, start: Callable[[], AnswerStream]) -> None:
+        """Take what starts the stream; it may block, so it runs in a thread."""
+        self._start = start
+        self._stream: AnswerStream | None = None
+
+    def __aiter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._stream is None:
+            self._stream = await asyncio.to_thread(self._start)
+        stream = self._stream
+        try:
+            piece = await asyncio.to_thread(next, stream, None)
+        except asyncio.CancelledError:
+            stream._cancelled.set()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """Stop generating at the next token."""
+        if self._stream is not None:
+            await asyncio.to_thread(self._stream.close)
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once the stream has ended."""
+        if self._stream is None:
+            raise InvalidInputError(
+                "the stream has not ended; read it to its end before its metrics"
+            )
+        return self._stream.answer
+
+    @property
+    def metrics(self) -> Metrics:
+        """Cost of the answer, once the stream has ended."""
+        return self.answer.metrics
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, once the stream has ended."""
+        return self.answer.text

@@ -1,0 +1,141 @@
+"""What is measured about models, and what is refused with the layer and the reason."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+
+from kvcache_rag import (
+    ContextTooLongError,
+    Engine,
+    FullRecompute,
+    PromptTemplate,
+    Reuse,
+    UnsupportedModelError,
+)
+from kvcache_rag.models.attention import PACKED
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.rotary import NO_ROTATION
+
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+CAPTURABLE = ("gpt2", "opt", "hunyuan")
+STATEFUL = ("mamba", "jamba", "qwen3_next", "falcon_h1")
+
+
+def make_engine(name: str) -> Engine:
+    return Engine(build(name), byte_tokenizer(), template=TEMPLATE)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_family_is_measured_alike_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    layout = TransformersModel(build(name, dtype=dtype)).layout
+    reference = TransformersModel(build(name)).layout
+    assert layout is not None
+    assert reference is not None
+    assert layout.immovable == ""
+    assert [(g.layout, g.key_rotation, g.value_rotation, g.window) for g in layout.groups] == [
+        (g.layout, g.key_rotation, g.value_rotation, g.window) for g in reference.groups
+    ]
+    assert reference.residual < 1e-4
+
+
+def test_layers_without_positions_are_found() -> None:
+    layout = TransformersModel(build("smollm3")).layout
+    assert layout is not None
+    still = [g.layout.layers for g in layout.groups if g.key_rotation == NO_ROTATION]
+    assert still == [(3,)]
+
+
+def test_mla_keeps_its_rotary_part_in_the_value_slot() -> None:
+    layout = TransformersModel(build("deepseek_v3")).layout
+    assert layout is not None
+    (group,) = layout.groups
+    assert group.key_rotation == NO_ROTATION
+    assert group.value_rotation.style == "half"
+    assert not group.layout.is_fused
+
+
+def test_layers_that_share_a_cache_store_nothing() -> None:
+    layout = TransformersModel(build("gemma3n")).layout
+    assert layout is not None
+    stored = {layer for group in layout.groups for layer in group.layout.layers}
+    assert stored == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_recurrent_models_are_refused_with_layer_and_reason(name: str) -> None:
+    engine = make_engine(name)
+    for call in (
+        lambda: engine.add(["some text"]),
+        lambda: engine.generate("Who?", ["some text"]),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"layer \d+ keeps .*") as caught:
+            call()
+        assert REFUSED[name][2] in str(caught.value)
+    answer = engine.generate("Who?", ["some text"], policy=FullRecompute(), max_new_tokens=3)
+    assert answer.metrics.generated_tokens >= 1
+
+
+@pytest.mark.parametrize("name", [*CAPTURABLE, "bloom"])
+def test_keys_that_cannot_move_are_refused_only_when_they_would_have_to(name: str) -> None:
+    engine = make_engine(name)
+    texts = ["first text", "second text"]
+    with pytest.raises(UnsupportedModelError, match=r"layer \d+") as caught:
+        engine.generate("Who?", texts)
+    assert REFUSED[name][2] in str(caught.value)
+    full = engine.generate("Who?", texts, policy=FullRecompute(), max_new_tokens=4)
+    assert full.metrics.reused_tokens == 0
+    # One chunk stands where it was computed, so nothing moves.
+    one = engine.logits("Who?", texts[:1], policy=Reuse())
+    plain = engine.logits("Who?", texts[:1], policy=FullRecompute())
+    assert float((one - plain).abs().max() / plain.std()) < 1e-3
+    assert engine.generate("Who?", texts[:1], max_new_tokens=4).metrics.reused_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama dynamic", "llama longrope"])
+def test_prompts_beyond_the_regime_of_the_frequencies_are_refused(name: str) -> None:
+    engine = make_engine(name)
+    layout = engine._adapter.layout
+    assert layout is not None
+    assert layout.limit is not None
+    assert engine.context_window == layout.limit
+    letters = random.Random(1)
+    texts = ["".join(letters.choices("abcdefgh", k=layout.limit // 4)) for _ in range(5)]
+    with pytest.raises(ContextTooLongError, match="room for"):
+        engine.generate("Who?", texts, max_new_tokens=4)
+
+
+def test_packed_attention_gives_the_same_answers_as_stock() -> None:
+    model = build("qwen2")
+    stock = Engine(model, byte_tokenizer(), template=TEMPLATE, packed_attention=False)
+    texts = ["The cat sat on the mat.", "A dog ran away from home."]
+    expected = stock.logits("Who?", texts)
+    assert model.config._attn_implementation == "sdpa"
+    packed = Engine(model, byte_tokenizer(), template=TEMPLATE)
+    assert model.config._attn_implementation == PACKED
+    assert float((packed.logits("Who?", texts) - expected).abs().max()) < 1e-4
+
+
+def test_two_models_never_share_keys() -> None:
+    one = Engine(build("qwen2", seed=0), byte_tokenizer(), template=TEMPLATE)
+    same = Engine(build("qwen2", seed=0), byte_tokenizer(), template=TEMPLATE)
+    other = Engine(build("qwen2", seed=1), byte_tokenizer(), template=TEMPLATE)
+    assert one.keys(["text"]) == same.keys(["text"])
+    assert one.spec == same.spec != other.spec
+
+
+def test_rounded_frequencies_change_the_spec() -> None:
+    careful = Engine(build("qwen2", dtype=torch.bfloat16), byte_tokenizer(), template=TEMPLATE)
+    rounded = Engine(build("qwen2").to(torch.bfloat16), byte_tokenizer(), template=TEMPLATE)
+    assert careful.spec != rounded.spec
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = build("qwen2")
+    model.model.layers[3].to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+        Engine(model, byte_tokenizer(), template=TEMPLATE)

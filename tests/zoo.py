@@ -1,0 +1,268 @@
+"""Tiny models of many families with every parameter random, and a tokenizer without files."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 300
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Shorter than the chunks of the laws together, so that windows cut.
+WINDOW = 48
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+_LONGROPE = {
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.0 + 0.9 * i for i in range(8)],
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+# name -> (model type, changes to BASE, what is special)
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", {}, "half-split"),
+    "llama linear": ("llama", _rope("linear", factor=4.0), "half-split, linear scaling"),
+    "llama llama3": (
+        "llama",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=512,
+        ),
+        "half-split, llama3 scaling",
+    ),
+    "llama yarn": (
+        "llama",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=512),
+        "half-split, YaRN with attention scaling",
+    ),
+    "llama dynamic": (
+        "llama",
+        _rope("dynamic", factor=4.0),
+        "half-split, up to its trained length",
+    ),
+    "llama longrope": (
+        "llama",
+        _rope("longrope", factor=4.0, original_max_position_embeddings=1536, **_LONGROPE),
+        "half-split, up to its original length",
+    ),
+    "mistral": ("mistral", {"sliding_window": None}, "half-split"),
+    "mistral window": ("mistral", {"sliding_window": WINDOW}, "half-split, sliding window"),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        "half-split, experts",
+    ),
+    "qwen2": ("qwen2", {}, "half-split"),
+    "qwen2 window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+        "half-split, some layers with a window",
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}, "half-split, norm before the rotation"),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "moe_intermediate_size": 32, **_MOE},
+        "half-split, norm before the rotation, experts",
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+        "half-split, sliding window, softcap",
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        },
+        "half-split, two bases",
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 6,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+        "half-split, two bases, layers that share a cache",
+    ),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}, "half-split on part of the columns"),
+    "phi3": ("phi3", {}, "half-split"),
+    "stablelm": ("stablelm", {"partial_rotary_factor": 0.25}, "half-split on part of the columns"),
+    "glm4": ("glm4", {"head_dim": 16}, "interleaved on part of the columns"),
+    "cohere": ("cohere", {}, "interleaved"),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": WINDOW, "head_dim": 16},
+        "interleaved with a window, every fourth layer without positions",
+    ),
+    "olmo2": ("olmo2", {}, "half-split, norm before the rotation"),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+        "half-split, every fourth layer without positions",
+    ),
+    "granite": ("granite", {"attention_multiplier": 0.25}, "half-split"),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}, "half-split on part of the columns"),
+    "falcon": (
+        "falcon",
+        {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
+        "half-split, one KV head",
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": None}, "half-split"),
+    "deepseek_v3": ("deepseek_v3", _MLA, "MLA: the rotary part lies in the V slot"),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=512,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        },
+        "half-split, sliding window, sinks, YaRN",
+    ),
+}
+
+# name -> (model type, changes to BASE, what the refusal must name)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 2048},
+        "learned absolute positions",
+    ),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "learned absolute positions"),
+    "mamba": ("mamba", {"state_size": 8}, "state"),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+        "recurrent state",
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            **_MOE,
+        },
+        "recurrent state",
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+        "recurrent state",
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
+    "bloom": ("bloom", {"n_layer": 4, "n_head": 4}, "ALiBi"),
+}
+
+
+def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A model of the family with random parameters, norms and biases included."""
+    model_type, changes, _ = {**FAMILIES, **REFUSED}[name]
+    config = CONFIG_MAPPING[model_type](**{**BASE, **changes})
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except ValueError:  # families without an sdpa path
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    _randomise(model, seed)
+    frequencies = {n: b.clone() for n, b in model.named_buffers() if n.endswith("inv_freq")}
+    model = model.to(dtype).eval()
+    for (
+        buffer_name,
+        buffer,
+    ) in frequencies.items():  # from_pretrained(dtype=...) keeps them in float32
+        owner, _, leaf = buffer_name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
+    return model
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Make every parameter matter: sharper attention, norms off one, biases off zero."""
+    generator = torch.Generator().manual_seed(seed)
+    attention = ("q_proj", "k_proj", "query_key_value", "qkv", "c_attn", "q_b_proj")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim < 2:
+                scale = 0.25 if "norm" in name or "ln" in name else 0.1
+                parameter.add_(scale * noise)
+                continue
+            fan = parameter.shape[-1] if parameter.ndim == 2 else parameter.shape[-2]
+            scale = 1.0 if "embed" in name or "wte" in name else fan**-0.5
+            parameter.copy_(noise * scale * (2.0 if any(a in name for a in attention) else 1.0))
+
+
+@lru_cache(maxsize=1)
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte; `<pad>` 0, `<bos>` 1, `<eos>` 2."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    vocabulary = {**special, **{letter: index + 3 for index, letter in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
