@@ -1,0 +1,8 @@
+"""Where chunks are kept: in memory, on disk, and one in front of the other."""
+
+from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
+from kvcache_rag.stores.disk import DiskStore
+from kvcache_rag.stores.memory import MemoryStore
+from kvcache_rag.stores.tiered import TieredStore
+
+__all__ = ["ChunkStore", "DiskStore", "Hit", "MemoryStore", "StoreStats", "TieredStore"]

@@ -1,0 +1,97 @@
+"""Locks by name: within a process, and across the processes of a machine.
+
+A file lock alone is not enough: on some file systems (NFS) it excludes processes but not threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class ThreadLocks:
+    """Locks by name among the threads of a process, made on first use and kept."""
+
+    def __init__(self) -> None:
+        """Start without locks."""
+        self._guard = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._holders: dict[str, int] = {}
+
+    @contextmanager
+    def hold(self, names: Iterable[str]) -> Iterator[None]:
+        """Hold every named lock, taken in sorted order.
+
+        Raises:
+            InvalidInputError: If this thread holds one of them already, which would never end.
+        """
+        with ExitStack() as stack:
+            for name in sorted(set(names)):
+                stack.enter_context(self._one(name))
+            yield
+
+    def forget(self) -> None:
+        """Start anew, in a forked child: the threads that held the locks do not exist there."""
+        self._guard = threading.Lock()
+        self._locks = {}
+        self._holders = {}
+
+    @contextmanager
+    def _one(self, name: str) -> Iterator[None]:
+        with self._guard:
+            lock = self._locks.setdefault(name, threading.Lock())
+            if self._holders.get(name) == threading.get_ident():
+                raise InvalidInputError("locked() must not be nested: leave the first one before")
+        with lock:
+            self._holders[name] = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holders.pop(name, None)
+
+
+_PROCESS = ThreadLocks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_PROCESS.forget)
+
+
+@contextmanager
+def hold_files(paths: Iterable[str]) -> Iterator[None]:
+    """Hold the lock files at absolute `paths`, which are made; where that fails, hold none.
+
+    Threads of this process still exclude each other where no file can be made.
+
+    Raises:
+        InvalidInputError: If this thread holds one of them already.
+    """
+    ordered = sorted(set(paths))
+    with _PROCESS.hold(ordered), ExitStack() as stack:
+        for path in ordered:
+            # NotImplementedError: a file system without locks.
+            with suppress(OSError, NotImplementedError):
+                stack.enter_context(FileLock(path, mode=0o600))
+        yield
+
+
+@contextmanager
+def try_file(path: str) -> Iterator[bool]:
+    """Try to hold one lock file without waiting; False when it is held or cannot be made."""
+    lock = FileLock(path, mode=0o600)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError, NotImplementedError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

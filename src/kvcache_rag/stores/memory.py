@@ -1,0 +1,161 @@
+"""Chunks in the memory of this process, least recently used first out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from cachetools import LRUCache
+
+from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
+from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
+from kvcache_rag.stores.checks import check_chunk, check_key, check_out
+from kvcache_rag.stores.counters import Counters
+from kvcache_rag.stores.locks import ThreadLocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
+
+class MemoryStore(ChunkStore):
+    """Up to `max_bytes` of chunks in main memory, shared by the threads of this process.
+
+    A chunk that was evicted lives on while somebody uses it, so memory may exceed the limit by the
+    chunks in use.
+
+    Attributes:
+        max_bytes: Limit on keys, values and token ids, in bytes.
+        release_grace: Seconds between the release of a chunk and its end.
+        tier: Name under which hits are counted.
+    """
+
+    def __init__(
+        self, max_bytes: int = 1 << 30, *, release_grace: float = 600.0, tier: str = "memory"
+    ) -> None:
+        """Open an empty store; with `max_bytes` 0 it keeps nothing."""
+        self.max_bytes = max_bytes
+        self.release_grace = release_grace
+        self.tier = tier
+        self._lock = threading.Lock()
+        self._chunks: LRUCache[ChunkKey, ChunkKV] = LRUCache(max_bytes, getsizeof=_size)
+        # Per key and owner the time of the release, None while claimed.
+        self._owners: dict[ChunkKey, dict[str, float | None]] = {}
+        self._counters = Counters()
+        self._stripes = ThreadLocks()
+
+    def __repr__(self) -> str:
+        """The call that made it."""
+        return (
+            f"MemoryStore({self.max_bytes}, release_grace={self.release_grace}, tier={self.tier!r})"
+        )
+
+    def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
+        """Give back the kept chunk itself, or copy it into `out`."""
+        check_key(key)
+        if out is not None:
+            check_out(key, layout, out)
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.layout != layout:
+                del self._chunks[key]
+        if chunk is None:
+            self._counters.add("misses")
+            raise ChunkNotFoundError(f"chunk {key.digest} is not in memory; prefill it")
+        if chunk.layout != layout:
+            self._counters.add("corrupt")
+            raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
+        if out is not None:
+            out.copy_from(chunk)
+            out.tokens.copy_(chunk.tokens)
+        self._counters.hit(self.tier)
+        return Hit(chunk if out is None else out, self.tier)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        """Keep a private copy in main memory, unless the chunk alone exceeds the limit."""
+        check_key(key)
+        check_chunk(key, chunk)
+        size = _size(chunk)
+        if size > self.max_bytes:
+            self._counters.failed(f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}")
+            return False
+        kept = _private(chunk)
+        with self._lock:
+            self._chunks.pop(key, None)
+            before = len(self._chunks)
+            self._chunks[key] = kept
+            evicted = before + 1 - len(self._chunks)
+        self._counters.add("puts")
+        self._counters.add("evictions", evicted)
+        return True
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the key is held now; does not count as use."""
+        check_key(key)
+        with self._lock:
+            return key in self._chunks
+
+    def touch(self, key: ChunkKey) -> None:
+        """Make the key the most recently used."""
+        check_key(key)
+        with self._lock:
+            self._chunks.get(key)
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Drop a chunk at once."""
+        check_key(key)
+        with self._lock:
+            return self._chunks.pop(key, None) is not None
+
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+        """Exclude other threads of this process."""
+        return self._stripes.hold([check_key(key).digest[:2] for key in keys])
+
+    def claim(self, key: ChunkKey, owner: str) -> None:
+        """Note that `owner` uses the key."""
+        check_key(key)
+        with self._lock:
+            self._owners.setdefault(key, {})[owner] = None
+
+    def release(self, key: ChunkKey, owner: str) -> None:
+        """Note when `owner` stopped using the key."""
+        check_key(key)
+        with self._lock:
+            owners = self._owners.get(key, {})
+            if owner in owners and owners[owner] is None:
+                owners[owner] = time.monotonic()
+
+    def sweep(self) -> int:
+        """Drop released chunks; the limit is kept by `put`."""
+        latest = time.monotonic() - self.release_grace
+        with self._lock:
+            over = [
+                key
+                for key, owners in self._owners.items()
+                if all(released is not None and released <= latest for released in owners.values())
+            ]
+            for key in over:
+                del self._owners[key]
+            dropped = sum(self._chunks.pop(key, None) is not None for key in over)
+        self._counters.add("evictions", dropped)
+        return dropped
+
+    def stats(self) -> StoreStats:
+        """Counters of this store."""
+        return self._counters.stats()
+
+
+def _size(chunk: ChunkKV) -> int:
+    return chunk.nbytes + chunk.tokens.nbytes
+
+
+def _private(chunk: ChunkKV) -> ChunkKV:
+    # Outside inference mode, so that the copy can be used in and out of it.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        tensors = chunk.layout.empty(len(chunk))
+        kept = ChunkKV(chunk.layout, chunk.tokens.cpu().clone(), chunk.start, tensors)
+        kept.copy_from(chunk)
+    return kept

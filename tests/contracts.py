@@ -1,0 +1,497 @@
+"""Laws that every implementation keeps; a test file names its class and inherits them.
+
+`StoreContract` needs a way to open a store and two raw accessors that bypass the code under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, KVCacheRagError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.stores import ChunkStore
+
+SPEC = spec_digest({"test": 1})
+PREFIX = [1, 2, 3]
+
+FUSED = (GroupLayout((0, 1, 2), (2, 8), (2, 8)),)
+APART = (GroupLayout((0, 1), (1, 24), (1, 6)),)  # MLA: K and V differ in shape
+MIXED = (
+    GroupLayout((0, 2), (2, 8), (2, 8)),
+    GroupLayout((1,), (4, 4), (2, 4)),
+    GroupLayout((3, 4, 5), (1, 16), (1, 16)),
+)
+LAYOUTS = {
+    f"{name}-{str(dtype)[6:]}": ChunkLayout(groups, dtype)
+    for name, groups in (("fused", FUSED), ("apart", APART), ("mixed", MIXED))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}
+LAYOUT = LAYOUTS["fused-bfloat16"]
+
+
+def make_chunk(
+    seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = LAYOUT, start: int = len(PREFIX)
+) -> ChunkKV:
+    """A chunk of random bits, NaN and infinities among them: a store moves bits, not numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    chunk = empty_chunk(tokens, layout, start)
+    chunk.tokens.copy_(torch.randint(0, 32000, (tokens,), generator=generator))
+    for tensor in flat(chunk):
+        bits = tensor.view(torch.uint8)
+        bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=generator))
+    return chunk
+
+
+def empty_chunk(tokens: int, layout: ChunkLayout = LAYOUT, start: int = len(PREFIX)) -> ChunkKV:
+    """A chunk of zeros."""
+    tensors = layout.empty(tokens)
+    for group in tensors:
+        for tensor in group:
+            tensor.zero_()
+    return ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), start, tensors)
+
+
+def window(large: ChunkKV, begin: int, tokens: int) -> ChunkKV:
+    """The part of a larger buffer that one chunk goes to: strided views."""
+    tensors = tuple(
+        tuple(tensor.narrow(-2, begin, tokens) for tensor in group) for group in large.tensors
+    )
+    return ChunkKV(large.layout, large.tokens.narrow(0, begin, tokens), large.start, tensors)
+
+
+def key_of(chunk: ChunkKV, *, namespace: str = "", spec: str = SPEC) -> ChunkKey:
+    """The key of a chunk from `make_chunk`."""
+    return chunk_key(
+        chunk.tokens.tolist(), prefix_ids=range(chunk.start), spec=spec, namespace=namespace
+    )
+
+
+def flat(chunk: ChunkKV) -> list[torch.Tensor]:
+    """All tensors of a chunk."""
+    return [tensor for group in chunk.tensors for tensor in group]
+
+
+def same(left: ChunkKV, right: ChunkKV) -> bool:
+    """Whether two chunks are equal bit for bit."""
+    pairs = zip(flat(left), flat(right), strict=True)
+    return (
+        left.layout == right.layout
+        and left.start == right.start
+        and torch.equal(left.tokens, right.tokens)
+        and all(bits(a) == bits(b) for a, b in pairs)
+    )
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements' bytes."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class StoreContract:
+    """What every `ChunkStore` guarantees."""
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> ChunkStore:
+        """A store over `path`, with a limit and a release grace of 100 seconds."""
+        raise NotImplementedError
+
+    def age(self, store: ChunkStore, seconds: float) -> None:
+        """Let everything in the store have happened that much earlier."""
+        raise NotImplementedError
+
+    def held(self, store: ChunkStore) -> set[str]:
+        """Digests of the chunks that are really there."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ChunkStore:
+        return self.open(tmp_path / "store")
+
+    # Law: a store gives back what was put.
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    @pytest.mark.parametrize("tokens", [1, 16])
+    def test_gives_back_what_was_put(self, store: ChunkStore, name: str, tokens: int) -> None:
+        chunk = make_chunk(1, tokens=tokens, layout=LAYOUTS[name])
+        assert store.put(key_of(chunk), chunk)
+        assert same(store.get(key_of(chunk), chunk.layout).chunk, chunk)
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_fills_strided_memory_and_nothing_around_it(self, store: ChunkStore, name: str) -> None:
+        layout = LAYOUTS[name]
+        chunks = [make_chunk(seed, tokens=5, layout=layout) for seed in range(3)]
+        for chunk in chunks:
+            store.put(key_of(chunk), chunk)
+        large = make_chunk(9, tokens=17, layout=layout)
+        expected = [tensor.clone() for tensor in flat(large)]
+        for place, chunk in zip((1, 6, 11), chunks, strict=True):
+            for tensor, part in zip(expected, flat(chunk), strict=True):
+                tensor.narrow(-2, place, 5).copy_(part)
+            out = window(large, place, 5)
+            assert store.get(key_of(chunk), layout, out).chunk is out
+            assert same(out, chunk)
+        assert [bits(t) for t in flat(large)] == [bits(t) for t in expected]
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_takes_strided_tensors(self, store: ChunkStore, name: str) -> None:
+        chunk = window(make_chunk(2, tokens=20, layout=LAYOUTS[name]), 3, 8)
+        assert store.put(key_of(chunk), chunk)
+        assert same(store.get(key_of(chunk), chunk.layout).chunk, chunk)
+
+    def test_takes_tensors_that_share_memory(self, store: ChunkStore) -> None:
+        layout = ChunkLayout((GroupLayout((0,), (1, 4), (1, 8)),), torch.float32)
+        memory = torch.arange(60.0)
+        keys, values = memory[:20].view(1, 1, 5, 4), memory[20:].view(1, 1, 5, 8)
+        chunk = ChunkKV(layout, torch.arange(5, dtype=torch.int32), 0, ((keys, values),))
+        assert store.put(key_of(chunk), chunk)
+        assert same(store.get(key_of(chunk), layout).chunk, chunk)
+
+    def test_takes_a_chunk_without_tokens(self, store: ChunkStore) -> None:
+        chunk = make_chunk(tokens=0)
+        assert store.put(key_of(chunk), chunk)
+        assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)
+
+    def test_fills_memory_with_gaps_between_elements(self, store: ChunkStore) -> None:
+        chunk = make_chunk(3)
+        store.put(key_of(chunk), chunk)
+        spread = torch.zeros(3, 2, 2, 16, 16, dtype=torch.bfloat16)[..., ::2]
+        out = ChunkKV(LAYOUT, torch.zeros(32, dtype=torch.int32)[::2], 3, ((spread,),))
+        store.get(key_of(chunk), LAYOUT, out)
+        assert same(out, chunk)
+
+    def test_keeps_its_own_copy(self, store: ChunkStore) -> None:
+        chunk, copy = make_chunk(4), make_chunk(4)
+        store.put(key_of(chunk), chunk)
+        for tensor in flat(chunk):
+            tensor.zero_()
+        assert same(store.get(key_of(copy), LAYOUT).chunk, copy)
+
+    def test_a_chunk_put_and_got_in_inference_mode_can_be_used_outside(
+        self, store: ChunkStore
+    ) -> None:
+        with torch.inference_mode():
+            chunk = make_chunk(5)
+            store.put(key_of(chunk), chunk)
+            inside = store.get(key_of(chunk), LAYOUT).chunk
+        outside = empty_chunk(16)
+        store.get(key_of(chunk), LAYOUT, outside)
+        assert same(outside, chunk)
+        assert not any(tensor.is_inference() for tensor in flat(inside))
+
+    def test_a_second_put_replaces_the_first(self, store: ChunkStore) -> None:
+        first, second = make_chunk(1), make_chunk(2)
+        key = key_of(first)
+        store.put(key, first)
+        second.tokens.copy_(first.tokens)
+        store.put(key, second)
+        assert same(store.get(key, LAYOUT).chunk, second)
+        assert self.held(store) == {key.digest}
+
+    # Law: same key if and only if same tokens, spec, prefix and namespace.
+
+    def test_a_missing_key_is_a_miss(self, store: ChunkStore) -> None:
+        key = key_of(make_chunk())
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key, LAYOUT)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key, LAYOUT, empty_chunk(16))
+        assert not store.contains(key)
+        assert not store.delete(key)
+
+    @pytest.mark.parametrize("field", ["namespace", "spec", "digest"])
+    def test_another_namespace_or_spec_is_a_miss(self, store: ChunkStore, field: str) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        other = "tenant" if field == "namespace" else "0" * 64
+        stranger = dataclasses.replace(key, **{field: other})
+        assert not store.contains(stranger)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(stranger, LAYOUT)
+        assert store.contains(key)
+
+    def test_another_layout_is_a_miss_and_never_another_tensor(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        store.put(key_of(chunk), chunk)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key_of(chunk), LAYOUTS["fused-float16"])
+
+    def test_namespaces_are_apart(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        mine, theirs = (key_of(chunk, namespace=name) for name in ("a", "../b\0"))
+        store.put(mine, chunk)
+        store.put(theirs, chunk)
+        assert store.delete(mine)
+        assert not store.contains(mine)
+        assert same(store.get(theirs, LAYOUT).chunk, chunk)
+
+    def test_contains_and_delete(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        assert store.contains(key)
+        assert store.delete(key)
+        assert not store.contains(key)
+        assert not self.held(store)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key, LAYOUT)
+
+    # Refusals.
+
+    @pytest.mark.parametrize("field", ["digest", "spec"])
+    @pytest.mark.parametrize(
+        "value", ["", "0" * 63, "0" * 65, "A" * 64, "../" + "0" * 61, "0" * 64 + "\n", "g" * 64]
+    )
+    def test_refuses_what_is_no_digest(self, store: ChunkStore, field: str, value: str) -> None:
+        chunk = make_chunk()
+        key = dataclasses.replace(key_of(chunk), **{field: value})
+        for call in (
+            lambda: store.get(key, LAYOUT),
+            lambda: store.put(key, chunk),
+            lambda: store.contains(key),
+            lambda: store.delete(key),
+            lambda: store.claim(key, "a"),
+            lambda: store.release(key, "a"),
+            lambda: store.locked([key]).__enter__(),
+        ):
+            with pytest.raises(InvalidInputError):
+                call()
+        assert not self.held(store)
+
+    def test_refuses_a_chunk_that_its_key_does_not_describe(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        wrong = [
+            (dataclasses.replace(key, tokens=15), chunk),
+            (dataclasses.replace(key, start=0), chunk),
+            (key, dataclasses.replace(chunk, tokens=chunk.tokens.long())),
+            (key, dataclasses.replace(chunk, layout=LAYOUTS["fused-float16"])),
+            (key, dataclasses.replace(chunk, tensors=make_chunk(tokens=15).tensors)),
+        ]
+        for other, thing in wrong:
+            with pytest.raises(InvalidInputError):
+                store.put(other, thing)
+
+    def test_refuses_an_out_that_does_not_fit(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        store.put(key_of(chunk), chunk)
+        for out in (
+            make_chunk(tokens=15),
+            make_chunk(start=0),
+            make_chunk(layout=LAYOUTS["fused-float16"]),
+        ):
+            with pytest.raises(InvalidInputError):
+                store.get(key_of(chunk), LAYOUT, out)
+        assert store.contains(key_of(chunk))
+
+    # Owners.
+
+    def test_a_released_chunk_goes_after_the_grace_time(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        store.claim(key, "a")
+        store.release(key, "a")
+        assert store.sweep() == 0
+        assert store.contains(key)
+        self.age(store, 101)
+        assert store.sweep() > 0
+        assert not store.contains(key)
+        assert not self.held(store)
+        assert store.sweep() == 0
+
+    def test_a_chunk_stays_while_one_owner_claims_it(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        store.claim(key, "a")
+        store.claim(key, "b")
+        store.release(key, "a")
+        self.age(store, 101)
+        assert store.sweep() == 0
+        store.release(key, "b")
+        assert store.sweep() == 0, "b's grace time has just begun"
+        self.age(store, 101)
+        assert store.sweep() > 0
+        assert not store.contains(key)
+
+    def test_a_claim_takes_a_release_back(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        store.claim(key, "a")
+        store.release(key, "a")
+        store.claim(key, "a")
+        self.age(store, 101)
+        assert store.sweep() == 0
+        assert store.contains(key)
+
+    def test_a_second_release_does_not_lengthen_the_grace_time(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        store.claim(key, "a")
+        store.release(key, "a")
+        self.age(store, 101)
+        store.release(key, "a")
+        assert store.sweep() > 0
+
+    def test_an_owner_cannot_release_what_it_never_claimed(self, store: ChunkStore) -> None:
+        ours, nobodys = make_chunk(1), make_chunk(2)
+        for chunk in (ours, nobodys):
+            store.put(key_of(chunk), chunk)
+        store.claim(key_of(ours), "a")
+        store.release(key_of(ours), "b")
+        store.release(key_of(nobodys), "b")
+        self.age(store, 101)
+        assert store.sweep() == 0
+        assert self.held(store) == {key_of(ours).digest, key_of(nobodys).digest}
+
+    def test_a_claim_may_come_before_the_chunk(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.claim(key, "a")
+        assert not store.contains(key)
+        store.put(key, chunk)
+        store.release(key, "a")
+        self.age(store, 101)
+        assert store.sweep() > 0
+        assert not store.contains(key)
+
+    # Limit.
+
+    def test_the_least_recently_used_go_first(self, tmp_path: Path) -> None:
+        chunks = [make_chunk(seed) for seed in range(80)]
+        file = 4096 + chunks[0].nbytes + chunks[0].tokens.nbytes
+        store = self.open(tmp_path / "limited", max_bytes=8 * file)
+        self.fill(store, chunks[:8])
+        assert len(self.held(store)) == 8
+        self.fill(store, chunks[8:])
+        store.sweep()
+        left = self.held(store)
+        assert left == {key_of(chunk).digest for chunk in chunks[-len(left) :]}
+        assert store.stats().evictions >= 80 - len(left)
+
+    def test_recent_use_saves_a_chunk(self, tmp_path: Path) -> None:
+        chunks = [make_chunk(seed, tokens=512) for seed in range(10)]
+        size = chunks[0].nbytes + 4096 + 512 * 4
+        store = self.open(tmp_path / "limited", max_bytes=10 * size)
+        self.fill(store, chunks)
+        self.age(store, 100)
+        store.get(key_of(chunks[0]), LAYOUT)
+        new = make_chunk(10, tokens=512)
+        self.fill(store, [new])
+        store.sweep()
+        left = self.held(store)
+        assert {key_of(chunks[0]).digest, key_of(new).digest} <= left
+        assert key_of(chunks[1]).digest not in left
+
+    def test_a_chunk_above_the_limit_is_not_kept(self, tmp_path: Path) -> None:
+        chunk = make_chunk()
+        store = self.open(tmp_path / "limited", max_bytes=chunk.nbytes - 1)
+        assert not store.put(key_of(chunk), chunk)
+        assert not self.held(store)
+        stats = store.stats()
+        assert (stats.puts, stats.put_failures) == (0, 1)
+        assert "max_bytes" in stats.last_failure
+
+    def fill(self, store: ChunkStore, chunks: list[ChunkKV]) -> None:
+        """Put chunks, a second apart."""
+        for chunk in chunks:
+            self.age(store, 1)
+            assert store.put(key_of(chunk), chunk)
+
+    # Threads.
+
+    def test_a_missing_chunk_is_computed_once(self, store: ChunkStore) -> None:
+        chunks = [make_chunk(seed) for seed in range(3)]
+        keys = [key_of(chunk) for chunk in chunks]
+        computed: list[int] = []
+        ready = threading.Barrier(6)
+
+        def ask(worker: int) -> None:
+            ready.wait()
+            order = [0, 1, 2] if worker % 2 else [2, 1, 0]
+            with store.locked([keys[index] for index in order]):
+                for index in order:
+                    if not store.contains(keys[index]):
+                        computed.append(index)
+                        time.sleep(0.01)
+                        store.put(keys[index], chunks[index])
+                    assert same(store.get(keys[index], LAYOUT).chunk, chunks[index])
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(ask, range(6)))
+        assert sorted(computed) == [0, 1, 2]
+
+    def test_locks_of_other_keys_do_not_wait(self, store: ChunkStore) -> None:
+        first, second = (dataclasses.replace(key_of(make_chunk()), digest=d * 64) for d in "01")
+
+        def other() -> None:
+            with store.locked([second]):
+                pass
+
+        with ThreadPoolExecutor(1) as pool, store.locked([first, first]), store.locked([]):
+            pool.submit(other).result(timeout=10)
+
+    def test_nesting_is_refused_instead_of_waiting_for_ever(self, store: ChunkStore) -> None:
+        key = key_of(make_chunk())
+        nested = pytest.raises(KVCacheRagError, match="nested")
+        with nested, store.locked([key]), store.locked([key]):
+            pass
+        with store.locked([key]):  # an error frees it
+            pass
+
+    def test_threads_that_read_write_and_drop_see_whole_chunks(self, store: ChunkStore) -> None:
+        chunks = [make_chunk(seed) for seed in range(4)]
+        keys = [key_of(chunk) for chunk in chunks]
+        found: list[bool] = []
+
+        def work(worker: int) -> None:
+            for step in range(30):
+                index = (step + worker) % 4
+                if worker == 0:
+                    store.delete(keys[index])
+                elif worker == 1:
+                    store.put(keys[index], chunks[index])
+                else:
+                    out = empty_chunk(16)
+                    try:
+                        store.get(keys[index], LAYOUT, out)
+                    except ChunkNotFoundError:
+                        continue
+                    found.append(same(out, chunks[index]))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert all(found)
+        assert store.stats().corrupt == 0
+
+    # Statistics.
+
+    def test_everything_is_counted(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key, LAYOUT)
+        store.put(key, chunk)
+        tiers = [store.get(key, LAYOUT).tier for _ in range(2)]
+        store.claim(key, "a")
+        store.release(key, "a")
+        self.age(store, 101)
+        dropped = store.sweep()
+        stats = store.stats()
+        assert stats.hits == {tier: tiers.count(tier) for tier in tiers}
+        assert (stats.misses, stats.corrupt, stats.puts) == (1, 0, 1)
+        assert (stats.put_failures, stats.last_failure) == (0, "")
+        assert stats.evictions == dropped

@@ -1,0 +1,204 @@
+"""Every store keeps the contract; what is particular to memory and to tiers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kvcache_rag.stores as stores
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
+from tests.contracts import LAYOUT, StoreContract, empty_chunk, flat, key_of, make_chunk, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GRACE = 100.0
+
+
+class TestMemoryStore(StoreContract):
+    def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
+        del path
+        return MemoryStore(1 << 30 if max_bytes is None else max_bytes, release_grace=GRACE)
+
+    def age(self, store: ChunkStore, seconds: float) -> None:
+        for owners in store._owners.values():
+            for owner, released in owners.items():
+                owners[owner] = None if released is None else released - seconds
+
+    def held(self, store: ChunkStore) -> set[str]:
+        return {key.digest for key in store._chunks}
+
+
+class TestDiskStore(StoreContract):
+    def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
+        return DiskStore(path, max_bytes=max_bytes, durable=False, release_grace=GRACE)
+
+    def age(self, store: ChunkStore, seconds: float) -> None:
+        for path in store.root.rglob("*"):
+            status = path.stat()
+            os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
+
+    def held(self, store: ChunkStore) -> set[str]:
+        return {path.stem for path in store.root.rglob("*.safetensors")}
+
+
+class TestTieredStore(StoreContract):
+    def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
+        memory = TestMemoryStore().open(path, max_bytes=max_bytes)
+        return TieredStore(memory, TestDiskStore().open(path, max_bytes=max_bytes))
+
+    def age(self, store: ChunkStore, seconds: float) -> None:
+        TestMemoryStore().age(store.tiers[0], seconds)
+        TestDiskStore().age(store.tiers[1], seconds)
+
+    def held(self, store: ChunkStore) -> set[str]:
+        return TestMemoryStore().held(store.tiers[0]) | TestDiskStore().held(store.tiers[1])
+
+
+# Memory.
+
+
+def test_memory_keeps_to_its_limit() -> None:
+    size = make_chunk().nbytes + 64
+    store = MemoryStore(3 * size)
+    chunks = [make_chunk(seed) for seed in range(4)]
+    for chunk in chunks[:3]:
+        store.put(key_of(chunk), chunk)
+    store.get(key_of(chunks[0]), LAYOUT)
+    store.put(key_of(chunks[3]), chunks[3])
+    assert [store.contains(key_of(chunk)) for chunk in chunks] == [True, False, True, True]
+    assert store.stats().evictions == 1
+
+
+def test_memory_of_zero_bytes_keeps_nothing() -> None:
+    store = MemoryStore(0)
+    assert not store.put(key_of(make_chunk()), make_chunk())
+    assert not store.contains(key_of(make_chunk()))
+
+
+def test_memory_gives_the_kept_chunk_itself() -> None:
+    store, chunk = MemoryStore(), make_chunk()
+    store.put(key_of(chunk), chunk)
+    first, second = (store.get(key_of(chunk), LAYOUT).chunk for _ in range(2))
+    assert first is second
+    assert all(tensor.is_contiguous() for tensor in flat(first))
+
+
+def test_memory_drops_a_chunk_of_another_layout() -> None:
+    store, chunk = MemoryStore(), make_chunk()
+    store.put(key_of(chunk), chunk)
+    other = make_chunk(tokens=1, layout=type(LAYOUT)(LAYOUT.groups * 2, LAYOUT.dtype)).layout
+    with pytest.raises(CorruptChunkError):
+        store.get(key_of(chunk), other)
+    assert not store.contains(key_of(chunk))
+    assert store.stats().corrupt == 1
+
+
+# Tiers.
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[MemoryStore, DiskStore, TieredStore]:
+    memory, disk = MemoryStore(), DiskStore(tmp_path, durable=False)
+    return memory, disk, TieredStore(memory, disk)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_hit_below_is_promoted(
+    tiers: tuple[MemoryStore, DiskStore, TieredStore], in_place: bool
+) -> None:
+    memory, disk, both = tiers
+    chunk = make_chunk()
+    key = key_of(chunk)
+    disk.put(key, chunk)
+    out = empty_chunk(16) if in_place else None
+    assert both.get(key, LAYOUT, out).tier == "disk"
+    for tensor in flat(out) if out else []:
+        tensor.zero_()  # the promoted copy is not the caller's memory
+    hit = both.get(key, LAYOUT)
+    assert hit.tier == "memory"
+    assert same(hit.chunk, chunk)
+    assert both.stats().hits == {"memory": 1, "disk": 1}
+    assert (memory.stats().puts, both.stats().puts) == (1, 0)
+
+
+def test_a_hit_above_counts_as_use_below(
+    tiers: tuple[MemoryStore, DiskStore, TieredStore],
+) -> None:
+    _, disk, both = tiers
+    chunk = make_chunk()
+    both.put(key_of(chunk), chunk)
+    os.utime(disk.path(key_of(chunk)), (1, 1))
+    assert both.get(key_of(chunk), LAYOUT).tier == "memory"
+    assert disk.path(key_of(chunk)).stat().st_mtime > 1
+    os.utime(disk.path(key_of(chunk)), (1, 1))
+    both.touch(key_of(chunk))
+    assert disk.path(key_of(chunk)).stat().st_mtime > 1
+
+
+def test_put_writes_to_every_tier(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, both = tiers
+    chunk = make_chunk()
+    assert both.put(key_of(chunk), chunk)
+    assert memory.contains(key_of(chunk))
+    assert disk.contains(key_of(chunk))
+    assert both.delete(key_of(chunk))
+    assert not memory.contains(key_of(chunk))
+    assert not disk.contains(key_of(chunk))
+
+
+def test_a_chunk_that_only_one_tier_keeps_is_kept(tmp_path: Path) -> None:
+    chunk = make_chunk()
+    small_memory = TieredStore(MemoryStore(0), DiskStore(tmp_path / "a", durable=False))
+    assert small_memory.put(key_of(chunk), chunk)
+    assert small_memory.get(key_of(chunk), LAYOUT).tier == "disk"
+    assert small_memory.stats().put_failures == 0
+    small_disk = TieredStore(MemoryStore(), DiskStore(tmp_path / "b", durable=False, max_bytes=1))
+    assert small_disk.put(key_of(chunk), chunk)
+    assert small_disk.get(key_of(chunk), LAYOUT).tier == "memory"
+    assert small_disk.stats().put_failures == 1
+    assert "max_bytes=1" in small_disk.stats().last_failure
+
+
+def test_damage_below_is_told_from_absence(
+    tiers: tuple[MemoryStore, DiskStore, TieredStore],
+) -> None:
+    _, disk, both = tiers
+    chunk = make_chunk()
+    disk.put(key_of(chunk), chunk)
+    disk.path(key_of(chunk)).write_bytes(b"x")
+    with pytest.raises(CorruptChunkError):
+        both.get(key_of(chunk), LAYOUT)
+    with pytest.raises(ChunkNotFoundError) as caught:
+        both.get(key_of(chunk), LAYOUT)
+    assert type(caught.value) is ChunkNotFoundError
+    assert (both.stats().corrupt, both.stats().misses) == (1, 2)
+
+
+def test_tiers_nest(tmp_path: Path) -> None:
+    slow = TieredStore(MemoryStore(tier="ram"), DiskStore(tmp_path, durable=False))
+    store = TieredStore(MemoryStore(tier="hbm"), slow)
+    chunk = make_chunk()
+    slow.put(key_of(chunk), chunk)
+    assert [store.get(key_of(chunk), LAYOUT).tier for _ in range(2)] == ["ram", "hbm"]
+    assert store.stats().hits == {"hbm": 1, "ram": 1}
+    assert store.codec.name == "native"
+
+
+def test_a_tier_is_needed() -> None:
+    with pytest.raises(InvalidInputError):
+        TieredStore()
+
+
+def test_stores_say_how_they_were_made(tmp_path: Path) -> None:
+    store = TieredStore(MemoryStore(5), DiskStore(tmp_path, max_bytes=7, durable=False))
+    names = {**vars(stores), "Native": type(store.codec)}
+    assert repr(eval(repr(store), names)) == repr(store)
+
+
+def test_public_names_are_sorted() -> None:
+    assert stores.__all__ == sorted(stores.__all__)
+    assert all(hasattr(stores, name) for name in stores.__all__)
