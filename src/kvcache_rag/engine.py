@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache_rag.aio import AsyncMethods
 from kvcache_rag.answering import Answerer
 from kvcache_rag.batching import answer_batch
-from kvcache_rag.chunk import ChunkKey, spec_digest
-from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.context import ContextLoader
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
 from kvcache_rag.loading import load
@@ -87,7 +86,8 @@ class Engine(AsyncMethods):
         self.context_window = min(window for window in windows if window)
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = threading.RLock()
-        self._prefiller = self._make_prefiller(prefill_dtype) if layout else None
+        ids = self._renderer.prefix_ids
+        self._prefiller = Prefiller.of(self._adapter, self.store, ids, namespace, prefill_dtype)
         loader = ContextLoader(self._prefiller, self._renderer) if self._prefiller else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
         self._answerer = Answerer(self._adapter, tokenizer, self._renderer, loader)
@@ -124,13 +124,6 @@ class Engine(AsyncMethods):
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 
-    def _make_prefiller(self, dtype: torch.dtype | None) -> Prefiller:
-        codec: Codec = getattr(self.store, "codec", None) or Native()
-        spec = spec_digest({**self._adapter.spec(dtype), "format": 1, "codec": codec.name})
-        ids = self._renderer.prefix_ids
-        return Prefiller(self._adapter, self.store, ids, spec, self.namespace, dtype)
-
-    # ------------------------------------------------------------------ what the engine knows
     @property
     def spec(self) -> str:
         """Digest of everything about model and storage that cached chunks depend on."""
@@ -161,7 +154,6 @@ class Engine(AsyncMethods):
             self._renderer.prefix_ids, tuple(map(self._renderer.chunk_ids, chunks)), query
         )
 
-    # ------------------------------------------------------------------ chunks
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         _ = self._capturing
@@ -216,7 +208,6 @@ class Engine(AsyncMethods):
         for key in keys:
             self.store.release(key, owner)
 
-    # ------------------------------------------------------------------ answers
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache_rag.chunk import ChunkKey, ChunkKV, chunk_key
+from kvcache_rag.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.models.hf import TransformersModel, converted
 from kvcache_rag.progress import progress_bar
@@ -60,6 +60,21 @@ class Prefiller:
     dtype: torch.dtype | None = None
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: TransformersModel,
+        store: ChunkStore,
+        prefix_ids: tuple[int, ...],
+        namespace: str,
+        dtype: torch.dtype | None,
+    ) -> Prefiller | None:
+        """A prefiller whose spec covers model, codec and dtype; None if nothing can be captured."""
+        if model.layout is None:
+            return None
+        spec = {**model.spec(dtype), "format": FORMAT_VERSION, "codec": store.codec.name}
+        return cls(model, store, prefix_ids, spec_digest(spec), namespace, dtype)
 
     def key(self, ids: Sequence[int]) -> ChunkKey:
         """Address of a chunk behind the prefix."""

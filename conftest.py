@@ -1,0 +1,64 @@
+"""Every test, here and in `integrations`, runs offline, on the CPU and with fixed seeds."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports transformers, tokenizers or chromadb.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["ANONYMIZED_TELEMETRY"] = "False"
+
+import ipaddress
+import random
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+# A module of inherited tests shows the values of its asserts too.
+pytest.register_assert_rewrite("tests.contracts")
+
+# Workers run side by side: one thread each is faster than all threads for each.
+torch.set_num_threads(1)
+
+
+def _is_local(address: Any) -> bool:
+    """Whether a socket address is a Unix socket or a loopback address."""
+    if not isinstance(address, tuple):
+        return True
+    host = address[0]
+    if host in ("localhost", ""):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Any:
+    """Make every connection off this machine fail with a clear error."""
+
+    def guard(name: str) -> Any:
+        real = getattr(socket.socket, name)
+
+        def connect(self: socket.socket, address: Any) -> Any:
+            if not _is_local(address):
+                raise RuntimeError(f"a test tried to reach the network: {address}")
+            return real(self, address)
+
+        return connect
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "connect_ex"):
+            patch.setattr(socket.socket, name, guard(name))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same random state."""
+    random.seed(0)
+    torch.manual_seed(0)

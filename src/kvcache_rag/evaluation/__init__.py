@@ -1,0 +1,1 @@
+"""How well a model answers under different policies, on the same questions."""

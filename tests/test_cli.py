@@ -1,0 +1,197 @@
+"""`kvcache-rag` loads only the command it runs, and answers every error with one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, EntryPoints, version
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcache_rag import cli
+from kvcache_rag.errors import KVCacheRagError, MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMAND = """
+HELP = "says what it was told"
+
+def add_arguments(parser):
+    parser.add_argument("word")
+    parser.add_argument("--code", type=int, default=0)
+
+def run(arguments):
+    if arguments.word.startswith("raise "):
+        from kvcache_rag import errors
+        raise eval(arguments.word.removeprefix("raise "), {**vars(errors)})
+    print(arguments.word)
+    return arguments.code
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of command modules; the file `echo.py` in it is the command `echo`."""
+    (tmp_path / "cli_echo.py").write_text(COMMAND)
+    (tmp_path / "cli_broken.py").write_text("import there_is_no_such_module\n")
+    (tmp_path / "cli_empty.py").write_text('HELP = "lacks the rest"\n')
+    points = [
+        EntryPoint(name, f"cli_{name}", cli.GROUP) for name in ("echo", "broken", "empty", "absent")
+    ]
+    monkeypatch.setattr(cli, "entry_points", lambda group: EntryPoints(points).select(group=group))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("echo", "broken", "empty"):
+        sys.modules.pop(f"cli_{name}", None)
+
+
+def one_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The only line on stderr, without its prefix."""
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == ""
+    assert line.startswith("kvcache-rag: error: ")
+    return line.removeprefix("kvcache-rag: error: ")
+
+
+@pytest.mark.usefixtures("commands")
+def test_runs_the_command_and_returns_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "hello", "--code", "3"]) == 3
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.usefixtures("commands")
+def test_only_the_chosen_command_is_imported() -> None:
+    assert cli.main(["echo", "hello"]) == 0
+    assert "cli_echo" in sys.modules
+    assert "cli_empty" not in sys.modules
+
+
+@pytest.mark.usefixtures("commands")
+def test_help_lists_every_command_and_says_which_are_broken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "says what it was told" in out
+    assert "there_is_no_such_module" in out
+    assert "empty" in out
+
+
+@pytest.mark.usefixtures("commands")
+def test_no_command_prints_the_help_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "says what it was told" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("words", [["--help", "echo"], ["echo", "--help"], ["echo", "-h"]])
+def test_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 0
+    assert "usage: kvcache-rag echo" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("words", [["--no-such-flag"], ["echo"], ["echo", "a", "--code", "x"]])
+def test_wrong_arguments_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.strip() == version("kvcache-rag")
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nonsense"], "no command 'nonsense'"),
+        (["broken"], "No module named 'there_is_no_such_module'"),
+        (["absent"], "No module named 'cli_absent'"),
+        (["empty"], "lacks add_arguments, run"),
+    ],
+)
+def test_a_command_that_cannot_be_loaded_is_one_line(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert says in one_error(capsys)
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        ("KVCacheRagError('not\\n  this way')", 2, "not this way"),
+        ("MissingExtraError('ray', 'serve')", 2, "pip install 'kvcache-rag[serve]'"),
+        ("FileNotFoundError(2, 'No such file or directory', 'docs')", 2, "docs: No such file"),
+        ("OSError('nothing by that name')", 2, "nothing by that name"),
+        ("KeyboardInterrupt()", 130, "interrupted"),
+        ("ZeroDivisionError('by zero')", 1, "ZeroDivisionError: by zero (run again with --debug)"),
+        ("ZeroDivisionError()", 1, "ZeroDivisionError"),
+    ],
+)
+def test_an_error_is_one_line(
+    error: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["echo", f"raise {error}"]) == code
+    assert says in one_error(capsys)
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("MissingExtraError('ray', 'serve')", MissingExtraError),
+        ("KVCacheRagError('no')", KVCacheRagError),
+        ("ZeroDivisionError()", ZeroDivisionError),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_debug_lets_the_error_through(error: str, kind: type[Exception], before: bool) -> None:
+    words = ["echo", f"raise {error}"]
+    with pytest.raises(kind):
+        cli.main(["--debug", *words] if before else [*words, "--debug"])
+
+
+def test_the_installed_script_answers_without_importing_torch() -> None:
+    code = (
+        "import sys; from kvcache_rag import cli; cli.main([]);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'chromadb')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "models" in done.stderr
+
+
+def test_output_cut_short_by_its_reader_is_no_error() -> None:
+    code = (
+        "import sys; from kvcache_rag import cli;"
+        "from importlib.metadata import EntryPoint, EntryPoints;"
+        "import types; module = types.ModuleType('flood');"
+        "module.HELP = ''; module.add_arguments = lambda parser: None;"
+        "module.run = lambda arguments: [print('x' * 100) for _ in range(10_000)] and 0;"
+        "sys.modules['flood'] = module;"
+        "cli.entry_points = lambda group: EntryPoints([EntryPoint('flood', 'flood', group)]);"
+        "sys.exit(cli.main(['flood']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.wait() == 1

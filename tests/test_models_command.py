@@ -1,0 +1,83 @@
+"""`kvcache-rag models check` prints what was measured and answers by its exit code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models
+
+from kvcache_rag import cli
+from kvcache_rag.commands.models import _ranges
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "num_hidden_layers": 3}
+LLAMA = transformers.LlamaConfig(
+    **SIZES,
+    hidden_size=32,
+    intermediate_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+)
+LEARNED_POSITIONS = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+RECURRENT = transformers.MambaConfig(**SIZES, hidden_size=32, state_size=4)
+
+
+def save(config: Any, folder: Path) -> str:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_with_rotary_keys_is_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["models", "check", save(LLAMA, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert "float32" in out
+    assert "2048 tokens" in out
+    assert "layers 0-2; keys 2x8 rotation half[0:8] by set 0; values 2x8 rotation none" in out
+    assert f"{3 * 2 * 2 * 8 * 4} bytes per token" in out
+    assert out.endswith("supported: chunks can be stitched\n")
+
+
+def test_the_dtype_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "check", save(LLAMA, tmp_path), "--dtype", "bfloat16"]) == 0
+    assert "dtype           bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", [LEARNED_POSITIONS, RECURRENT], ids=lambda c: c.model_type)
+def test_a_model_whose_keys_cannot_move_says_why(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["models", "check", save(config, tmp_path)]) == 1
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert "not movable:" in verdict
+    assert "layer 0" in verdict
+    assert verdict.endswith("; full prefill works")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere/to/be/found", "nowhere/at-all", "empty"])
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["models", "check", name]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert name in line
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [((0, 1, 2), "0-2"), ((0, 2, 3, 5), "0,2-3,5"), ((4,), "4"), ((), "")]
+)
+def test_ranges(layers: tuple[int, ...], text: str) -> None:
+    assert _ranges(layers) == text

@@ -1,0 +1,79 @@
+"""The public names are one guarded list, and importing the package is free."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kvcache_rag
+
+NAMES = [
+    "Answer",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "ChunkKV",
+    "ChunkKey",
+    "ChunkNotFoundError",
+    "ChunkStore",
+    "Codec",
+    "ContextTooLongError",
+    "CorruptChunkError",
+    "DiskStore",
+    "Engine",
+    "FingerprintMismatchError",
+    "FullRecompute",
+    "InvalidInputError",
+    "KVCacheRagError",
+    "MemoryStore",
+    "Message",
+    "Metrics",
+    "MissingExtraError",
+    "Native",
+    "PromptIds",
+    "PromptTemplate",
+    "Reuse",
+    "ReusePolicy",
+    "StoreStats",
+    "StoredChunk",
+    "TieredStore",
+    "UnsupportedModelError",
+]
+ERRORS = [name for name in NAMES if name.endswith("Error")]
+HEAVY = ("torch", "transformers", "safetensors", "numpy", "chromadb", "llama_index")
+
+
+def test_names_are_pinned_and_sorted() -> None:
+    assert kvcache_rag.__all__ == sorted(kvcache_rag.__all__)
+    assert kvcache_rag.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there_and_documented(name: str) -> None:
+    assert name in dir(kvcache_rag)
+    value = getattr(kvcache_rag, name)
+    assert value.__name__ == name
+    assert value.__doc__
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_have_one_root(name: str) -> None:
+    assert issubclass(getattr(kvcache_rag, name), kvcache_rag.KVCacheRagError)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        kvcache_rag.no_such_name  # noqa: B018
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert kvcache_rag.__version__ == version("kvcache-rag")
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = f"import sys, kvcache_rag; print([n for n in {HEAVY} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,93 @@
+"""Write the table of supported model families into README.md, from what the laws find.
+
+    python tools/support_table.py            # rewrite the table
+    python tools/support_table.py --check    # exit 1 if it is not what would be written
+
+Each row is a tiny model of that family with random parameters (`tests/zoo.py`): its rotation as
+measured, and whether a stitched prompt equals the one forward pass under the block mask
+(`tests/test_equivalence.py`, law 3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache_rag.models.base import ModelLayout
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+BEGIN = "<!-- support table: written by tools/support_table.py -->"
+END = "<!-- end of support table -->"
+
+
+def rows() -> list[str]:
+    """The table's lines, measured."""
+    from kvcache_rag import Reuse, UnsupportedModelError
+
+    # By name, because tests are no package.
+    laws, zoo = import_module("test_equivalence"), import_module("zoo")
+
+    lines = [
+        "| family | what it tests | rotation measured, per group of layers | stitched |",
+        "|---|---|---|---|",
+    ]
+    for name, (_, _, special) in zoo.FAMILIES.items():
+        engine = laws.make_engine(name)
+        layout = engine._adapter.layout
+        if layout is None:
+            raise SystemExit(f"{name} is listed as supported and is not")
+        found = engine.logits(laws.QUESTION, laws.TEXTS, policy=Reuse())
+        expected = laws.masked_logits(engine, laws.TEXTS, "reordered")
+        verdict = "exact" if laws.error(found, expected) < laws.TOLERANCE else "DIFFERS"
+        lines.append(f"| {name} | {special} | {_measured(layout)} | {verdict} |")
+    for name, (_, _, reason) in zoo.REFUSED.items():
+        engine = laws.make_engine(name)
+        try:
+            engine.generate(laws.QUESTION, laws.TEXTS, max_new_tokens=1)
+        except UnsupportedModelError:
+            lines.append(f"| {name} | {reason} | none fits | refused; full prefill works |")
+        else:
+            raise SystemExit(f"{name} is listed as refused and is not")
+    return lines
+
+
+def _measured(layout: ModelLayout) -> str:
+    """Such as `K half[0:16]` per group of layers; V only where it turns."""
+    turns = []
+    for group in layout.groups:
+        slots = {"K": group.key_rotation, "V": group.value_rotation}
+        moving = [f"{slot} {turn}" for slot, turn in slots.items() if turn.style != "none"]
+        window = f", window {group.window}" if group.window else ""
+        turns.append((" ".join(moving) or "none") + window)
+    return "; ".join(turns)
+
+
+def main() -> int:
+    """Rewrite or check the table."""
+    parser = argparse.ArgumentParser(description="the table of supported families in README.md")
+    parser.add_argument("--check", action="store_true", help="only say whether it is right")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, behind = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit("README.md has lost the marks around the support table")
+    written = "\n".join([before + BEGIN, *rows(), END + behind])
+    if arguments.check:
+        if written != text:
+            sys.stderr.write("README.md's support table is stale: run tools/support_table.py\n")
+        return int(written != text)
+    readme.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
