@@ -4,7 +4,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
-WORKERS ?= 2
+# Parallel test processes; two on two cores gain little, as each loads torch again.
+WORKERS ?= 0
+# Arguments of `kvcache-rag demo`, such as --dir.
+DEMO ?=
 
 CORE := pyproject.toml constraints.txt
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
@@ -24,7 +27,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
-	$(BIN)/kvcache-rag demo
+	$(BIN)/kvcache-rag demo $(DEMO)
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)

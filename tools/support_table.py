@@ -52,7 +52,7 @@ def rows() -> list[str]:
         try:
             engine.generate(laws.QUESTION, laws.TEXTS, max_new_tokens=1)
         except UnsupportedModelError:
-            lines.append(f"| {name} | {reason} | none fits | refused; full prefill works |")
+            lines.append(f"| {name} | {reason} | - | refused; full prefill works |")
         else:
             raise SystemExit(f"{name} is listed as refused and is not")
     return lines

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_rag.metrics import Answer
     from kvcache_rag.request import ChunkInput
@@ -31,8 +32,8 @@ class AsyncMethods:
     async def agenerate(
         self: _Answers, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
     ) -> Answer:
-        """`generate` in a thread."""
-        return await asyncio.to_thread(self.generate, question, chunks, **options)
+        """`generate` in a thread; cancelling it stops generation at the next token."""
+        return await _cancellable(self.generate, question, chunks, **options)
 
     def astream(
         self: _Answers, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -41,9 +42,18 @@ class AsyncMethods:
         return AsyncAnswerStream(lambda: self.stream(question, chunks, **options))
 
     async def acomplete(self: _Answers, prompt: str, **options: Any) -> Answer:
-        """`complete` in a thread."""
-        return await asyncio.to_thread(self.complete, prompt, **options)
+        """`complete` in a thread; cancelling it stops generation at the next token."""
+        return await _cancellable(self.complete, prompt, **options)
 
     def astream_complete(self: _Answers, prompt: str, **options: Any) -> AsyncAnswerStream:
         """`stream_complete` as an async iterator."""
         return AsyncAnswerStream(lambda: self.stream_complete(prompt, **options))
+
+
+async def _cancellable(run: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(run, *arguments, cancelled=cancelled, **options)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.kvbuffer import KVBuffer
 from kvcache_rag.metrics import Answer, Metrics
-from kvcache_rag.models.generate import Generated, generate
+from kvcache_rag.models.generate import Generated, generate, uses_beams
 from kvcache_rag.stitch import StitchedPrompt
 from kvcache_rag.streaming import Emit, TextDecoder
 
@@ -57,8 +57,18 @@ class Answerer:
         tokenizer: Any,
         renderer: PromptRenderer,
         loader: ContextLoader | None,
+        window: int,
     ) -> None:
-        """Answer with `model`; `loader` is None for a model that keeps no keys and values."""
+        """Answer with `model`.
+
+        Args:
+            model: The model.
+            tokenizer: Its tokenizer.
+            renderer: Writes prompts.
+            loader: None for a model that keeps no keys and values.
+            window: Context window in tokens.
+        """
+        self.window = window
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader = loader
         self._buffer: KVBuffer | None = None
@@ -70,13 +80,13 @@ class Answerer:
             InvalidInputError: If it selects only some tokens.
         """
         shape = StitchedPrompt.of(len(self.renderer.prefix_ids), [len(c) for c in chunks], query)
+        if not shape.context_tokens:
+            return True
         selected = policy.select(shape)
-        if selected.shape != (shape.context_tokens,) or bool(selected.any()) != bool(
-            selected.all()
-        ):
+        known = selected.shape == (shape.context_tokens,)
+        if not known or bool(selected.any()) != bool(selected.all()):
             raise InvalidInputError(
-                f"{policy} selects some of the context tokens; this version recomputes all "
-                "of them or none"
+                f"{policy} selects some of the context tokens; this version recomputes all or none"
             )
         return bool(selected.any())
 
@@ -90,42 +100,43 @@ class Answerer:
 
     def prompt(self, request: Request, number: int, answer: str) -> Prompt:
         """The prompt of round `number`, given the answer so far."""
-        if request.raw is not None:
-            return Prompt((), request.raw, request)
-        template = self.renderer.template
-        asked = (
-            template.ask_again(request.question, answer)
-            if number
-            else template.ask(request.question)
-        )
-        query = self.renderer.query_ids(asked, request.history)
-        return Prompt(request.rounds[number], query, request)
+        chunks = request.rounds[number]
+        if not number:
+            return Prompt(chunks, request.query, request)
+        context = len(self.renderer.prefix_ids) + sum(map(len, chunks))
+        room = self.window - context - request.max_new_tokens
+        while True:
+            asked = self.renderer.template.ask_again(request.question, answer)
+            query = self.renderer.query_ids(asked, request.history)
+            if len(query) <= room or not answer:
+                return Prompt(chunks, query, request)
+            # Written down and read again, an answer may have more tokens than were generated.
+            answer = answer[: len(answer) * 3 // 4]
 
-    def run(
-        self, request: Request, started: float, emit: Emit | None, cancelled: threading.Event | None
-    ) -> Answer:
+    def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        last = len(request.rounds) - 1
-        answer = self.answer(
-            self.prompt(request, 0, ""), started, None if last else emit, cancelled
-        )
-        for number in range(1, last + 1):
+        last, answer = len(request.rounds) - 1, Answer("", Metrics(policy=repr(request.policy)))
+        begun = request.started
+        for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
                 break
-            begun = time.perf_counter()
             prompt = self.prompt(request, number, answer.text)
-            later = self.answer(prompt, begun, emit if number == last else None, cancelled)
-            answer = replace(later, metrics=joined(answer.metrics, later.metrics, begun - started))
+            with torch.inference_mode():
+                later = self.answer(prompt, begun, emit if number == last else None, cancelled)
+            if number:
+                metrics = joined(answer.metrics, later.metrics, begun - request.started)
+                later = replace(later, metrics=metrics)
+            answer, begun = later, time.perf_counter()
         return answer
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
-        ids, cache, loaded = self._context(prompt)
-        behind = 0 if cache is None else ids.shape[1] - len(prompt.query)
-        del loaded
-        positions = torch.arange(behind, ids.shape[1])
-        logits = self.model.forward(ids[:, behind:], cache, positions, keep=len(prompt.query))
-        return logits[0].float().cpu()
+        with torch.inference_mode():
+            ids, cache, _ = self._context(prompt)
+            behind = 0 if cache is None else ids.shape[1] - len(prompt.query)
+            positions = torch.arange(behind, ids.shape[1])
+            logits = self.model.forward(ids[:, behind:], cache, positions, keep=len(prompt.query))
+            return logits[0].float().cpu()
 
     def answer(
         self, prompt: Prompt, started: float, emit: Emit | None, cancelled: threading.Event | None
@@ -142,7 +153,7 @@ class Answerer:
 
         ids, cache, loaded = self._context(prompt)
         before = time.perf_counter()
-        watch = push if not int(request.options.get("num_beams") or 1) > 1 else None
+        watch = None if uses_beams(request.options) else push
         generated = generate(
             self.model,
             ids,
@@ -163,16 +174,26 @@ class Answerer:
 
     def _context(self, prompt: Prompt) -> tuple[Tensor, Any, LoadedContext | None]:
         policy, chunks, query = prompt.request.policy, prompt.chunks, prompt.query
-        if prompt.request.raw is not None:
+        if prompt.request.is_plain:
             return torch.tensor([query]), None, None
         if self.loader is None or self.is_full(policy, chunks, len(query)):
             self.ensure_capturable(policy, chunks, len(query))
             return torch.tensor([[*self.context_ids(chunks), *query]]), None, None
+        try:
+            return self._stitched(self.loader, prompt, chunks)
+        except ChunkNotFoundError:
+            # A reference has gone, or was not what it said: its text is what counts.
+            texts = [self.loader.from_text(chunk) for chunk in chunks]
+            return self._stitched(self.loader, prompt, texts)
+
+    def _stitched(
+        self, loader: ContextLoader, prompt: Prompt, chunks: Sequence[ContextChunk]
+    ) -> tuple[Tensor, Any, LoadedContext]:
         length = len(self.renderer.prefix_ids) + sum(map(len, chunks))
-        buffer = self.room(1, length + len(query) + prompt.request.max_new_tokens)
-        loaded = self.loader.load(buffer, 0, 0, chunks, policy.positions)
-        cache = self.model.cache(buffer, length)
-        return torch.tensor([[*loaded.ids, *query]]), cache if length else None, loaded
+        buffer = self.room(1, length + len(prompt.query) + prompt.request.max_new_tokens)
+        loaded = loader.load(buffer, 0, 0, chunks, prompt.request.policy.positions)
+        ids = torch.tensor([[*loaded.ids, *prompt.query]])
+        return ids, self.model.cache(buffer, length), loaded
 
     def ensure_capturable(
         self, policy: ReusePolicy, chunks: Sequence[ContextChunk], query: int
@@ -184,13 +205,13 @@ class Answerer:
     def room(self, rows: int, capacity: int) -> KVBuffer:
         """The buffer of the last prompt if it is large enough, else a new one."""
         held = self._buffer
-        if held is None or held.rows != rows or held.capacity < capacity:
+        if held is None or held.rows < rows or held.capacity < capacity:
             self._buffer = None  # let go of the old one before the new one is made
             rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
             layout = self.model.measured.chunk_layout
             held = KVBuffer.allocate(layout, rows, rounded, self.model.device)
             self._buffer = held
-        return held
+        return held.narrowed(rows)
 
     def result(
         self,
@@ -208,7 +229,7 @@ class Answerer:
             ttft=generated.first_at - started,
             prefill=generated.first_at - before,
             total=generated.ended_at - started,
-            prefix_tokens=0 if request.raw is not None else len(self.renderer.prefix_ids),
+            prefix_tokens=0 if request.is_plain else len(self.renderer.prefix_ids),
             query_tokens=len(prompt.query),
             generated_tokens=len(generated.rows[row]),
             dropped_chunks=request.dropped_chunks,

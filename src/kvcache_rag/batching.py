@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
     from kvcache_rag.answering import Answerer, Prompt
     from kvcache_rag.context import LoadedContext
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.request import Request
 
 
-def answer_batch(runner: Answerer, prompts: Sequence[Prompt], started: float) -> list[Answer]:
-    """Answer several prompts of one policy in one left-padded batch."""
-    request = prompts[0].request
-    full = runner.loader is None or runner.is_full(
-        request.policy, prompts[0].chunks, len(prompts[0].query)
+@torch.inference_mode()
+def answer_batch(runner: Answerer, requests: Sequence[Request]) -> list[Answer]:
+    """Answer several requests of one policy in one left-padded batch."""
+    if not requests:
+        return []
+    prompts = [runner.prompt(request, 0, "") for request in requests]
+    request = requests[0]
+    full = runner.loader is None or all(
+        runner.is_full(request.policy, prompt.chunks, len(prompt.query)) for prompt in prompts
     )
     contexts = [
         len(runner.renderer.prefix_ids) + sum(map(len, prompt.chunks)) for prompt in prompts
@@ -60,13 +66,20 @@ def answer_batch(runner: Answerer, prompts: Sequence[Prompt], started: float) ->
         options=options,
     )
     answers = []
+    started = request.started
     for row, prompt in enumerate(prompts):
         decoder = TextDecoder(runner.tokenizer, request.stop)
-        decoder.push(generated.rows[row])
+        tokens: list[int] = []
+        for token in generated.rows[row]:
+            # One by one, because what follows a stop string is padding.
+            tokens.append(token)
+            decoder.push([token])
+            if decoder.stopped:
+                break
         decoder.finish()
-        answers.append(
-            runner.result(prompt, decoder, generated, loads[row], (started, before), row)
-        )
+        rows = (*generated.rows[:row], tuple(tokens), *generated.rows[row + 1 :])
+        trimmed = replace(generated, rows=rows)
+        answers.append(runner.result(prompt, decoder, trimmed, loads[row], (started, before), row))
     return answers
 
 

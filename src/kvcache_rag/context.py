@@ -98,6 +98,13 @@ class ContextLoader:
         found = self.prefiller.store.get(chunk.key, self._layout.chunk_layout).chunk
         return tuple(found.tokens.tolist())
 
+    def from_text(self, chunk: ContextChunk) -> ContextChunk:
+        """A reference as what its text is; without a text it stays a reference."""
+        if chunk.text is None:
+            return chunk
+        ids = self.renderer.chunk_ids(chunk.text)
+        return ContextChunk(self.prefiller.key(ids), ids, chunk.text)
+
     def load(
         self,
         buffer: KVBuffer,
@@ -138,13 +145,14 @@ class ContextLoader:
         ids = [*self.prefiller.prefix_ids]
         for part in parts[1:]:
             ids += part.tokens.tolist()
-        prefilled = sum(len(chunk) for chunk, _ in missing)
+        computed = {chunk.key: len(chunk) for chunk, _ in missing}  # a chunk may stand twice
+        prefilled = sum(computed.values())
         return LoadedContext(
             ids=tuple(ids),
             load=loaded - started,
             stitch=time.perf_counter() - loaded,
             hits=dict(hits),
-            misses=len(missing),
+            misses=len(computed),
             reused_tokens=sum(map(len, chunks)) - prefilled,
             prefilled_tokens=prefilled,
         )
@@ -184,8 +192,19 @@ class ContextLoader:
             chunk.key: PendingChunk(chunk.key, self._known_ids(chunk)) for chunk, _ in missing
         }
         computed: dict[ChunkKey, ChunkKV] = {}
-        for batch in batches(list(pending.values())):
-            computed.update(self.prefiller.fill_batch(batch))
+        try:
+            for batch in batches(list(pending.values()), len(self.prefiller.prefix_ids)):
+                computed.update(self.prefiller.fill_batch(batch))
+            self._place(missing, pending, computed)
+        finally:
+            self.prefiller.model.narrow()
+
+    def _place(
+        self,
+        missing: Sequence[tuple[ContextChunk, ChunkKV]],
+        pending: dict[ChunkKey, PendingChunk],
+        computed: dict[ChunkKey, ChunkKV],
+    ) -> None:
         for chunk, view in missing:
             view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
             if chunk.key in computed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.aio import AsyncMethods
@@ -23,6 +22,7 @@ from kvcache_rag.streaming import AnswerStream, Emit
 from kvcache_rag.template import Message, PromptTemplate
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
@@ -81,21 +81,21 @@ class Engine(AsyncMethods):
         self.template = template or PromptTemplate()
         self.policy: ReusePolicy = policy or Reuse()
         self.namespace = namespace
-        layout = self._adapter.layout
-        windows = [self._adapter.context_window, context_window, layout.limit if layout else None]
-        self.context_window = min(window for window in windows if window)
+        self.context_window = self._adapter.window(context_window)
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = threading.RLock()
         ids = self._renderer.prefix_ids
         self._prefiller = Prefiller.of(self._adapter, self.store, ids, namespace, prefill_dtype)
         loader = ContextLoader(self._prefiller, self._renderer) if self._prefiller else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
-        self._answerer = Answerer(self._adapter, tokenizer, self._renderer, loader)
+        self._answerer = Answerer(
+            self._adapter, tokenizer, self._renderer, loader, self.context_window
+        )
 
     @classmethod
     def from_pretrained(
         cls,
-        name: str,
+        name: str | os.PathLike[str],
         *,
         store: ChunkStore | None = None,
         template: PromptTemplate | None = None,
@@ -149,6 +149,8 @@ class Engine(AsyncMethods):
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
     ) -> PromptIds:
         """The very ids that every path uses."""
+        if isinstance(chunks, str):
+            raise InvalidInputError("chunks must be a list of texts, not one text")
         query = self._renderer.query_ids(self.template.ask(question), history)
         return PromptIds(
             self._renderer.prefix_ids, tuple(map(self._renderer.chunk_ids, chunks)), query
@@ -157,7 +159,7 @@ class Engine(AsyncMethods):
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         _ = self._capturing
-        return [self._planner.chunk(text, index).key for index, text in enumerate(texts)]
+        return [chunk.key for chunk in self._planner.chunks(texts)]
 
     def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
         """The key of a chunk whose digest, spec and length were noted elsewhere.
@@ -191,12 +193,12 @@ class Engine(AsyncMethods):
             UnsupportedModelError: If the model keeps no keys and values per token.
         """
         prefiller = self._capturing
-        chunks = [self._planner.chunk(text, index) for index, text in enumerate(texts)]
+        chunks = self._planner.chunks(texts)
         pending = [PendingChunk(chunk.key, chunk.ids or ()) for chunk in chunks]
-        with self._lock:
-            if pending:
+        if pending:
+            with self._lock:
                 prefiller.prefix()
-            prefiller.fill(pending, show_progress=show_progress)
+        prefiller.fill(pending, guard=self._lock, show_progress=show_progress)
         keys = [chunk.key for chunk in chunks]
         if owner:
             for key in dict.fromkeys(keys):
@@ -215,15 +217,16 @@ class Engine(AsyncMethods):
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
             options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop` as in
-                `Planner.request`, and further arguments of transformers' `generate()`.  Greedy
-                unless `do_sample=True`.
+                `Planner.request`; `cancelled`, an event that stops generation; and arguments of
+                transformers' `generate()`.  Greedy unless `do_sample=True`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
-        return self._run(self._request(question, chunks, options), None, None)
+        cancelled = options.pop("cancelled", None)
+        return self._run(self._request(question, chunks, options), None, cancelled)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -241,17 +244,13 @@ class Engine(AsyncMethods):
             questions: Question and chunks of each.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        if not questions:
-            return []
         requests = [
             self._request(question, chunks, dict(options)) for question, chunks in questions
         ]
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        started = time.perf_counter()
         with self._lock:
-            prompts = [self._answerer.prompt(request, 0, "") for request in requests]
-            return answer_batch(self._answerer, prompts, started)
+            return answer_batch(self._answerer, requests)
 
     def logits(
         self,
@@ -278,8 +277,8 @@ class Engine(AsyncMethods):
             prompt: Not empty; the beginning-of-sequence token is added unless it is there.
             options: `max_new_tokens`, `stop` and further arguments of transformers' `generate()`.
         """
-        request = self._planner.completion(prompt, **options)
-        return self._run(request, None, None)
+        cancelled = options.pop("cancelled", None)
+        return self._run(self._planner.completion(prompt, **options), None, cancelled)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
@@ -295,6 +294,5 @@ class Engine(AsyncMethods):
     def _run(
         self, request: Request, emit: Emit | None, cancelled: threading.Event | None
     ) -> Answer:
-        started = time.perf_counter()
         with self._lock:
-            return self._answerer.run(request, started, emit, cancelled)
+            return self._answerer.run(request, emit, cancelled)

@@ -37,12 +37,21 @@ class KVBuffer:
     ) -> KVBuffer:
         """A new zeroed buffer: padding must hold finite numbers, since a mask cannot hide a NaN."""
         groups = []
-        for group in layout.groups:
-            shapes = [(*shape[:-3], rows, *shape[-3:]) for shape in group.shapes(capacity)]
-            groups.append(
-                tuple(torch.zeros(shape, dtype=layout.dtype, device=device) for shape in shapes)
-            )
+        # Outside inference mode, so that it can be used in and out of it.
+        with torch.inference_mode(mode=False):
+            for group in layout.groups:
+                shapes = [(*shape[:-3], rows, *shape[-3:]) for shape in group.shapes(capacity)]
+                groups.append(
+                    tuple(torch.zeros(shape, dtype=layout.dtype, device=device) for shape in shapes)
+                )
         return cls(layout, tuple(groups), rows, capacity)
+
+    def narrowed(self, rows: int) -> KVBuffer:
+        """The first `rows` rows, as views."""
+        if rows == self.rows:
+            return self
+        tensors = tuple(tuple(part[..., :rows, :, :, :] for part in one) for one in self.tensors)
+        return KVBuffer(self.layout, tensors, rows, self.capacity)
 
     def slots(self) -> dict[int, tuple[Tensor, Tensor]]:
         """K and V of each layer, `(rows, heads, capacity, width)`, as views."""

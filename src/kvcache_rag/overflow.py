@@ -48,16 +48,20 @@ def split_rounds(
             'smaller chunks, or use overflow="drop_lowest" or "refine"'
         )
     if overflow == "drop_lowest":
-        return [_fitting(sizes, room)]
+        kept = _fitting(sizes, room)
+        if not kept:
+            raise ContextTooLongError(_too_long(0, sizes[0], room))
+        return [kept]
+    if later_room < 0:
+        raise ContextTooLongError(
+            f"a later round, which carries the answer so far, is {-later_room} tokens over the "
+            "context window; lower max_new_tokens or retrieve fewer chunks"
+        )
     rounds: list[list[int]] = []
     used, space = 0, room
     for index, size in enumerate(sizes):
         if size > min(room, later_room):
-            raise ContextTooLongError(
-                f"chunk {index} has {size} tokens and the context window has room for "
-                f"{min(room, later_room)}; "
-                "split it into smaller chunks"
-            )
+            raise ContextTooLongError(_too_long(index, size, min(room, later_room)))
         if not rounds or used + size > space:
             space = later_room if rounds else room
             rounds.append([])
@@ -65,6 +69,13 @@ def split_rounds(
         rounds[-1].append(index)
         used += size
     return rounds
+
+
+def _too_long(index: int, size: int, room: int) -> str:
+    return (
+        f"chunk {index} has {size} tokens and the context window has room for {room}; "
+        "split it into smaller chunks"
+    )
 
 
 def _fitting(sizes: Sequence[int], room: int) -> list[int]:

@@ -5,9 +5,12 @@ A kill loses at most the batch in flight; the next run skips what is stored.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvcache_rag.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.errors import ChunkNotFoundError
@@ -16,13 +19,15 @@ from kvcache_rag.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
+    from contextlib import AbstractContextManager
 
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch; larger batches gained nothing on CPU and cost memory.
 BATCH_TOKENS = 2048
+# Seconds in which a waiting question can take the model between two batches; locks are not fair.
+YIELD = 0.001
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,13 @@ class Prefiller:
         """A prefiller whose spec covers model, codec and dtype; None if nothing can be captured."""
         if model.layout is None:
             return None
-        spec = {**model.spec(dtype), "format": FORMAT_VERSION, "codec": store.codec.name}
+        spec = {
+            **model.spec(dtype),
+            "format": FORMAT_VERSION,
+            "codec": store.codec.name,
+            # In the key anyway; here it lets a reference behind another prefix be told by its spec.
+            "prefix": list(prefix_ids),
+        }
         return cls(model, store, prefix_ids, spec_digest(spec), namespace, dtype)
 
     def key(self, ids: Sequence[int]) -> ChunkKey:
@@ -84,6 +95,10 @@ class Prefiller:
         """The prefix's own cache, computed once per store; None for an empty prefix."""
         if not self.prefix_ids:
             return None
+        with torch.inference_mode():
+            return self._load_prefix()
+
+    def _load_prefix(self) -> ChunkKV:
         if self._stored_prefix is None:
             key = chunk_key(
                 self.prefix_ids, prefix_ids=(), spec=self.spec, namespace=self.namespace
@@ -110,22 +125,38 @@ class Prefiller:
         dtype = self.model.measured.dtype
         return [converted(chunk, dtype) for chunk in computed]
 
-    def fill(self, pending: Sequence[PendingChunk], *, show_progress: bool = False) -> int:
-        """Prefill and store what is not held yet; return how many chunks were computed."""
+    def fill(
+        self,
+        pending: Sequence[PendingChunk],
+        *,
+        guard: AbstractContextManager[object] = _NOTHING,
+        show_progress: bool = False,
+    ) -> int:
+        """Prefill and store what is not held yet; return how many chunks were computed.
+
+        Args:
+            pending: Chunks, also several times the same.
+            guard: Held for one batch at a time, so that questions are answered in between.
+            show_progress: Whether to show a bar.
+        """
         missing = list(
             {one.key: one for one in pending if not self.store.contains(one.key)}.values()
         )
         computed = 0
-        with progress_bar(len(missing), "prefill", "chunk", show=show_progress) as bar:
-            for batch in batches(missing):
-                computed += len(self.fill_batch(batch))
-                bar.update(len(batch))
-        self.model.narrow()
+        try:
+            with progress_bar(len(missing), "prefill", "chunk", show=show_progress) as bar:
+                for batch in batches(missing, len(self.prefix_ids)):
+                    with guard:
+                        computed += len(self.fill_batch(batch))
+                    bar.update(len(batch))
+                    time.sleep(YIELD)
+        finally:
+            self.model.narrow()
         return computed
 
     def fill_batch(self, batch: Sequence[PendingChunk]) -> dict[ChunkKey, ChunkKV]:
         """Compute what of one batch is still missing under its locks, and store it."""
-        with self.store.locked([one.key for one in batch]) if batch else nullcontext():
+        with torch.inference_mode(), self.store.locked([one.key for one in batch]):
             todo = [one for one in batch if not self.store.contains(one.key)]
             if not todo:
                 return {}
@@ -135,11 +166,16 @@ class Prefiller:
         return {one.key: chunk for one, chunk in zip(todo, chunks, strict=True)}
 
 
-def batches(pending: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
-    """Batches of similar length, padded to `BATCH_TOKENS` at most (or one long chunk)."""
+def batches(pending: Sequence[PendingChunk], behind: int = 0) -> Iterator[list[PendingChunk]]:
+    """Batches of similar length, padded to `BATCH_TOKENS` at most (or one long chunk).
+
+    Args:
+        pending: Chunks to be computed.
+        behind: Tokens of the prefix, of which each row holds a copy.
+    """
     batch: list[PendingChunk] = []
     for one in sorted(pending, key=lambda chunk: len(chunk.ids)):
-        if batch and (len(batch) + 1) * len(one.ids) > BATCH_TOKENS:
+        if batch and (len(batch) + 1) * (behind + len(one.ids)) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(one)

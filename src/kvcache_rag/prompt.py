@@ -7,7 +7,10 @@ The tokenizer is duck-typed: `apply_chat_template`, `chat_template`, and a call 
 from __future__ import annotations
 
 import datetime
+import json
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SENTINEL = "@@kvcache-rag-context@@"
-_CLOCKS = (datetime.datetime(2001, 2, 3, 4, 5, 6), datetime.datetime(2033, 11, 22, 13, 14, 15))
+_Place = Callable[[list[dict[str, str]], str], list[dict[str, str]]]
+_CLOCKS = (datetime.date(2001, 2, 3), datetime.date(2033, 11, 22))
+_CLOCK = re.compile(
+    r"strftime_now\(\s*(?:format\s*=\s*)?(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,8 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._arguments: dict[str, Any] = dict(template.chat_template_kwargs)
         self._has_chat = bool(getattr(tokenizer, "chat_template", None))
-        if self._has_chat:
-            self._pin_date()
         self._place = self._find_place()
+        self._pin_date()
         self.prefix_text = self._split([], "?")[0]
         ids = self._encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
@@ -100,32 +106,34 @@ class PromptRenderer:
         return (*self._leading_bos(ids), *ids)
 
     def _split(self, history: list[dict[str, str]], asked: str) -> tuple[str, str]:
-        if not self._has_chat:
+        if self._place is None:
             spoken = "".join(
                 f"\n{turn['role'].capitalize()}: {turn['content']}" for turn in history
             )
             return self.template.system, f"{spoken}\nQuestion: {asked}\nAnswer:"
-        before, _, behind = self._apply(self._place(self, history, asked)).partition(_SENTINEL)
+        before, _, behind = self._apply(self._place(history, asked)).partition(_SENTINEL)
         return before, behind
 
-    def _find_place(self) -> Any:
+    def _find_place(self) -> _Place | None:
         if not self._has_chat:
             return None
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        for place in (PromptRenderer._in_system, PromptRenderer._in_first_user):
+        refusals = []
+        for place in (self._in_system, self._in_first_user):
             try:
-                short = self._apply(place(self, [], "c"))
-                long = self._apply(place(self, turns, "d"))
-            except Exception:  # a template refuses a role in its own way; the next place is tried
+                short, long = self._apply(place([], "c")), self._apply(place(turns, "d"))
+            except InvalidInputError as error:
+                refusals.append(str(error))
                 continue
             once = short.count(_SENTINEL) == 1 and long.count(_SENTINEL) == 1
             if once and short.partition(_SENTINEL)[0] == long.partition(_SENTINEL)[0]:
                 return place
         raise InvalidInputError(
-            "the tokenizer's chat template puts history before the first user message, so "
-            "nothing can be cached "
-            "behind a fixed prefix; set tokenizer.chat_template to None or to one that "
-            "keeps the order of messages"
+            refusals[-1]
+            if len(refusals) == 2
+            else "the tokenizer's chat template puts something else before the first message, so "
+            "nothing can be cached behind a fixed prefix; set tokenizer.chat_template to None or "
+            "to one that keeps the order of messages"
         )
 
     def _in_system(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
@@ -133,38 +141,60 @@ class PromptRenderer:
         return [system, *history, {"role": "user", "content": asked}]
 
     def _in_first_user(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
-        first, *rest = [*history, {"role": "user", "content": asked}]
-        opened = f"{self.template.system}{_SENTINEL}\n{first['content']}"
-        return [{"role": "user", "content": opened}, *rest]
+        turns = [*history, {"role": "user", "content": asked}]
+        opened = {"role": "user", "content": f"{self.template.system}{_SENTINEL}"}
+        if turns[0]["role"] == "user":
+            opened["content"] += "\n" + turns.pop(0)["content"]
+        return [opened, *turns]
 
-    def _apply(self, messages: Sequence[Mapping[str, str]], **clock: Any) -> str:
-        rendered: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            **{**self._arguments, **clock},
-        )
+    def _apply(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._arguments,
+            )
+        except Exception as error:  # a template refuses in its own words, with whatever it likes
+            reason = str(error).strip().splitlines()
+            raise InvalidInputError(
+                "the tokenizer's chat template cannot write these messages: "
+                f"{reason[0] if reason else type(error).__name__}"
+            ) from error
         return rendered
 
     def _pin_date(self) -> None:
-        probe = [{"role": "user", "content": "?"}]
-        seen = {self._apply(probe, strftime_now=clock.strftime) for clock in _CLOCKS}
-        given = self.template.template_date
-        if len(seen) == 1 and given is None:
+        """Write a fixed date into a chat template that prints today's."""
+        if self._place is None or "strftime_now" not in self._tokenizer.get_chat_template():
             return
-        if given is None:
+        probe = self._place([], "?")
+        seen = []
+        for day in _CLOCKS:
+            self._arguments["chat_template"] = self._dated(day)
+            seen.append(self._apply(probe))
+        given = self.template.template_date
+        self._arguments["chat_template"] = self._dated(given or DEFAULT_DATE)
+        if len(set(seen)) > 1 and given is None:
             warnings.warn(
-                f"the chat template prints today's date; it is pinned to {DEFAULT_DATE} so "
-                "that cached chunks "
-                "stay valid tomorrow; set PromptTemplate(template_date=...) to choose another",
+                f"the chat template prints today's date; it is pinned to {DEFAULT_DATE} so that "
+                "cached chunks stay valid tomorrow; set PromptTemplate(template_date=...) to "
+                "choose another",
                 stacklevel=2,
             )
-        pinned = datetime.datetime.combine(given or DEFAULT_DATE, datetime.time())
-        self._arguments["strftime_now"] = pinned.strftime
+
+    def _dated(self, day: datetime.date) -> str:
+        # transformers turns functions among a template's variables into text, so the clock cannot
+        # be handed in; its calls are replaced by what they would give.
+        text: str = self._tokenizer.get_chat_template()
+        return _CLOCK.sub(lambda found: json.dumps(day.strftime(found["format"])), text)
 
     def _encode(self, text: str) -> list[int]:
         if not text:
             return []
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,6 +13,7 @@ from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, In
 from kvcache_rag.models.generate import check_generation
 from kvcache_rag.overflow import Overflow, split_rounds
 from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.template import as_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +49,7 @@ class Request:
 
     Attributes:
         question: As the caller wrote it.
+        query: Ids of history, question and generation prompt (of the first round).
         history: Earlier turns.
         rounds: Chunks per prompt; more than one with `overflow="refine"`.
         dropped_chunks: Chunks left out.
@@ -53,11 +57,13 @@ class Request:
         max_new_tokens: Of the answer.
         stop: Strings before which the answer ends.
         options: Further arguments of `generate()`.
+        started: `time.perf_counter()` at the call.
         prefix_mismatch: Carried into the metrics.
-        raw: Ids of a plain completion, which has neither template nor chunks; None for a question.
+        is_plain: Whether it is a text to continue, without template and chunks.
     """
 
     question: str
+    query: tuple[int, ...]
     history: tuple[Message | Mapping[str, str], ...]
     rounds: tuple[tuple[ContextChunk, ...], ...]
     dropped_chunks: int
@@ -65,8 +71,9 @@ class Request:
     max_new_tokens: int
     stop: tuple[str, ...]
     options: dict[str, Any]
+    started: float
     prefix_mismatch: bool = False
-    raw: tuple[int, ...] | None = None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,12 @@ class Planner:
     prefiller: Prefiller | None
     window: int
 
-    def chunk(self, given: ChunkInput, index: int, *, by_reference: bool = True) -> ContextChunk:
+    def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
         """Check and address one chunk.
 
         Args:
             given: Text, key, or both.
             index: Its number, for messages.
-            by_reference: Whether a key may stand for the text.
 
         Raises:
             InvalidInputError: If it is empty or of no known type.
@@ -109,7 +115,7 @@ class Planner:
             mismatch = self.mismatch(key)
             if mismatch and text is None:
                 raise FingerprintMismatchError(mismatch)
-            held = by_reference and not mismatch and self._is_held(key)
+            held = not mismatch and self._is_held(key)
             if held or text is None:
                 return ContextChunk(key, None, text)
         return self._from_text(text or "", index)
@@ -117,13 +123,15 @@ class Planner:
     def _from_text(self, text: str, index: int) -> ContextChunk:
         if not text.strip():
             raise InvalidInputError(f"chunk {index} is empty; leave it out")
-        ids = self.renderer.chunk_ids(text)
+        try:
+            ids = self.renderer.chunk_ids(text)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
         room = self.window - len(self.renderer.prefix_ids)
         if len(ids) > room:
             raise ContextTooLongError(
                 f"chunk {index} has {len(ids)} tokens and the model's context window has "
-                f"room for {room}; "
-                "split it into smaller chunks"
+                f"room for {room}; split it into smaller chunks"
             )
         if self.prefiller is None:
             return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
@@ -134,6 +142,8 @@ class Planner:
         mine = self.prefiller
         if mine is None:
             return "this model keeps no keys and values, so no key belongs to it; pass texts"
+        if not re.fullmatch("[0-9a-f]{64}", str(key.digest)):
+            return f"{key.digest!r} is not the digest of a chunk; pass the chunk's text"
         expected = (mine.spec, mine.namespace, len(mine.prefix_ids))
         if (key.spec, key.namespace, key.start) == expected:
             return ""
@@ -149,16 +159,15 @@ class Planner:
     def request(
         self,
         question: str,
-        chunks: Sequence[ChunkInput] = (),
+        chunks: Sequence[ChunkInput] | None = (),
         *,
         policy: ReusePolicy,
-        history: Sequence[Message | Mapping[str, str]] = (),
+        history: Sequence[Message | Mapping[str, str]] | None = (),
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         overflow: Overflow = "error",
         stop: Sequence[str] = (),
         prefix_mismatch: bool = False,
         streaming: bool = False,
-        by_reference: bool = True,
         **options: Any,
     ) -> Request:
         """Check, tokenise and split a question.
@@ -173,44 +182,52 @@ class Planner:
             stop: Strings before which the answer ends.
             prefix_mismatch: Noted in the metrics.
             streaming: Whether pieces are handed on as they come.
-            by_reference: Whether keys may stand for texts.
             options: Further arguments of transformers' `generate()`.
         """
+        started = time.perf_counter()
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
-        if isinstance(chunks, str):
-            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
+        if not isinstance(policy, ReusePolicy):
+            raise InvalidInputError(f"policy must be such as Reuse(), not {policy!r}")
         if overflow not in ("error", "drop_lowest", "refine"):
             raise InvalidInputError(
                 f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
             )
         check_new_tokens(max_new_tokens)
         check_generation(options, streaming=streaming)
-        planned = [
-            self.chunk(chunk, index, by_reference=by_reference)
-            for index, chunk in enumerate(chunks)
-        ]
-        template = self.renderer.template
-        first = len(self.renderer.query_ids(template.ask(question), history))
-        later = len(self.renderer.query_ids(template.ask_again(question, ""), history))
-        fixed = len(self.renderer.prefix_ids) + max_new_tokens
-        split = split_rounds(
-            [len(chunk) for chunk in planned],
-            room=self.window - fixed - first,
-            later_room=self.window - fixed - later - max_new_tokens,
-            overflow=overflow,
-        )
+        planned = self.chunks(chunks or ())
+        template, turns = self.renderer.template, as_messages(history)
+        query = self.renderer.query_ids(template.ask(question), turns)
+        room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
+        sizes = [len(chunk) for chunk in planned]
+        later = 0
+        if overflow == "refine" and sum(sizes) > room - len(query):
+            again = self.renderer.query_ids(template.ask_again(question, ""), turns)
+            later = room - len(again) - max_new_tokens
+        split = split_rounds(sizes, room=room - len(query), later_room=later, overflow=overflow)
         return Request(
             question=question,
-            history=tuple(history),
+            query=query,
+            history=tuple(turns),
             rounds=tuple(tuple(planned[index] for index in one) for one in split),
             dropped_chunks=len(planned) - sum(map(len, split)),
             policy=policy,
             max_new_tokens=max_new_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop=checked_stop(stop),
             options=options,
+            started=started,
             prefix_mismatch=prefix_mismatch,
         )
+
+    def chunks(self, given: Sequence[ChunkInput]) -> list[ContextChunk]:
+        """Check and address chunks.
+
+        Raises:
+            InvalidInputError: If they are one text instead of a list, or one cannot be used.
+        """
+        if isinstance(given, str):
+            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
+        return [self.chunk(one, index) for index, one in enumerate(given)]
 
     def completion(
         self,
@@ -227,6 +244,7 @@ class Planner:
             InvalidInputError: If it is empty.
             ContextTooLongError: If it does not fit the context window.
         """
+        started = time.perf_counter()
         if not isinstance(prompt, str) or not prompt:
             raise InvalidInputError("the prompt is empty; write something to continue")
         check_new_tokens(max_new_tokens)
@@ -238,10 +256,29 @@ class Planner:
                 "of which "
                 f"{max_new_tokens} are kept for the answer; shorten it or lower max_new_tokens"
             )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         return Request(
-            prompt, (), ((),), 0, FullRecompute(), max_new_tokens, stops, options, raw=ids
+            question=prompt,
+            query=ids,
+            history=(),
+            rounds=((),),
+            dropped_chunks=0,
+            policy=FullRecompute(),
+            max_new_tokens=max_new_tokens,
+            stop=checked_stop(stop),
+            options=options,
+            started=started,
+            is_plain=True,
         )
+
+
+def checked_stop(stop: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Stop strings as a tuple; raises `InvalidInputError` unless all are texts, none empty."""
+    strings = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(strings, (list, tuple)) or not all(
+        isinstance(one, str) and one for one in strings
+    ):
+        raise InvalidInputError(f"stop must be a list of texts that are not empty, not {stop!r}")
+    return tuple(strings)
 
 
 def check_new_tokens(count: int) -> None:

@@ -7,8 +7,10 @@ goes away stops it at the next token.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +20,19 @@ from kvcache_rag.metrics import Answer, Metrics
 Emit = Callable[[str], None]
 Run = Callable[[Emit, threading.Event], Answer]
 """Generates, hands on pieces of text, and stops early once the event is set."""
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread inside torch while the interpreter ends would abort the process."""
+    running = list(_running.items())
+    for _, cancelled in running:
+        cancelled.set()
+    for thread, _ in running:
+        thread.join(timeout=10)
 
 
 class TextDecoder:
@@ -101,6 +116,7 @@ class AnswerStream(Iterator[str]):
                 pieces.put(error)
 
         self._thread = threading.Thread(target=work, name="kvcache-rag-generate", daemon=True)
+        _running[self._thread] = cancelled
         self._thread.start()
 
     def __iter__(self) -> AnswerStream:

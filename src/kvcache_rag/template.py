@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 FILE_NAME = "prompt_template.json"
@@ -91,7 +93,8 @@ class PromptTemplate:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise InvalidInputError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict) or not set(values) <= known:
+        texts = isinstance(values, dict) and all(isinstance(v, str) for v in values.values())
+        if not texts or not set(values) <= known:
             raise InvalidInputError(
                 f"{path} may only hold the text fields {', '.join(sorted(known))}"
             )
@@ -107,10 +110,11 @@ class PromptTemplate:
 
     def ask_again(self, question: str, answer: str) -> str:
         """The question of a later round, with the answer found so far."""
-        return self.refine.replace("{question}", self.ask(question)).replace("{answer}", answer)
+        parts = {"{question}": self.ask(question), "{answer}": answer}
+        return re.sub(r"\{question\}|\{answer\}", lambda found: parts[found.group()], self.refine)
 
 
-def as_messages(history: Sequence[Message | Mapping[str, str]]) -> list[dict[str, str]]:
+def as_messages(history: Sequence[Message | Mapping[str, str]] | None) -> list[dict[str, str]]:
     """Earlier turns as plain dictionaries.
 
     Raises:
@@ -118,9 +122,12 @@ def as_messages(history: Sequence[Message | Mapping[str, str]]) -> list[dict[str
             the template).
     """
     turns = []
-    for index, turn in enumerate(history):
-        role = turn.role if isinstance(turn, Message) else turn.get("role")
-        content = turn.content if isinstance(turn, Message) else turn.get("content")
+    if isinstance(history, str):
+        raise InvalidInputError("history must be a list of messages, not one text")
+    for index, turn in enumerate(history or ()):
+        plain = asdict(turn) if isinstance(turn, Message) else turn
+        role = plain.get("role") if isinstance(plain, Mapping) else None
+        content = plain.get("content") if isinstance(plain, Mapping) else None
         if role not in ("user", "assistant") or not isinstance(content, str):
             raise InvalidInputError(
                 f"history[{index}] must have the role user or assistant and a text content; "

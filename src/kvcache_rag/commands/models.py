@@ -59,7 +59,7 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 
 def _describe(name: str, model: TransformersModel) -> Iterator[str]:
-    window = model.context_window
+    window = model.window(None)
     yield f"model           {name} ({type(model.model).__name__})"
     yield f"dtype           {_plain(model.dtype)}"
     yield f"context window  {f'{window} tokens' if window < _UNLIMITED else 'not stated'}"

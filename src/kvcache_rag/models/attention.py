@@ -89,6 +89,9 @@ def use_packed_attention(model: Any) -> bool:
     """Switch a model from "sdpa" to the packed function; False for any other attention."""
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return False
+    can_change = getattr(model, "_can_set_attn_implementation", None)
+    if can_change is not None and not can_change():
+        return False  # Falcon and its like carry their own attention code
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, sdpa_mask)
     try:

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.base import LayerKind
@@ -26,6 +20,17 @@ if TYPE_CHECKING:
     from kvcache_rag.kvbuffer import KVBuffer
 
 GROWTH = 256
+
+
+class _Missing:
+    """Stands for a class that an older transformers does not have."""
+
+
+# Not in every transformers 5: layers that share another's cache, and recurrent states.
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", _Missing)
+LinearAttentionCacheLayerMixin: Any = getattr(
+    cache_utils, "LinearAttentionCacheLayerMixin", _Missing
+)
 
 
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:

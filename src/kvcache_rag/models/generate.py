@@ -7,19 +7,21 @@ processor see what they would see without us.
 from __future__ import annotations
 
 import copy
+import difflib
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvcache_rag.models.hf import TransformersModel
 
@@ -31,16 +33,28 @@ _REFUSED = (
     "assistant_early_exit",
     "custom_generate",
 )
+_CALL_OPTIONS = (
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+)
 _OWNED = (
     "attention_mask",
     "cache_implementation",
     "cache_position",
     "input_ids",
     "inputs",
+    "max_new_tokens",
+    "num_assistant_tokens",
     "inputs_embeds",
     "max_length",
     "past_key_values",
     "position_ids",
+    "return_dict_in_generate",
+    "tokenizer",
     "use_cache",
 )
 
@@ -89,26 +103,39 @@ class _Watch(StoppingCriteria):
 
 
 def check_generation(options: dict[str, Any], *, streaming: bool) -> None:
-    """Refuse what would give wrong tokens or what the engine decides itself.
+    """Refuse what is no option, what would give wrong tokens, and what the engine decides itself.
+
+    Settings inside a `generation_config` count like those given one by one.
 
     Raises:
         InvalidInputError: Naming the option and what to do.
     """
+    given = options.get("generation_config")
+    settings = {**(given.to_dict() if given is not None else {}), **options}
+    known = {*vars(GenerationConfig()), *_CALL_OPTIONS}
     for name in _REFUSED:
-        if options.get(name) is not None:
+        if settings.get(name) is not None:
             raise InvalidInputError(
-                f"{name} gives wrong tokens from a filled cache in transformers itself; "
-                "leave it out"
+                f"{name} gives wrong tokens from a filled cache in transformers itself; leave it "
+                "out"
             )
-    for name in _OWNED:
-        if name in options:
+    for name in options:
+        if name in _OWNED:
             raise InvalidInputError(f"{name} is set by the engine; leave it out")
-    if int(options.get("num_return_sequences") or 1) > 1:
-        raise InvalidInputError(
-            "num_return_sequences must be 1; call generate several times instead"
-        )
-    if streaming and int(options.get("num_beams") or 1) > 1:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, "max_new_tokens"], 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InvalidInputError(f"{name} is no option of generate(){hint}")
+    if int(settings.get("num_return_sequences") or 1) > 1:
+        raise InvalidInputError("num_return_sequences must be 1; call generate several times")
+    if streaming and int(settings.get("num_beams") or 1) > 1:
         raise InvalidInputError("beam search cannot stream; use generate, or num_beams=1")
+
+
+def uses_beams(options: dict[str, Any]) -> bool:
+    """Whether checked options ask for beam search."""
+    given = options.get("generation_config")
+    return int(options.get("num_beams") or getattr(given, "num_beams", None) or 1) > 1
 
 
 def generate(
@@ -137,15 +164,14 @@ def generate(
         cancelled: Stops at the next token once set.
     """
     watch = _Watch(ids.shape[1], emit, cancelled)
-    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch])
-    beams = int(options.get("num_beams") or 1)
-    if cache is not None and beams > 1:
-        cache.batch_repeat_interleave(beams)
+    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
     arguments["stopping_criteria"] = criteria
+    if cache is not None and (config.num_beams or 1) > 1:
+        cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
-    with torch.inference_mode():
+    with torch.inference_mode(), _default_config(model.model, config):
         output = model.model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
@@ -163,6 +189,20 @@ def generate(
     return Generated(rows, watch.first_at or ended, ended, reasons)
 
 
+@contextmanager
+def _default_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Let `config` be the model's own for one call: `generate()` fills what is None from that one.
+
+    Else a sampling temperature or a cache implementation of the model's would come back.
+    """
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 def _configured(
     model: TransformersModel, options: dict[str, Any], max_new_tokens: int, tokenizer: Any
 ) -> tuple[Any, dict[str, Any]]:
@@ -174,12 +214,14 @@ def _configured(
     given = {key: value for key, value in options.items() if key != "generation_config"}
     config = copy.deepcopy(options.get("generation_config") or model.model.generation_config)
     if "generation_config" not in options and not given.get("do_sample"):
-        config.do_sample = False
+        config.do_sample, config.num_beams = False, 1
         # transformers warns about sampling settings that greedy search does not read.
         config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
     rest: dict[str, Any] = config.update(**given)
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.return_dict_in_generate = False
+    # The cache is ours, whatever the model's own config prefers.
+    config.cache_implementation, config.use_cache = None, True
     if config.pad_token_id is None:
         stops = sorted(_stop_ids(config.eos_token_id))
         padding = tokenizer.pad_token_id

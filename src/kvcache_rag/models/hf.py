@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
-from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kvbuffer import KVBuffer
 from kvcache_rag.models.attention import use_packed_attention
 from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
@@ -35,7 +35,6 @@ class TransformersModel:
         model: The transformers model, in evaluation mode.
         layout: What was measured, or None when the model keeps no keys and values per token.
         refusal: Why nothing can be captured, or "".
-        context_window: Longest prompt plus answer in tokens.
         device: Where inputs go.
     """
 
@@ -67,7 +66,6 @@ class TransformersModel:
             self.layout = self._measure()
         except UnsupportedModelError as error:
             self.refusal = str(error)
-        self.context_window = self._context_window()
 
     def _measure(self) -> ModelLayout:
         kinds = layer_kinds(self.model.config)
@@ -93,12 +91,18 @@ class TransformersModel:
         )
         return measure_layout(subject)
 
-    def _context_window(self) -> int:
+    def window(self, wanted: int | None) -> int:
+        """Longest prompt plus answer in tokens: the model's, its frequencies', or less if wanted.
+
+        Raises:
+            InvalidInputError: If `wanted` is not positive.
+        """
+        if wanted is not None and wanted < 1:
+            raise InvalidInputError(f"context_window must be positive, not {wanted}")
         names = ("max_position_embeddings", "n_positions", "max_seq_len")
-        window = next(
-            (getattr(self.config, n) for n in names if getattr(self.config, n, None)), None
-        )
-        return int(window) if window else 10**9
+        limits = [getattr(self.config, name, None) for name in names]
+        limits += [wanted, self.layout.limit if self.layout else None]
+        return min([int(limit) for limit in limits if limit], default=10**9)
 
     @property
     def measured(self) -> ModelLayout:
@@ -219,7 +223,9 @@ class TransformersModel:
         if dtype is None or dtype == self.dtype:
             return self
         if self._wide is None or self._wide.dtype != dtype:
-            self._wide = TransformersModel(copy.deepcopy(self.model).to(dtype))
+            self._wide = copy.copy(self)  # the same layout; nothing is measured again
+            self._wide.model = copy.deepcopy(self.model).to(dtype)
+            self._wide.dtype = dtype
         return self._wide
 
     def narrow(self) -> None:
@@ -231,7 +237,8 @@ def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> Ch
     tokens = torch.tensor(chunk, dtype=torch.int32)
     view = buffer.view(row, start, start + len(chunk), local_start=start, tokens=tokens)
     tensors = tuple(
-        tuple(tensor.contiguous().cpu().clone() for tensor in group) for group in view.tensors
+        tuple(torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part) for part in group)
+        for group in view.tensors
     )
     return ChunkKV(buffer.layout, tokens, start, tensors)
 

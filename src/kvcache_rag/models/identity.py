@@ -10,6 +10,8 @@ import xxhash
 
 from kvcache_rag.chunk import canonical_json
 
+# Elements per tensor that tell whether a hub model's weights were changed in this process.
+SAMPLE = 4096
 # Entries of a config that change nothing about keys and values.
 _IRRELEVANT = frozenset(
     {
@@ -28,9 +30,10 @@ _IRRELEVANT = frozenset(
 def model_identity(model: Any) -> dict[str, Any]:
     """Plain values that differ whenever the weights differ.
 
-    A model from a hub is its id and commit.  Anything else (a local path, a model built or changed
-    in this process, one with adapters) is a digest of the weights in memory, so that two folders
-    with the same weights share caches and a changed file never meets old ones.
+    A model from a hub is its id, its commit and a digest of samples of its weights, which notices
+    weights that were changed in this process (a merged adapter, fine-tuning).  Anything else is a
+    digest of all weights in memory, so that two folders with the same weights share caches and a
+    changed file never meets old ones.
     """
     config = model.config
     commit = getattr(config, "_commit_hash", None)
@@ -40,7 +43,8 @@ def model_identity(model: Any) -> dict[str, Any]:
         "quantization": None if quantization is None else repr(quantization),
     }
     if commit and not getattr(model, "peft_config", None):
-        return {**identity, "id": str(config._name_or_path), "revision": str(commit)}
+        sample = weights_digest(model, SAMPLE)
+        return {**identity, "id": str(config._name_or_path), "revision": commit, "sample": sample}
     return {**identity, "weights": weights_digest(model), "config": _config_digest(config)}
 
 
@@ -49,11 +53,21 @@ def _config_digest(config: Any) -> str:
     return hashlib.sha256(canonical_json(values)).hexdigest()
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """xxh3_128 over names, dtypes, shapes and bytes of all parameters, 32 hexadecimal digits."""
+def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
+    """xxh3_128 over names, dtypes, shapes and bytes of all weights, 32 hexadecimal digits.
+
+    Args:
+        model: Its parameters and its buffers count (quantised weights are buffers), but not the
+            rotary frequencies, which are part of the spec themselves.
+        sample: Elements per tensor, evenly spread; None for all.
+    """
     state = xxhash.xxh3_128()
-    for name, tensor in sorted(model.named_parameters()):
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors.update({k: v for k, v in model.named_buffers() if "inv_freq" not in k})
+    for name, tensor in sorted(tensors.items()):
         state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        state.update(flat.numpy().data)
+        flat = tensor.detach().reshape(-1)
+        if sample is not None:
+            flat = flat[:: max(1, flat.numel() // sample)]
+        state.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return state.hexdigest()

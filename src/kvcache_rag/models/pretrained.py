@@ -39,11 +39,13 @@ def load_pretrained(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        if "device_map" not in options:
+            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # libraries below raise what they like for a bad file or argument
         reason = str(error).strip().splitlines()
         raise InvalidInputError(
             f"cannot load the model {name!r}: {reason[0] if reason else type(error).__name__}"
         ) from error
-    if "device_map" not in options:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model, tokenizer

@@ -185,13 +185,15 @@ def _ranked(
 ) -> list[_Fit]:
     still = max(_relative(origin, target) for target in targets.values())
     fits = [_Fit(still, NO_ROTATION)]
-    positions = torch.arange(origin.shape[2], device=origin.device)
+    positions = torch.arange(origin.shape[2], device="cpu")
     for rotation in _candidates(origin.shape[-1], frequencies):
         error = 0.0
         for offset, target in targets.items():
-            inv_freq = frequencies[rotation.frequency].at_rest().to(origin.device)
+            # On the CPU: the angles need float64, which not every device has.
+            inv_freq = frequencies[rotation.frequency].at_rest().cpu()
             cos, sin = angle_table(inv_freq, positions, positions + offset)
-            error = max(error, _relative(rotate_(origin.clone(), rotation, cos, sin), target))
+            turned = rotate_(origin.clone(), rotation, cos.to(origin.device), sin.to(origin.device))
+            error = max(error, _relative(turned, target))
         fits.append(_Fit(error, rotation))
     return sorted(fits, key=lambda fit: fit.error)
 

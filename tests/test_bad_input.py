@@ -1,0 +1,266 @@
+"""Whatever a caller or a store does wrong: one clear sentence, or the right answer all the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import (
+    CorruptChunkError,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+    ReusePolicy,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from kvcache_rag import ChunkKey, ChunkKV
+    from kvcache_rag.stitch import StitchedPrompt
+
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+QUESTION = "Who?"
+TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
+
+
+def make_engine(store: MemoryStore | None = None, seed: int = 0, **options: Any) -> Engine:
+    options = {"template": TEMPLATE, **options}
+    return Engine(build("qwen2", seed=seed), byte_tokenizer(), store=store, **options)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> tuple[int, ...]:
+    return engine.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids
+
+
+def test_an_empty_corpus_is_no_work(engine: Engine) -> None:
+    assert make_engine().add([]) == []
+    assert make_engine().add([], show_progress=True, owner="me") == []
+    assert engine.keys([]) == []
+    engine.release([], "me")
+
+
+@pytest.mark.parametrize("empty", ["", "  \n\t"])
+def test_an_empty_chunk_is_named(engine: Engine, empty: str) -> None:
+    for call in (
+        lambda: engine.add(["text", empty]),
+        lambda: engine.keys(["text", empty]),
+        lambda: engine.generate(QUESTION, ["text", empty]),
+        lambda: engine.stream(QUESTION, ["text", empty]),
+    ):
+        with pytest.raises(InvalidInputError, match="chunk 1 is empty; leave it out"):
+            call()
+
+
+@pytest.mark.parametrize("question", ["", " \n", None, 5, ["Who?"]])
+def test_an_empty_question_is_refused(engine: Engine, question: Any) -> None:
+    for call in (engine.generate, engine.stream, engine.logits):
+        with pytest.raises(InvalidInputError, match="the question is empty"):
+            call(question, TEXTS)
+    with pytest.raises(InvalidInputError, match="the question is empty"):
+        engine.generate_batch([(QUESTION, TEXTS), (question, TEXTS)])
+
+
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda one: one.name)
+def test_no_chunks_is_a_question_like_any_other(engine: Engine, policy: ReusePolicy) -> None:
+    answer = engine.generate(QUESTION, [], policy=policy, max_new_tokens=5)
+    ids = torch.tensor([engine.tokenize(QUESTION).all])
+    plain = engine.model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+    assert list(answer.token_ids) == plain.tolist()
+    assert (answer.metrics.reused_tokens, answer.metrics.prefilled_tokens) == (0, 0)
+
+
+def test_one_text_is_not_a_list_of_texts(engine: Engine) -> None:
+    for call in (engine.generate, engine.stream, engine.logits):
+        with pytest.raises(InvalidInputError, match="a list of texts or keys, not one text"):
+            call(QUESTION, TEXTS[0])
+
+
+@pytest.mark.parametrize("chunk", [None, 7, b"bytes", ["nested"], {"text": "x"}])
+def test_a_chunk_of_another_type_is_named(engine: Engine, chunk: Any) -> None:
+    kind = type(chunk).__name__
+    with pytest.raises(InvalidInputError, match=f"chunk 1 is a {kind}; give a text"):
+        engine.generate(QUESTION, [TEXTS[0], chunk])
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens must be a positive number, not 0"),
+    ({"max_new_tokens": -3}, "not -3"),
+    ({"max_new_tokens": 1.5}, "not 1.5"),
+    ({"max_new_tokens": "8"}, "not '8'"),
+    ({"max_new_tokens": None}, "not None"),
+    ({"overflow": "truncate"}, 'must be "error", "drop_lowest" or "refine", not \'truncate\''),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens gives wrong tokens"),
+    ({"assistant_model": object()}, "assistant_model gives wrong tokens"),
+    ({"assistant_early_exit": 2}, "assistant_early_exit gives wrong tokens"),
+    ({"past_key_values": None}, "past_key_values is set by the engine"),
+    ({"max_length": 9}, "max_length is set by the engine"),
+    ({"use_cache": False}, "use_cache is set by the engine"),
+    ({"num_return_sequences": 2}, "call generate several times"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda one: str(one)[:30])
+def test_options_that_cannot_be_used_say_why(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(InvalidInputError, match=message):
+            call(QUESTION, TEXTS, **options)
+    if "overflow" not in options:
+        with pytest.raises(InvalidInputError, match=message):
+            engine.complete("Once", **options)
+
+
+def test_beams_cannot_stream(engine: Engine) -> None:
+    with pytest.raises(InvalidInputError, match="beam search cannot stream"):
+        engine.stream(QUESTION, TEXTS, num_beams=2)
+    with pytest.raises(InvalidInputError, match="beam search cannot stream"):
+        engine.stream_complete("Once", num_beams=2)
+
+
+def test_an_empty_completion_is_refused(engine: Engine) -> None:
+    for prompt in ("", None, 5):
+        with pytest.raises(InvalidInputError, match="the prompt is empty"):
+            engine.complete(prompt)  # type: ignore[arg-type]
+
+
+def test_a_policy_that_selects_some_tokens_is_refused(engine: Engine) -> None:
+    class Half(ReusePolicy):
+        name = "half"
+
+        def select(self, prompt: StitchedPrompt) -> Tensor:
+            return torch.arange(prompt.context_tokens) % 2 == 0
+
+    with pytest.raises(InvalidInputError, match="selects some of the context tokens"):
+        engine.generate(QUESTION, TEXTS, policy=Half())
+    with pytest.raises(InvalidInputError, match="positions must be"):
+        Reuse(positions="local")  # type: ignore[arg-type]
+
+
+def test_criteria_and_processors_of_the_caller_are_kept(engine: Engine) -> None:
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            done = input_ids.shape[1] >= len(engine.tokenize(QUESTION, TEXTS).all) + 3
+            return torch.full((input_ids.shape[0],), done)
+
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=9, stopping_criteria=[Third()])
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason == "stop"
+
+
+# ---------------------------------------------------------------------- stores that fail
+class Full(MemoryStore):
+    """A disk without room."""
+
+    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        self._counters.failed("no space left")
+        return False
+
+
+class Damaged(MemoryStore):
+    """Says it holds everything, and gives back nothing but the news that it was damaged."""
+
+    def contains(self, key: ChunkKey) -> bool:
+        return True
+
+    def get(self, *_: Any, out: ChunkKV | None = None) -> Any:
+        if out is not None:
+            for group in out.tensors:
+                for tensor in group:
+                    tensor.fill_(float("nan"))  # "on an error their content is undefined"
+            out.tokens.fill_(-1)
+        raise CorruptChunkError("the bytes are not those of the chunk")
+
+
+def test_a_store_that_cannot_write_costs_time_and_nothing_else(expected: tuple[int, ...]) -> None:
+    store = Full()
+    engine = make_engine(store)
+    for _ in range(2):
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+        assert answer.token_ids == expected
+        assert (answer.metrics.misses, answer.metrics.hits) == (2, {})
+    assert store.stats().put_failures >= 4
+    assert engine.generate_batch([(QUESTION, TEXTS)] * 2, max_new_tokens=5)[1].token_ids == expected
+    assert engine.add(TEXTS) == make_engine().keys(TEXTS)
+
+
+def test_a_store_without_room_for_anything_still_answers(expected: tuple[int, ...]) -> None:
+    engine = make_engine(MemoryStore(0))
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).token_ids == expected
+
+
+def test_a_damaged_chunk_is_a_miss(expected: tuple[int, ...]) -> None:
+    engine = make_engine(Damaged())
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    assert answer.token_ids == expected
+    assert answer.metrics.misses == 2
+
+
+def test_a_chunk_that_lies_about_its_tokens_is_not_used(expected: tuple[int, ...]) -> None:
+    engine = make_engine()
+    mine, other = engine.add([TEXTS[0], TEXTS[0][::-1]])
+    layout = engine._adapter.measured.chunk_layout
+    engine.store.put(mine, engine.store.get(other, layout).chunk)
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    assert answer.token_ids == expected
+    assert answer.metrics.misses == 2
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=5).metrics.misses == 0
+
+
+@pytest.mark.parametrize("writer", [{"seed": 4}, {"template": PromptTemplate(system="Other.\n")}])
+def test_what_another_model_or_prefix_wrote_is_never_found(
+    writer: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    store = MemoryStore()
+    make_engine(store, **writer).add(TEXTS)
+    engine = make_engine(store)
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
+    assert answer.metrics.misses == 2
+    assert answer.token_ids == expected
+
+
+# ---------------------------------------------------------------------- models that are not there
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "a/b/c"])
+def test_a_folder_that_is_not_there_is_said_in_one_sentence(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"there is no model folder {name}; check") as found:
+        Engine.from_pretrained(name)
+    assert "\n" not in str(found.value)
+
+
+def test_a_hub_id_without_a_network_is_said_in_one_sentence() -> None:
+    with pytest.raises(InvalidInputError, match="cannot load the model 'some-org/some-m'") as found:
+        Engine.from_pretrained("some-org/some-m", model_kwargs={"local_files_only": True})
+    assert "\n" not in str(found.value)
+
+
+def test_an_empty_folder_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot load the model") as found:
+        Engine.from_pretrained(str(tmp_path))
+    assert "\n" not in str(found.value)
+
+
+def test_a_saved_model_brings_its_template_along(tmp_path: Path) -> None:
+    build("qwen2").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    plain = Engine.from_pretrained(str(tmp_path), device="cpu")
+    assert plain.template == PromptTemplate()
+    (tmp_path / "prompt_template.json").write_text('{"system": "Read this.\\n"}')
+    assert Engine.from_pretrained(str(tmp_path)).prefix_text == "Read this.\n"
+    chosen = Engine.from_pretrained(str(tmp_path), template=TEMPLATE, namespace="n")
+    assert (chosen.template, chosen.namespace) == (TEMPLATE, "n")

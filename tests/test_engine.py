@@ -1,0 +1,270 @@
+"""The engine: honest metrics, nothing computed twice, and the answers transformers would give."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import (
+    Answer,
+    ChunkNotFoundError,
+    Engine,
+    FingerprintMismatchError,
+    FullRecompute,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+    Reuse,
+    StoredChunk,
+    TieredStore,
+)
+
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+QUESTION = "Who?"
+TEXTS = ["The cat sat on the mat.", "A dog ran away from home.", "It rained for three days."]
+
+
+def make_engine(**options: Any) -> Engine:
+    options = {"template": TEMPLATE, **options}
+    return Engine(build("qwen2"), byte_tokenizer(), **options)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine()
+
+
+def lengths(engine: Engine, texts: list[str]) -> list[int]:
+    return [len(chunk) for chunk in engine.tokenize(QUESTION, texts).chunks]
+
+
+def plain(engine: Engine, ids: tuple[int, ...], **options: Any) -> list[int]:
+    output = engine.model.generate(torch.tensor([ids]), **options)
+    new: list[int] = output[0, len(ids) :].tolist()
+    return new
+
+
+# ---------------------------------------------------------------------- metrics and partial hits
+def test_metrics_add_up_over_hits_and_misses() -> None:
+    engine = make_engine()
+    sizes = lengths(engine, TEXTS)
+    engine.add(TEXTS[:1])
+    first = engine.generate(QUESTION, TEXTS, max_new_tokens=3).metrics
+    assert (first.reused_tokens, first.prefilled_tokens) == (sizes[0], sizes[1] + sizes[2])
+    assert (first.hits, first.misses) == ({"memory": 1}, 2)
+    second = engine.generate(QUESTION, TEXTS, max_new_tokens=3).metrics
+    assert (second.reused_tokens, second.prefilled_tokens) == (sum(sizes), 0)
+    assert (second.hits, second.misses) == ({"memory": 3}, 0), "a miss never stays a miss"
+    full = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=3).metrics
+    assert (full.reused_tokens, full.prefilled_tokens) == (0, sum(sizes))
+    ids = engine.tokenize(QUESTION, TEXTS)
+    for metrics in (first, second, full):
+        assert metrics.ttft >= metrics.load + metrics.stitch + metrics.recompute + metrics.prefill
+        assert metrics.total >= metrics.ttft > 0
+        assert (metrics.prefix_tokens, metrics.query_tokens) == (len(ids.prefix), len(ids.query))
+        assert metrics.generated_tokens == 3
+        assert metrics.rounds == 1
+    assert (second.policy, full.policy) == ("Reuse(positions='reordered')", "FullRecompute()")
+    assert second.to_dict() == dataclasses.asdict(second)
+
+
+def test_hits_are_counted_per_tier() -> None:
+    back = MemoryStore(tier="back")
+    make_engine(store=back).add(TEXTS)
+    engine = make_engine(store=TieredStore(MemoryStore(tier="front"), back))
+    assert engine.generate(QUESTION, TEXTS[:2], max_new_tokens=1).metrics.hits == {"back": 2}
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.hits == {
+        "front": 2,
+        "back": 1,
+    }
+
+
+# ---------------------------------------------------------------------- by reference
+def test_a_stored_chunk_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    keys = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    rows = [engine.reference(key.digest, key.spec, key.tokens) for key in keys]
+    assert rows == keys
+    calls: list[str] = []
+    encode = engine._renderer._encode
+
+    def counted(text: str) -> list[int]:
+        calls.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(engine._renderer, "_encode", counted)
+    stored = [StoredChunk(key, text) for key, text in zip(rows, TEXTS, strict=True)]
+    ways: list[list[Any]] = [[*stored], [*keys], [keys[0], TEXTS[1], stored[2]]]
+    for given in ways:
+        calls.clear()
+        answer = engine.generate(QUESTION, given, max_new_tokens=4)
+        assert answer.token_ids == expected.token_ids
+        assert answer.metrics.reused_tokens == expected.metrics.reused_tokens
+        read = [text for text in TEXTS if any(text in call for call in calls)]
+        assert read == [text for text in given if isinstance(text, str)]
+    full = engine.generate(QUESTION, keys, policy=FullRecompute(), max_new_tokens=4)
+    texts = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=4)
+    assert full.token_ids == texts.token_ids
+
+
+def test_a_reference_that_has_gone_is_read_from_its_text() -> None:
+    engine = make_engine()
+    key, *_ = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    engine.store.delete(key)
+    answer = engine.generate(QUESTION, [StoredChunk(key, TEXTS[0]), *TEXTS[1:]], max_new_tokens=4)
+    assert answer.token_ids == expected.token_ids
+    assert answer.metrics.misses == 1
+    assert engine.store.contains(key)
+
+
+def test_a_key_without_text_that_has_gone_is_said_so() -> None:
+    engine = make_engine()
+    (key,) = engine.add(TEXTS[:1])
+    engine.store.delete(key)
+    with pytest.raises(ChunkNotFoundError, match=r"not in the store any more; pass its text"):
+        engine.generate(QUESTION, [key])
+    assert engine.generate(QUESTION, TEXTS[:1], max_new_tokens=1).metrics.misses == 1
+
+
+@pytest.mark.parametrize("other", ["model", "prefix", "namespace", "wrapper"])
+def test_keys_of_another_engine(other: str) -> None:
+    store = MemoryStore()
+    mine = make_engine(store=store)
+    theirs = {
+        "model": lambda: Engine(
+            build("qwen2", seed=5), byte_tokenizer(), template=TEMPLATE, store=store
+        ),
+        "prefix": lambda: make_engine(
+            store=store, template=dataclasses.replace(TEMPLATE, system="Other.\n")
+        ),
+        "namespace": lambda: make_engine(store=store, namespace="tenant"),
+        "wrapper": lambda: make_engine(
+            store=store, template=dataclasses.replace(TEMPLATE, chunk_start="[")
+        ),
+    }[other]()
+    (key,) = theirs.add(TEXTS[:1])
+    assert key != mine.keys(TEXTS[:1])[0]
+    if other == "wrapper":  # other tokens behind the same prefix: just another chunk
+        assert mine.generate(QUESTION, [key], max_new_tokens=1).metrics.misses == 0
+        return
+    with pytest.raises(FingerprintMismatchError, match="another model, dtype, codec, prefix"):
+        mine.generate(QUESTION, [key])
+    if other == "model":
+        with pytest.raises(FingerprintMismatchError):
+            mine.reference(key.digest, key.spec, key.tokens)
+    answer = mine.generate(QUESTION, [StoredChunk(key, TEXTS[0])], max_new_tokens=4)
+    assert answer.metrics.misses == 1
+    alone = make_engine().generate(QUESTION, TEXTS[:1], max_new_tokens=4)
+    assert answer.token_ids == alone.token_ids
+
+
+# ---------------------------------------------------------------------- what transformers gives
+OPTIONS: list[dict[str, Any]] = [
+    {"num_beams": 3},
+    {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True},
+    {"do_sample": True, "temperature": 1.5},
+    {"do_sample": True, "top_k": 5, "num_beams": 2},
+    {"repetition_penalty": 1.3, "min_new_tokens": 3},
+    {"bad_words_ids": [[70], [80, 81]]},
+]
+
+
+@pytest.mark.parametrize("settings", OPTIONS, ids=lambda one: "-".join(one))
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda one: one.name)
+def test_options_of_generate_do_what_they_do_without_us(
+    engine: Engine, settings: dict[str, Any], policy: Any
+) -> None:
+    texts = TEXTS[:1]  # in its natural place Reuse is exact
+    settings = {"max_new_tokens": 8, **settings}
+    ids = engine.tokenize(QUESTION, texts).all
+    torch.manual_seed(11)
+    expected = plain(engine, ids, **{"do_sample": False, **settings})
+    torch.manual_seed(11)
+    answer = engine.generate(QUESTION, texts, policy=policy, **settings)
+    assert list(answer.token_ids) == expected
+
+
+def test_a_completion_is_plain_generation(engine: Engine) -> None:
+    prompt = "Once upon a time"
+    ids = tuple(engine.tokenizer(prompt)["input_ids"])
+    answer = engine.complete(prompt, max_new_tokens=6)
+    assert list(answer.token_ids) == plain(engine, ids, max_new_tokens=6, do_sample=False)
+    assert answer.metrics.query_tokens == len(ids)
+    assert (answer.metrics.prefix_tokens, answer.metrics.prefilled_tokens) == (0, 0)
+
+
+def test_an_answer_says_why_it_ended(engine: Engine) -> None:
+    long = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    assert (long.finish_reason, len(long.token_ids)) == ("length", 6)
+    ended = engine.generate(QUESTION, TEXTS, max_new_tokens=6, eos_token_id=long.token_ids[3])
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == long.token_ids[: long.token_ids.index(long.token_ids[3]) + 1]
+
+
+def test_history_stands_behind_the_chunks_and_changes_the_answer(engine: Engine) -> None:
+    turns = [Message("user", "And before?"), Message("assistant", "Nothing.")]
+    ids = engine.tokenize(QUESTION, TEXTS[:1], turns)
+    assert ids.context == engine.tokenize(QUESTION, TEXTS[:1]).context
+    answer = engine.generate(QUESTION, TEXTS[:1], history=turns, max_new_tokens=6)
+    assert list(answer.token_ids) == plain(engine, ids.all, max_new_tokens=6, do_sample=False)
+    assert answer.metrics.query_tokens == len(ids.query)
+
+
+# ---------------------------------------------------------------------- side by side
+def many() -> list[tuple[str, list[str]]]:
+    """Long and short, none and all chunks, doubles, in an order that grows and shrinks."""
+    return [
+        ("What is it that they saw there, and who was it?", TEXTS * 2),
+        ("x", []),
+        (QUESTION, TEXTS[2:]),
+        (QUESTION, [TEXTS[1], TEXTS[1]]),
+        ("Was it late when the rain ended?", TEXTS[:2]),
+        ("y?", TEXTS[::-1]),
+        ("x", []),
+        (QUESTION, TEXTS[:1]),
+    ]
+
+
+def ids_of(answers: list[Answer]) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in answers]
+
+
+def test_nothing_of_an_earlier_question_is_left_in_the_next() -> None:
+    used = make_engine()
+    reused = [used.generate(q, c, max_new_tokens=6) for q, c in many()]
+    buffer = used._answerer._buffer
+    fresh = []
+    for question, chunks in many():
+        used._answerer._buffer = None
+        fresh.append(used.generate(question, chunks, max_new_tokens=6))
+    assert buffer is not used._answerer._buffer
+    assert ids_of(reused) == ids_of(fresh)
+
+
+def test_eight_threads_get_the_answers_they_would_get_alone() -> None:
+    alone = [make_engine().generate(q, c, max_new_tokens=6) for q, c in many()]
+    engine = make_engine()
+    with ThreadPoolExecutor(8) as pool:
+        together = pool.map(lambda one: engine.generate(*one, max_new_tokens=6), many())
+        assert ids_of(list(together)) == ids_of(alone)
+
+
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute()], ids=lambda one: one.name)
+def test_a_batch_equals_its_singles(policy: Any) -> None:
+    engine = make_engine()
+    options = {"max_new_tokens": 6, "policy": policy}
+    singles = [engine.generate(q, c, **options) for q, c in many()]
+    batch = engine.generate_batch(many(), **options)
+    assert ids_of(batch) == ids_of(singles)
+    stop = singles[0].text[1:2]
+    stopped = [engine.generate(q, c, stop=stop, **options).text for q, c in many()]
+    assert [a.text for a in engine.generate_batch(many(), stop=stop, **options)] == stopped
+    assert len(stopped[0]) < len(singles[0].text)
+    assert engine.generate_batch([]) == []

@@ -1,0 +1,195 @@
+"""Prompts that do not fit: refuse, drop the lowest, or answer in rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import ContextTooLongError, Engine, InvalidInputError, PromptTemplate, Reuse
+from kvcache_rag.overflow import split_rounds
+
+SIZES = st.lists(st.integers(1, 40), max_size=12)
+ROOM = st.integers(0, 120)
+TEMPLATE = PromptTemplate(
+    system="Read.\n", chunk_start="", chunk_end="\n", refine="{question} Before: {answer}"
+)
+CHUNK = 40  # tokens, the line break included
+NEW = 8
+
+
+@given(SIZES, ROOM, ROOM)
+def test_what_fits_is_one_round_whatever_the_mode(sizes: list[int], room: int, later: int) -> None:
+    for mode in ("error", "drop_lowest", "refine"):
+        if sum(sizes) <= room:
+            found = split_rounds(sizes, room=room, later_room=later, overflow=mode)
+            assert found == [list(range(len(sizes)))]
+
+
+@given(SIZES, ROOM)
+def test_error_refuses_exactly_what_does_not_fit(sizes: list[int], room: int) -> None:
+    if sum(sizes) > room:
+        with pytest.raises(ContextTooLongError, match=rf"have {sum(sizes)} tokens .* for {room};"):
+            split_rounds(sizes, room=room, later_room=room, overflow="error")
+
+
+@given(SIZES, ROOM)
+def test_drop_lowest_keeps_the_longest_beginning_that_fits(sizes: list[int], room: int) -> None:
+    if sizes and sizes[0] > room:
+        with pytest.raises(ContextTooLongError, match="chunk 0"):
+            split_rounds(sizes, room=room, later_room=0, overflow="drop_lowest")
+        return
+    (kept,) = split_rounds(sizes, room=room, later_room=0, overflow="drop_lowest")
+    assert kept == list(range(len(kept)))
+    assert sum(sizes[: len(kept)]) <= room
+    assert len(kept) == len(sizes) or sum(sizes[: len(kept) + 1]) > room
+
+
+@given(SIZES, ROOM, ROOM)
+def test_refine_keeps_every_chunk_once_in_order_and_every_round_fits(
+    sizes: list[int], room: int, later: int
+) -> None:
+    largest = max(sizes, default=0)
+    if largest > min(room, later):
+        return
+    rounds = split_rounds(sizes, room=room, later_room=later, overflow="refine")
+    assert [index for one in rounds for index in one] == list(range(len(sizes)))
+    assert rounds
+    for number, one in enumerate(rounds):
+        space = later if number else room
+        used = sum(sizes[index] for index in one)
+        assert used <= space
+        if number + 1 < len(rounds):
+            assert used + sizes[rounds[number + 1][0]] > space, "a round was left half empty"
+
+
+@given(SIZES, st.integers(-50, -1))
+def test_a_question_that_does_not_fit_is_refused_in_every_mode(sizes: list[int], room: int) -> None:
+    for mode in ("error", "drop_lowest", "refine"):
+        with pytest.raises(ContextTooLongError, match=rf"alone are {-room} tokens over"):
+            split_rounds(sizes, room=room, later_room=room, overflow=mode)
+
+
+def test_refine_names_the_chunk_that_fits_no_round() -> None:
+    with pytest.raises(ContextTooLongError, match=r"chunk 2 has 30 tokens .* room for 20"):
+        split_rounds([5, 5, 30], room=20, later_room=25, overflow="refine")
+
+
+def make_engine(window: int | None = None) -> Engine:
+    return Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, context_window=window)
+
+
+@pytest.fixture(scope="module")
+def small() -> Engine:
+    """Room for three chunks in the first round and two in later ones."""
+    probe = make_engine()
+    query = len(probe.tokenize("Who?").query)
+    return make_engine(len(probe.tokenize("").prefix) + query + NEW + 3 * CHUNK)
+
+
+def texts(count: int) -> list[str]:
+    return [chr(ord("a") + index) * (CHUNK - 1) for index in range(count)]
+
+
+def test_the_error_says_what_to_do(small: Engine) -> None:
+    assert small.generate("Who?", texts(3), max_new_tokens=NEW).metrics.dropped_chunks == 0
+    with pytest.raises(ContextTooLongError, match=r"room for 120; .* overflow=\"drop_lowest\""):
+        small.generate("Who?", texts(4), max_new_tokens=NEW)
+    with pytest.raises(ContextTooLongError, match="room for 119"):
+        small.generate("Who?", texts(3), max_new_tokens=NEW + 1)
+
+
+def test_dropped_chunks_are_counted_and_nothing_of_them_is_used(small: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "drop_lowest"}
+    answer = small.generate("Who?", texts(5), **options)
+    assert answer.metrics.dropped_chunks == 2
+    assert answer.metrics.reused_tokens + answer.metrics.prefilled_tokens == 3 * CHUNK
+    assert answer.token_ids == small.generate("Who?", texts(3), max_new_tokens=NEW).token_ids
+    batch = small.generate_batch([("Who?", texts(5)), ("Who?", texts(1))], **options)
+    assert [one.metrics.dropped_chunks for one in batch] == [2, 0]
+    assert batch[0].token_ids == answer.token_ids
+
+
+def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "refine"}
+    answer = small.generate("Who?", texts(6), **options)
+    metrics = answer.metrics
+    assert metrics.rounds >= 3
+    assert metrics.dropped_chunks == 0
+    assert metrics.reused_tokens + metrics.prefilled_tokens == 6 * CHUNK
+    assert sum(metrics.hits.values()) + metrics.misses == 6
+    assert metrics.ttft >= metrics.load + metrics.stitch + metrics.prefill
+    assert metrics.total >= metrics.ttft
+    again = small.generate("Who?", texts(6), **options)
+    assert again.text == answer.text
+    assert (again.metrics.reused_tokens, again.metrics.misses) == (6 * CHUNK, 0)
+
+
+def test_each_round_of_refine_is_a_prompt_of_its_own(
+    small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answerer = small._answerer
+    seen: list[Any] = []
+    one_prompt = answerer.answer
+
+    def watched(prompt: Any, *rest: Any) -> Any:
+        answer = one_prompt(prompt, *rest)
+        seen.append((prompt, answer))
+        return answer
+
+    monkeypatch.setattr(answerer, "answer", watched)
+    final = small.generate("Who?", texts(6), max_new_tokens=NEW, overflow="refine")
+    assert final.metrics.rounds == len(seen)
+    decoded = [small.tokenizer.decode(list(prompt.query)) for prompt, _ in seen]
+    assert "Before:" not in decoded[0]
+    for number in range(1, len(seen)):
+        assert f"Before: {seen[number - 1][1].text}" in decoded[number]
+    assert final.text == seen[-1][1].text
+    for name in ("query_tokens", "generated_tokens", "reused_tokens", "misses"):
+        parts = [getattr(answer.metrics, name) for _, answer in seen]
+        assert getattr(final.metrics, name) == sum(parts), name
+
+
+def test_refine_streams_the_last_round_only(small: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "overflow": "refine"}
+    stream = small.stream("Who?", texts(6), **options)
+    assert "".join(stream) == stream.text == small.generate("Who?", texts(6), **options).text
+    assert stream.metrics.rounds >= 3
+
+
+def test_a_batch_has_no_rounds(small: Engine) -> None:
+    with pytest.raises(InvalidInputError, match="several rounds; use generate"):
+        small.generate_batch([("Who?", texts(6))], max_new_tokens=NEW, overflow="refine")
+    fits = small.generate_batch([("Who?", texts(2))], max_new_tokens=NEW, overflow="refine")
+    assert fits[0].metrics.rounds == 1
+
+
+@pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
+def test_a_chunk_longer_than_the_window_is_named(small: Engine, mode: str) -> None:
+    given = [*texts(1), "x" * 500]
+    with pytest.raises(ContextTooLongError, match=r"chunk 1 has 501 tokens .* split it"):
+        small.generate("Who?", given, overflow=mode)
+    before = small.store.stats().puts
+    with pytest.raises(ContextTooLongError, match="chunk 1 has 501 tokens"):
+        small.add(given)
+    assert small.store.stats().puts == before, "nothing is computed when one of them cannot be"
+
+
+def test_a_chunk_longer_than_the_models_own_window_is_refused_without_one_of_ours() -> None:
+    engine = make_engine()
+    assert engine.context_window == 2048
+    with pytest.raises(ContextTooLongError, match="chunk 0 has 3001 tokens"):
+        engine.generate("Who?", ["x" * 3000], policy=Reuse())
+
+
+@pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
+def test_a_question_longer_than_the_window_is_refused(small: Engine, mode: str) -> None:
+    with pytest.raises(ContextTooLongError, match="shorten the question or lower max_new_tokens"):
+        small.generate("Who? " * 60, texts(1), overflow=mode, max_new_tokens=NEW)
+    with pytest.raises(ContextTooLongError, match="shorten it or lower max_new_tokens"):
+        small.complete("Who? " * 60)
+    with pytest.raises(ContextTooLongError, match="alone are"):
+        small.generate("Who?", [], overflow=mode, max_new_tokens=500)

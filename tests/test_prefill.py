@@ -1,0 +1,240 @@
+"""Prefilling: batches, locks, progress and precision."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.prefill import BATCH_TOKENS, PendingChunk, Prefiller, batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+SPEC = spec_digest({"test": "prefill"})
+QUESTION = "Who?"
+TEXTS = ["The cat sat on the mat.", "A dog ran away.", "It rained for three days."]
+
+
+class Passes:
+    """Rows and columns of every forward pass."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, fails_at: int = 0) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        forward = engine.model.forward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if len(self.shapes) + 1 == fails_at:
+                raise RuntimeError("out of memory")
+            ids = args[0] if args else kwargs["input_ids"]
+            self.shapes.append(tuple(ids.shape))
+            return forward(*args, **kwargs)
+
+        patch.setattr(engine.model, "forward", counted)
+
+
+def pending(ids: tuple[int, ...]) -> PendingChunk:
+    return PendingChunk(chunk_key(ids, prefix_ids=(), spec=SPEC, namespace=""), ids)
+
+
+def make_engine(**options: Any) -> Engine:
+    return Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, **options)
+
+
+@given(st.lists(st.integers(1, 3000), max_size=40))
+def test_batches_hold_every_chunk_once_sorted_and_bounded(lengths: list[int]) -> None:
+    given_chunks = [pending((index % 7,) * length) for index, length in enumerate(lengths)]
+    found = list(batches(given_chunks))
+    flat = [one for batch in found for one in batch]
+    assert sorted(map(id, flat)) == sorted(map(id, given_chunks))
+    sizes = [len(one.ids) for one in flat]
+    assert sizes == sorted(sizes)
+    for batch in found:
+        padded = len(batch) * max(len(one.ids) for one in batch)
+        assert padded <= BATCH_TOKENS or len(batch) == 1
+    for batch, later in pairwise(found):
+        assert (len(batch) + 1) * len(later[0].ids) > BATCH_TOKENS, "a batch was closed too early"
+
+
+class LockedStore(MemoryStore):
+    """Notes which keys are written while which locks are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[ChunkKey] = set()
+        self.written: list[tuple[ChunkKey, bool]] = []
+
+    @contextmanager
+    def locked(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        with super().locked(keys := list(keys)):
+            self.held.update(keys)
+            try:
+                yield
+            finally:
+                self.held.difference_update(keys)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        self.written.append((key, key in self.held))
+        return super().put(key, chunk)
+
+
+def test_chunks_are_computed_and_written_under_their_locks() -> None:
+    store = LockedStore()
+    engine = make_engine(store=store)
+    keys = engine.add(["one text", "another text", "one text"])
+    engine.generate("Who?", ["one text", "a third"], max_new_tokens=1)
+    expected = {*keys, *engine.keys(["a third"])}
+    assert {key for key, locked in store.written if locked} == expected
+    assert store.held == set()
+    assert len(store.written) == len(expected) + 1, "each once, and the prefix"
+
+
+def test_what_another_thread_stored_meanwhile_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = LockedStore()
+    model = TransformersModel(build("qwen2"))
+    prefiller = Prefiller(model, store, (5, 6), SPEC, "")
+    ids = [tuple(range(10, 30)), tuple(range(40, 60))]
+    work = [PendingChunk(prefiller.key(one), one) for one in ids]
+    computed: list[int] = []
+    original = prefiller.compute
+
+    def compute(batch: Any) -> list[ChunkKV]:
+        computed.append(len(batch))
+        return original(batch)
+
+    monkeypatch.setattr(prefiller, "compute", compute)
+    done: list[dict[ChunkKey, ChunkKV]] = []
+    with store.locked([work[0].key]):
+        waiting = threading.Thread(target=lambda: done.append(prefiller.fill_batch(work)))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive(), "it must wait for the lock"
+        assert computed == []
+        MemoryStore.put(store, work[0].key, original([ids[0]])[0])
+    waiting.join(20)
+    assert computed == [1]
+    assert set(done[0]) == {work[1].key}
+    assert prefiller.fill_batch(work) == {}
+    assert prefiller.fill_batch([]) == {}
+    assert prefiller.fill(work) == 0
+
+
+def test_a_batch_is_the_same_as_each_alone() -> None:
+    prefiller = Prefiller(TransformersModel(build("gemma3")), MemoryStore(), (5, 6, 7), SPEC, "")
+    ids = [tuple(range(10, 10 + length)) for length in (3, 40, 61)]
+    together = prefiller.compute(ids)
+    for one, chunk in zip(ids, together, strict=True):
+        (alone,) = prefiller.compute([one])
+        assert chunk.tokens.tolist() == list(one)
+        assert chunk.start == 3
+        for mine, theirs in zip(chunk.tensors, alone.tensors, strict=True):
+            for tensor, other in zip(mine, theirs, strict=True):
+                assert float((tensor - other).abs().max()) < 1e-4
+
+
+def test_progress_is_shown_only_when_asked_and_only_for_work(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    engine = make_engine()
+    engine.add(["quiet text"])
+    engine.generate("Who?", ["quiet too"], max_new_tokens=1)
+    assert capfd.readouterr() == ("", "")
+    engine.add(["first text", "second text", "first text"], show_progress=True)
+    shown = capfd.readouterr()
+    assert "prefill: 100%" in shown.err
+    assert "2/2" in shown.err
+    assert shown.out == ""
+    engine.add(["first text"], show_progress=True)
+    assert capfd.readouterr() == ("", ""), "nothing to do, nothing to show"
+
+
+def test_an_empty_prefix_is_not_stored() -> None:
+    store = LockedStore()
+    prefiller = Prefiller(TransformersModel(build("qwen2")), store, (), SPEC, "")
+    assert prefiller.prefix() is None
+    ids = tuple(range(9, 20))
+    assert prefiller.fill([PendingChunk(prefiller.key(ids), ids)]) == 1
+    assert [key.start for key, _ in store.written] == [0]
+
+
+def test_the_prefix_is_computed_once_and_found_by_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    make_engine(store=store).add(["text"])
+    later = make_engine(store=store)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("computed although it was stored")
+
+    monkeypatch.setattr(TransformersModel, "prefill", refuse)
+    assert later.generate("Who?", ["text"], max_new_tokens=1).metrics.hits == {"memory": 1}
+    assert later.add(["text"]) == later.keys(["text"])
+
+
+def test_prefill_dtype_stores_in_the_models_dtype_and_leaves_the_model_alone() -> None:
+    model = build("qwen2", dtype=torch.bfloat16)
+    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
+    (key,) = engine.add(["some text to keep"])
+    layout = engine._adapter.measured.chunk_layout
+    chunk = engine.store.get(key, layout).chunk
+    assert layout.dtype == torch.bfloat16
+    assert {tensor.dtype for group in chunk.tensors for tensor in group} == {torch.bfloat16}
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert engine._adapter._wide is None, "the wide copy is let go of after adding"
+    narrow = Engine(model, byte_tokenizer(), template=TEMPLATE)
+    assert narrow.keys(["some text to keep"]) != [key]
+    same = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.bfloat16)
+    assert same.keys(["x"]) == narrow.keys(["x"])
+
+
+def test_a_cached_question_runs_the_model_over_the_question_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    query = len(engine.tokenize(QUESTION).query)
+    engine.add([*TEXTS, TEXTS[0]])
+    passes = Passes(engine, monkeypatch)
+    engine.add(TEXTS)
+    assert passes.shapes == []
+    engine.generate(QUESTION, [*TEXTS, TEXTS[0]], max_new_tokens=3)
+    assert passes.shapes == [(1, query), (1, 1), (1, 1)]
+
+
+def test_a_miss_is_computed_once_even_if_it_stands_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.add(TEXTS[1:2])
+    passes = Passes(engine, monkeypatch)
+    engine.generate(QUESTION, [TEXTS[0], TEXTS[1], TEXTS[0]], max_new_tokens=1)
+    size = len(engine.tokenize(QUESTION, TEXTS[:1]).chunks[0])
+    assert passes.shapes[0] == (1, size)
+    assert len(passes.shapes) == 2
+
+
+def test_adding_resumes_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    texts = ["x" * 1200 + str(number) for number in range(3)]  # each a batch of its own
+    with monkeypatch.context() as patch:
+        Passes(engine, patch, fails_at=4)  # prefix for the store, prefix, two chunks
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.add(texts)
+    keys = engine.keys(texts)
+    held = [engine.store.contains(key) for key in keys]
+    assert 0 < sum(held) < 3
+    passes = Passes(engine, monkeypatch)
+    assert engine.add(texts) == keys
+    assert len(passes.shapes) == 3 - sum(held)
+    assert all(engine.store.contains(key) for key in keys)

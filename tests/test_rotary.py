@@ -1,0 +1,200 @@
+"""Moving keys by rotation: exact, in place, in every layout, and as transformers itself rotates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from kvcache_rag.rotary import NO_ROTATION, Rotation, angle_table, rotate, rotate_
+
+WIDTH = 16
+ROTATIONS = [
+    NO_ROTATION,
+    Rotation("half", 0, 16, 0),
+    Rotation("half", 0, 16, 0, reverse=True),
+    Rotation("interleaved", 0, 16, 0),
+    Rotation("interleaved", 0, 16, 0, reverse=True),
+    Rotation("half", 0, 8, 0),
+    Rotation("half", 8, 8, 0),
+    Rotation("interleaved", 4, 8, 0, reverse=True),
+]
+TURNING = ROTATIONS[1:]
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+}
+
+
+def frequencies(rotation: Rotation, base: float = 10000.0) -> Tensor:
+    dim = rotation.dim or WIDTH
+    return 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+
+
+def plain(keys: Tensor, rotation: Rotation, angles: Tensor) -> Tensor:
+    """Every pair of columns as a complex number, in double precision."""
+    out = keys.double().clone()
+    half = rotation.dim // 2
+    for pair in range(half):
+        a, b = (pair, pair + half) if rotation.style == "half" else (2 * pair, 2 * pair + 1)
+        a, b = a + rotation.start, b + rotation.start
+        turn = -angles[:, pair] if rotation.reverse else angles[:, pair]
+        number = torch.complex(out[..., a], out[..., b]) * torch.polar(torch.ones_like(turn), turn)
+        out[..., a], out[..., b] = number.real, number.imag
+    return out
+
+
+@pytest.mark.parametrize("rotation", TURNING, ids=str)
+def test_every_layout_turns_the_pairs_it_says(rotation: Rotation) -> None:
+    keys = torch.randn(3, 2, 5, WIDTH)
+    old, new = torch.arange(5), torch.arange(5) + torch.tensor([7, 0, 300, -2, 41])
+    inv_freq = frequencies(rotation)
+    angles = (new - old)[:, None].double() * inv_freq.double()
+    expected = plain(keys, rotation, angles)
+    moved = rotate(keys, rotation, inv_freq, old, new)
+    assert (moved - expected).abs().max() < 1e-4
+    assert (moved - keys).abs().max() > 0.1
+    outside = [c for c in range(WIDTH) if not 0 <= c - rotation.start < rotation.dim]
+    assert torch.equal(moved[..., outside], keys[..., outside])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_law_4_a_move_by_nothing_changes_no_bit(rotation: Rotation, dtype: torch.dtype) -> None:
+    keys = torch.randn(2, 9, WIDTH).to(dtype)
+    places = torch.randint(0, 100_000, (9,))
+    assert torch.equal(rotate(keys, rotation, frequencies(rotation), places, places), keys)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(TURNING),
+    st.lists(st.tuples(*[st.integers(0, 40_000)] * 3), min_size=1, max_size=6),
+)
+def test_law_4_two_moves_are_the_move_by_their_sum(
+    rotation: Rotation, places: list[tuple[int, int, int]]
+) -> None:
+    first, second, third = (torch.tensor(column) for column in zip(*places, strict=True))
+    inv_freq = frequencies(rotation)
+    keys = torch.randn(2, len(places), WIDTH)
+    twice = rotate(
+        rotate(keys, rotation, inv_freq, first, second), rotation, inv_freq, second, third
+    )
+    once = rotate(keys, rotation, inv_freq, first, third)
+    assert (twice - once).abs().max() < 1e-5
+    back = rotate(once, rotation, inv_freq, third, first)
+    assert (back - keys).abs().max() < 1e-5
+
+
+def llama_keys(scaling: str, raw: Tensor, places: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Keys at `places` as transformers makes them, its frequencies, and its attention scaling."""
+    config = LlamaConfig(
+        hidden_size=4 * raw.shape[-1],
+        num_attention_heads=4,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_theta": 10000.0, **SCALINGS[scaling]},
+    )
+    embedding = LlamaRotaryEmbedding(config)
+    cos, sin = embedding(raw, places[None])
+    keys = apply_rotary_pos_emb(raw, raw, cos, sin)[1]
+    return keys, embedding.inv_freq, float(embedding.attention_scaling)
+
+
+@pytest.mark.parametrize("scaling", list(SCALINGS))
+def test_moved_keys_are_those_of_transformers_at_the_new_place(scaling: str) -> None:
+    raw = torch.randn(1, 2, 64, 64)
+    old = torch.arange(64)
+    rotation = Rotation("half", 0, 64, 0)
+    for start in (17, 1000, 8191, 32768 - 64):
+        new = old + start
+        stored, inv_freq, factor = llama_keys(scaling, raw, old)
+        expected, _, _ = llama_keys(scaling, raw, new)
+        moved = rotate(stored, rotation, inv_freq, old, new)
+        # The scaling of YaRN is inside the stored key: applied again it would be off by a tenth.
+        assert (factor > 1.1) == (scaling == "yarn")
+        assert (moved - expected).abs().max() / expected.abs().max() < 3e-6
+        assert (factor * moved - expected).abs().max() > 0.1 or factor == 1.0
+
+
+def test_one_angle_per_token_is_closer_than_one_angle_per_distance() -> None:
+    raw, old = torch.randn(1, 2, 64, 64), torch.arange(64)
+    new = old + 32_000
+    rotation = Rotation("half", 0, 64, 0)
+    stored, inv_freq, _ = llama_keys("default", raw, old)
+    expected, _, _ = llama_keys("default", raw, new)
+    zero = torch.zeros_like(old)
+    per_distance = rotate(stored, rotation, inv_freq, zero, zero + 32_000)
+
+    def off(found: Tensor) -> float:
+        return float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+
+    per_token = off(rotate(stored, rotation, inv_freq, old, new))
+    assert per_token < 3e-7
+    assert per_token * 100 < off(per_distance)
+
+
+def test_bfloat16_costs_one_rounding() -> None:
+    raw, old = torch.randn(1, 4, 256, 64), torch.arange(256)
+    new = old + 4000
+    exact, inv_freq, _ = llama_keys("default", raw, new)
+    stored = llama_keys("default", raw, old)[0].bfloat16()
+    direct = exact.bfloat16().float()
+    # "Directly": as the model computes in bfloat16, cos and sin rounded too.
+    cos = (new[:, None] * inv_freq).cos().repeat(1, 2).bfloat16()
+    sin = (new[:, None] * inv_freq).sin().repeat(1, 2).bfloat16()
+    computed = apply_rotary_pos_emb(raw.bfloat16(), raw.bfloat16(), cos[None], sin[None])[1]
+    moved = rotate(stored, Rotation("half", 0, 64, 0), inv_freq, old, new)
+    assert moved.dtype == torch.bfloat16
+
+    def rms(found: Tensor) -> float:
+        return float((found.float() - exact).pow(2).mean().sqrt())
+
+    assert rms(moved) <= 1.2 * rms(computed)
+    assert rms(moved) <= 1.6 * rms(direct)  # two roundings instead of one: the root of two
+
+
+@pytest.mark.parametrize("rotation", TURNING, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_views_are_turned_in_place_and_nothing_beside_them(
+    rotation: Rotation, dtype: torch.dtype
+) -> None:
+    buffer = torch.randn(3, 2, 2, 4, 30, WIDTH).to(dtype)
+    before = buffer.clone()
+    view = buffer[:, 0, 1, :, 11:18, :]
+    assert not view.is_contiguous()
+    old, new = torch.arange(7) + 4, torch.arange(7) + 500
+    cos, sin = angle_table(frequencies(rotation), old, new)
+    expected = rotate(view, rotation, frequencies(rotation), old, new)
+    assert torch.equal(view, before[:, 0, 1, :, 11:18, :]), "the plain form must not write"
+    returned = rotate_(view, rotation, cos, sin)
+    assert returned.data_ptr() == view.data_ptr()
+    assert torch.equal(buffer[:, 0, 1, :, 11:18, :], expected)
+    buffer[:, 0, 1, :, 11:18, :] = before[:, 0, 1, :, 11:18, :]
+    assert torch.equal(buffer, before)
+
+
+def test_frequencies_of_the_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(4,\), the rotation needs \(8,\)"):
+        rotate(torch.randn(1, 2, WIDTH), TURNING[0], torch.ones(4), *[torch.arange(2)] * 2)
+
+
+def test_rotations_have_a_short_form_for_reports() -> None:
+    assert [str(one) for one in ROTATIONS[:4]] == [
+        "none",
+        "half[0:16]",
+        "-half[0:16]",
+        "interleaved[0:16]",
+    ]

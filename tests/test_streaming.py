@@ -1,0 +1,265 @@
+"""Streams: the pieces join to the text, errors arrive, and who goes away stops the model."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate
+from kvcache_rag.streaming import AnswerStream, TextDecoder
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+QUESTION, TEXTS = "Who?", ["The cat sat on the mat.", "A dog ran away."]
+LONG = 1500
+PATIENCE = 20.0
+
+
+@pytest.fixture(scope="module")
+def shared() -> Engine:
+    template = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+    return Engine(build("qwen2"), byte_tokenizer(), template=template)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """With no token that ends an answer early, and certainly idle before and after."""
+    shared.model.generation_config.eos_token_id = None
+    yield shared
+    assert shared._lock.acquire(timeout=PATIENCE), "a stream still holds the model"
+    shared._lock.release()
+
+
+class Steps:
+    """Counts the forward passes of a model, and can make one of them fail or slow."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.count, self.fails_at, self.pause = 0, 0, 0.0
+        forward = engine.model.forward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            time.sleep(self.pause)
+            if self.count == self.fails_at:
+                raise RuntimeError("the device is gone")
+            return forward(*args, **kwargs)
+
+        patch.setattr(engine.model, "forward", counted)
+
+
+@pytest.fixture
+def steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    engine.generate(QUESTION, TEXTS, max_new_tokens=1)  # prefix and chunks are cached now
+    return Steps(engine, monkeypatch)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return condition()
+
+
+def token_of_byte(value: int) -> int:
+    return int(byte_tokenizer().get_vocab()[bytes_to_unicode()[value]])
+
+
+def push_all(decoder: TextDecoder, raw: bytes) -> list[str]:
+    pieces = [decoder.push([token_of_byte(value)]) for value in raw]
+    return [*pieces, decoder.finish()]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
+def test_pieces_join_to_the_text_before_the_first_stop(raw: bytes, stop: list[str]) -> None:
+    decoder = TextDecoder(byte_tokenizer(), stop)
+    pieces = push_all(decoder, raw)
+    whole = str(byte_tokenizer().decode([token_of_byte(value) for value in raw]))
+    cut = min((whole.find(one) for one in stop if one in whole), default=len(whole))
+    assert "".join(pieces) == decoder.text == whole[:cut]
+    assert decoder.stopped == (cut < len(whole))
+
+
+def test_an_incomplete_character_is_held_back() -> None:
+    decoder = TextDecoder(byte_tokenizer())
+    assert push_all(decoder, "a€😀b".encode()) == [
+        *("a", "", "", "€", "", "", "", "😀", "b", ""),
+    ]
+    broken = TextDecoder(byte_tokenizer())
+    pieces = push_all(broken, b"a\xe2\x82")
+    assert pieces[:3] == ["a", "", ""]
+    assert pieces[3].startswith("\ufffd"), "what never becomes a character is still told"
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    decoder = TextDecoder(byte_tokenizer(), ["END", "\n\nQ"])
+    assert push_all(decoder, b"xE") == ["x", "", "E"]
+    decoder = TextDecoder(byte_tokenizer(), ["END", "\n\nQ"])
+    pieces = push_all(decoder, b"aEN-\n\nzENDthis is gone")
+    assert pieces[:8] == ["a", "", "", "EN-", "", "", "\n\nz", ""]
+    assert decoder.text == "aEN-\n\nz"
+    assert decoder.stopped
+
+
+def test_of_overlapping_stops_the_first_in_the_text_counts() -> None:
+    decoder = TextDecoder(byte_tokenizer(), ["bcd", "abc"])
+    push_all(decoder, b"xxabcd")
+    assert decoder.text == "xx"
+
+
+def test_generation_ends_at_a_stop_string_of_several_tokens(engine: Engine, steps: Steps) -> None:
+    whole = engine.generate(QUESTION, TEXTS, max_new_tokens=30)
+    letters = [engine.tokenizer.decode(one) for one in whole.token_ids]
+    place = next(
+        i for i in range(4, 27) if "\ufffd" not in "".join(letters[i : i + 3]) and letters[i]
+    )
+    stop = "".join(letters[place : place + 3])
+    steps.count = 0
+    stream = engine.stream(QUESTION, TEXTS, max_new_tokens=30, stop=["never said", stop])
+    found = "".join(stream)
+    assert found == stream.text == whole.text[: whole.text.index(stop)]
+    assert stream.answer.finish_reason == "stop"
+    assert steps.count == stream.metrics.generated_tokens <= place + 3
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=30, stop=stop).text == found
+
+
+def test_a_stream_is_the_answer_in_pieces(engine: Engine) -> None:
+    stream = engine.stream(QUESTION, TEXTS, max_new_tokens=12)
+    with pytest.raises(InvalidInputError, match="read it to its end"):
+        _ = stream.metrics
+    pieces = list(stream)
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=12)
+    assert "".join(pieces) == answer.text == stream.text
+    assert len(pieces) > 3
+    assert stream.answer.token_ids == answer.token_ids
+    assert stream.metrics.generated_tokens == 12
+    assert list(stream) == []
+    assert "".join(engine.stream_complete("Once", max_new_tokens=5)) == (
+        engine.complete("Once", max_new_tokens=5).text
+    )
+
+
+def test_an_error_inside_reaches_the_consumer(engine: Engine, steps: Steps) -> None:
+    steps.fails_at = 3
+    stream = engine.stream(QUESTION, TEXTS, max_new_tokens=50)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(stream)
+    assert list(stream) == []
+    with pytest.raises(InvalidInputError):
+        _ = stream.answer
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=3).metrics.generated_tokens == 3
+
+
+async def test_an_error_inside_reaches_an_async_consumer(engine: Engine, steps: Steps) -> None:
+    async def read() -> list[str]:
+        return [piece async for piece in engine.astream(QUESTION, TEXTS, max_new_tokens=50)]
+
+    steps.fails_at = 3
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(read(), PATIENCE)
+    with pytest.raises(InvalidInputError, match="empty"):
+        await engine.astream("", TEXTS).__anext__()
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "with"])
+def test_who_goes_away_stops_the_model(engine: Engine, steps: Steps, how: str) -> None:
+    stream: AnswerStream | None = engine.stream(QUESTION, TEXTS, max_new_tokens=LONG)
+    assert stream is not None
+    thread = stream._thread
+    next(stream)
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    elif how == "with":
+        with stream:
+            next(stream)
+    else:
+        stream = None
+        gc.collect()
+    assert eventually(lambda: not thread.is_alive())
+    assert steps.count < LONG / 2
+    steps.count = 0
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert steps.count == answer.metrics.generated_tokens == 4
+
+
+def test_nobody_has_to_read_a_stream_for_others_to_be_answered(engine: Engine) -> None:
+    unread = engine.stream(QUESTION, TEXTS, max_new_tokens=20)
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=20)
+    assert "".join(unread) == answer.text
+
+
+async def test_an_async_stream_never_blocks_the_loop(engine: Engine, steps: Steps) -> None:
+    steps.pause = 0.03
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            gaps.append(time.perf_counter() - before)
+
+    ticking = asyncio.create_task(tick())
+    stream = engine.astream(QUESTION, TEXTS, max_new_tokens=12)
+    pieces = [piece async for piece in stream]
+    alone = await engine.agenerate(QUESTION, TEXTS, max_new_tokens=12)
+    ticking.cancel()
+    assert "".join(pieces) == stream.text == alone.text
+    assert stream.metrics.generated_tokens == 12
+    assert len(gaps) > 50, "24 steps of 30 ms leave room for hundreds of ticks"
+
+
+async def test_cancelling_the_consumer_stops_the_model(engine: Engine, steps: Steps) -> None:
+    steps.pause = 0.005
+    started = asyncio.Event()
+    stream = engine.astream(QUESTION, TEXTS, max_new_tokens=LONG)  # held, so not dropped
+
+    async def consume() -> None:
+        async for _ in stream:
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    answer = await asyncio.wait_for(engine.agenerate(QUESTION, TEXTS, max_new_tokens=2), PATIENCE)
+    assert answer.metrics.generated_tokens == 2
+    assert steps.count < LONG / 2
+
+
+async def test_closing_an_async_stream_stops_the_model(engine: Engine, steps: Steps) -> None:
+    stream = engine.astream(QUESTION, TEXTS, max_new_tokens=LONG)
+    await stream.aclose()  # not started: nothing to do
+    await stream.__anext__()
+    await stream.aclose()
+    assert steps.count < LONG / 2
+    with pytest.raises(InvalidInputError, match="has not ended"):
+        _ = stream.metrics
+
+
+def test_a_stream_runs_in_a_thread_that_does_not_keep_it_alive() -> None:
+    seen: list[threading.Event] = []
+
+    def run(emit: Callable[[str], None], cancelled: threading.Event) -> Answer:
+        seen.append(cancelled)
+        emit("x")
+        cancelled.wait(PATIENCE)
+        raise RuntimeError("nobody reads this")
+
+    stream: AnswerStream | None = AnswerStream(run)
+    assert stream is not None
+    assert next(stream) == "x"
+    thread, stream = stream._thread, None
+    assert eventually(lambda: not thread.is_alive())
+    assert seen[0].is_set()
