@@ -1,0 +1,122 @@
+"""What training sees at each step: mixes of context forms and question kinds.
+
+Binding facts to entities, not to relations, is the hard part, so the first mix is mostly contexts
+in which every sentence states the same relation. Refusals and questions for several values come
+later: while nothing else is known they are an easy way to lower the loss without reading.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.reader.batches import encode, pack
+from kvcache_rag.reader.contexts import World, draw_context
+from kvcache_rag.reader.generator import ReaderExample, write_documents
+from kvcache_rag.reader.names import names
+from kvcache_rag.reader.questions import Asker
+
+if TYPE_CHECKING:
+    from kvcache_rag.reader.batches import Batch, EncodedExample
+    from kvcache_rag.reader.tokenizer import WordEncoder
+
+Size = tuple[int, int]  # documents, facts per document
+
+STAGES: Final[tuple[Size, ...]] = ((1, 4), (2, 4), (3, 4), (4, 4), (6, 4))
+OTHER_SIZES: Final[tuple[Size, ...]] = ((3, 4), (4, 4), (4, 5), (5, 4), (5, 5), (6, 5), (8, 4))
+_OTHER_SHARE: Final = 0.25
+_FACTS_PER_BATCH: Final = 384
+_MOST_CONTEXTS: Final = 32
+_TRIES: Final = 3
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Weights of context forms, and of question kinds within each form."""
+
+    forms: dict[str, float]
+    questions: dict[str, dict[str, float]]
+
+
+BINDING: Final = Mix(
+    {"uniform": 0.74, "rivals": 0.08, "profile": 0.08, "mixed": 0.06, "several": 0.04},
+    {
+        "uniform": {"single": 0.96, "unanswerable": 0.04},
+        "rivals": {"single": 0.96, "unanswerable": 0.04},
+        "profile": {"single": 0.96, "unanswerable": 0.04},
+        "mixed": {"single": 0.90, "unanswerable": 0.04, "two_hop": 0.06},
+        "several": {"single": 0.50, "multi_value": 0.50},
+    },
+)
+READING: Final = Mix(
+    {
+        "uniform": 0.22,
+        "rivals": 0.16,
+        "profile": 0.22,
+        "mixed": 0.14,
+        "chain": 0.14,
+        "several": 0.12,
+    },
+    {
+        "uniform": {"single": 0.86, "unanswerable": 0.14},
+        "rivals": {"single": 0.56, "same_relation": 0.30, "unanswerable": 0.14},
+        "profile": {"single": 0.84, "unanswerable": 0.16},
+        "mixed": {"single": 0.62, "two_hop": 0.14, "multi_value": 0.10, "unanswerable": 0.14},
+        "chain": {"single": 0.24, "two_hop": 0.66, "unanswerable": 0.10},
+        "several": {"single": 0.26, "multi_value": 0.64, "unanswerable": 0.10},
+    },
+)
+
+
+def training_batch(
+    stream: str,
+    mix: Mix,
+    size: Size,
+    encoder: WordEncoder,
+    prefix: list[int],
+    *,
+    questions: int,
+    block: bool,
+) -> Batch:
+    """Return the training batch named by `stream`.
+
+    Args:
+        stream: Name of the batch; the same name always gives the same batch.
+        mix: Which forms and kinds to draw.
+        size: Documents and facts per document; the last stage also draws other sizes.
+        encoder: Gives the token ids.
+        prefix: Token ids all chunks are read behind.
+        questions: Questions per context at most.
+        block: Whether to pack for the stitched computation.
+    """
+    rng = random.Random(f"train/{stream}")
+    if size == STAGES[-1] and rng.random() < _OTHER_SHARE:
+        size = rng.choice(OTHER_SIZES)
+    documents, facts = size
+    contexts = min(_MOST_CONTEXTS, max(4, _FACTS_PER_BATCH // (documents * facts)))
+    examples: list[EncodedExample] = []
+    while len(examples) < contexts:
+        example = draw_example(rng, mix, size, questions)
+        if example.questions:
+            examples.append(encode(example, encoder))
+    return pack(examples, prefix, block=block)
+
+
+def draw_example(rng: random.Random, mix: Mix, size: Size, questions: int) -> ReaderExample:
+    """Return one training example of `mix`; it may have no question at all."""
+    world = World(rng, names("train"))
+    form = rng.choices(list(mix.forms), list(mix.forms.values()))[0]
+    context = draw_context(world, form, *size)
+    asker = Asker(world, context)
+    texts = write_documents(rng, context)
+    weights = mix.questions[form]
+    kinds = rng.choices(list(weights), list(weights.values()), k=questions * _TRIES)
+    found = []
+    for kind in kinds:
+        question = asker.ask(kind)
+        if question is not None:
+            found.append(question)
+        if len(found) == questions:
+            break
+    return ReaderExample(texts, tuple(found))

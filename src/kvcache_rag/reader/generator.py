@@ -1,0 +1,152 @@
+"""Examples to read: documents in controlled English, questions about them, and the exact answers.
+
+Everything is a function of its seed, in every process and on every machine. `make_example` draws
+one context with questions of one kind; `make_corpus` draws a larger collection to retrieve from.
+The names of `names="held_out"` never occur in training.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, get_args
+
+from kvcache_rag.reader.contexts import World, draw_context, profile
+from kvcache_rag.reader.names import NameSplit, names
+from kvcache_rag.reader.questions import Asker, ReaderQuestion
+
+if TYPE_CHECKING:
+    from kvcache_rag.reader.contexts import Context
+
+KINDS: Final = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
+_FORMS: Final = {
+    "single": ("profile", "mixed"),
+    "same_relation": ("rivals",),
+    "unanswerable": ("profile", "mixed", "rivals"),
+    "two_hop": ("chain",),
+    "multi_value": ("several",),
+}
+_TRIES: Final = 20
+
+
+@dataclass(frozen=True)
+class ReaderExample:
+    """Documents and the questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[ReaderQuestion, ...]
+
+
+def write_documents(rng: random.Random, context: Context) -> tuple[str, ...]:
+    """Return the text of each document: one sentence per fact, joined by a space."""
+    return tuple(
+        " ".join(
+            rng.choice(fact.relation.statements).format(s=fact.entity, v=fact.value)
+            for fact in document
+        )
+        for document in context
+    )
+
+
+def make_example(
+    seed: int,
+    *,
+    documents: int = 6,
+    facts: int = 4,
+    kind: str = "single",
+    questions: int = 4,
+    names: NameSplit = "held_out",
+) -> ReaderExample:
+    """Return one context and questions about it, all of one kind.
+
+    Args:
+        seed: Decides everything else.
+        documents: How many documents.
+        facts: Facts per document ("several" values and odd products may shift one by rounding).
+        kind: One of `KINDS`. "same_relation": every document states the asked relation, each of
+            another entity; "unanswerable": no document states the answer, which is "not found".
+        questions: How many questions at most; fewer if the context does not give that many.
+        names: Which pool the names come from; "held_out" names never occur in training.
+
+    Raises:
+        ValueError: If `kind` or `names` is unknown or a count is below one.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}, choose from {', '.join(KINDS)}")
+    rng = random.Random(f"example/{names}/{kind}/{documents}x{facts}/{seed}")
+    found: list[ReaderQuestion] = []
+    while not found:
+        world = World(rng, _pool(names))
+        context = draw_context(world, rng.choice(_FORMS[kind]), documents, facts)
+        asker = Asker(world, context)
+        texts = write_documents(rng, context)
+        for _ in range(_TRIES * questions):
+            question = asker.ask(kind)
+            if question is not None and not _is_degenerate(question):
+                found.append(question)
+            if len(found) >= questions:
+                break
+    return ReaderExample(texts, tuple(found))
+
+
+def make_corpus(
+    seed: int,
+    *,
+    documents: int,
+    facts: int = 4,
+    questions: int,
+    unanswerable: int = 0,
+    names: NameSplit = "held_out",
+) -> ReaderExample:
+    """Return a collection to retrieve from, with questions that one document each answers.
+
+    Every document is a profile of one or two entities, named in each sentence; documents refer to
+    one another's entities but never contradict one another.
+
+    Args:
+        seed: Decides everything else.
+        documents: How many documents.
+        facts: Facts per document.
+        questions: How many single-hop questions, spread over the documents.
+        unanswerable: How many questions more that no document answers.
+        names: Which pool the names come from.
+
+    Raises:
+        ValueError: If a count is out of range or the corpus has too few facts for `questions`.
+    """
+    if documents < 1 or facts < 1 or questions > documents * facts:
+        raise ValueError(f"{documents} x {facts} facts cannot give {questions} questions")
+    rng = random.Random(f"corpus/{names}/{documents}x{facts}/{seed}")
+    world = World(rng, _pool(names))
+    context = profile(world, documents, facts)
+    rng.shuffle(context)
+    texts = write_documents(rng, context)
+    asker = Asker(world, context)
+    tries = _TRIES * (documents + questions)
+    drawn = [found for _ in range(tries) if (found := asker.ask("single")) is not None]
+    per_document = [0] * documents
+    rank: list[tuple[int, int]] = []
+    for index, answered in enumerate(drawn):
+        rank.append((per_document[answered.documents[0]], index))
+        per_document[answered.documents[0]] += 1
+    chosen = [drawn[index] for _, index in sorted(rank)[:questions]]
+    if len(chosen) < questions:
+        raise ValueError(f"only {len(chosen)} of {questions} questions found")
+    rng.shuffle(chosen)
+    refused: list[ReaderQuestion] = []
+    while len(refused) < unanswerable:
+        question = asker.ask("unanswerable")
+        if question is not None:
+            refused.append(question)
+    return ReaderExample(texts, tuple(chosen + refused))
+
+
+def _pool(split: NameSplit) -> tuple[str, ...]:
+    if split not in get_args(NameSplit):
+        raise ValueError(f"unknown names {split!r}, choose from {', '.join(get_args(NameSplit))}")
+    return names(split)
+
+
+def _is_degenerate(question: ReaderQuestion) -> bool:
+    """Whether a question for several values has only one."""
+    return question.kind == "multi_value" and "," not in question.answer

@@ -1,0 +1,115 @@
+"""Exact match of a network's answers, under full attention and stitched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvcache_rag.reader.batches import IGNORED, encode, pack, read
+from kvcache_rag.reader.generator import make_example
+from kvcache_rag.reader.language import INSTRUCTION, REFUSAL
+from kvcache_rag.reader.tokenizer import BOS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.reader.batches import EncodedExample
+    from kvcache_rag.reader.network import Network
+    from kvcache_rag.reader.tokenizer import WordEncoder
+
+_BATCH: Final = 16
+_QUESTIONS: Final = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one question went: whole answer right, and whether the answer begins as a refusal."""
+
+    right: bool
+    refused: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """A count of successes, with its 95 % Wilson interval."""
+
+    successes: int
+    trials: int
+
+    def __str__(self) -> str:
+        low, high = wilson(self.successes, self.trials)
+        share = self.successes / max(1, self.trials)
+        return f"{100 * share:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
+
+
+def prefix_ids(encoder: WordEncoder) -> list[int]:
+    """Return the token ids every chunk is read behind."""
+    return [BOS, *encoder.encode(INSTRUCTION)]
+
+
+def held_out_examples(
+    kind: str,
+    questions: int,
+    encoder: WordEncoder,
+    *,
+    seed: int,
+    documents: int = 6,
+    facts: int = 4,
+) -> list[EncodedExample]:
+    """Return examples with at least `questions` questions of `kind` about held-out names."""
+    examples: list[EncodedExample] = []
+    found = 0
+    while found < questions:
+        example = make_example(
+            seed * 1_000_000 + len(examples),
+            documents=documents,
+            facts=facts,
+            kind=kind,
+            questions=_QUESTIONS,
+        )
+        examples.append(encode(example, encoder))
+        found += len(example.questions)
+    return examples
+
+
+def answer_outcomes(
+    network: Network, examples: Sequence[EncodedExample], encoder: WordEncoder, *, block: bool
+) -> list[Outcome]:
+    """Ask every question of `examples`.
+
+    Predicts each token behind the right ones before it: an answer is right here, `<eos>` included,
+    if and only if greedy decoding gives it.
+
+    Args:
+        network: The reader.
+        examples: All with the same number of documents if `block`.
+        encoder: The reader's tokenizer.
+        block: Whether chunks are prefilled apart and stitched, or all is one causal text.
+    """
+    prefix, refusal = prefix_ids(encoder), encoder.encode(REFUSAL)[0]
+    outcomes: list[Outcome] = []
+    for start in range(0, len(examples), _BATCH):
+        some = examples[start : start + _BATCH]
+        batch = pack(some, prefix, block=block)
+        with torch.no_grad():
+            asked, _ = read(network, batch)
+            guesses = network.logits(asked).argmax(-1)
+        for row, example in enumerate(some):
+            for index in range(len(example.questions)):
+                here = (batch.segments[row] == index) & (batch.labels[row] != IGNORED)
+                said, wanted = guesses[row][here], batch.labels[row][here]
+                outcomes.append(Outcome(bool((said == wanted).all()), int(said[0]) == refusal))
+    return outcomes
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Return the Wilson score interval of a proportion (95 % by default)."""
+    if trials == 0:
+        return 0.0, 1.0
+    share, square = successes / trials, z * z / trials
+    centre = (share + square / 2) / (1 + square)
+    spread = z * math.sqrt(share * (1 - share) / trials + square / (4 * trials)) / (1 + square)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
