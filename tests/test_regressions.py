@@ -20,7 +20,6 @@ from kvcache_rag import (
     Engine,
     FingerprintMismatchError,
     InvalidInputError,
-    KVCacheRagError,
     MemoryStore,
     Message,
     PromptTemplate,

@@ -149,17 +149,16 @@ class Engine(AsyncMethods):
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
     ) -> PromptIds:
         """The very ids that every path uses."""
-        if isinstance(chunks, str):
-            raise InvalidInputError("chunks must be a list of texts, not one text")
-        query = self._renderer.query_ids(self.template.ask(question), history)
-        return PromptIds(
-            self._renderer.prefix_ids, tuple(map(self._renderer.chunk_ids, chunks)), query
-        )
+        return self._renderer.tokenize(question, chunks, history)
 
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         _ = self._capturing
         return [chunk.key for chunk in self._planner.chunks(texts)]
+
+    def nbytes(self, key: ChunkKey) -> int:
+        """Bytes of the keys and values of a chunk, as the model computes them."""
+        return self._adapter.measured.chunk_layout.nbytes(key.tokens)
 
     def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
         """The key of a chunk whose digest, spec and length were noted elsewhere.

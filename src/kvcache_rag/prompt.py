@@ -75,6 +75,19 @@ class PromptRenderer:
         # A chat template writes its own beginning-of-sequence token, or means none.
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
 
+    def tokenize(
+        self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, str]]
+    ) -> PromptIds:
+        """All ids of a prompt.
+
+        Raises:
+            InvalidInputError: If `chunks` is one text, or a text is not valid Unicode.
+        """
+        if isinstance(chunks, str):
+            raise InvalidInputError("chunks must be a list of texts, not one text")
+        query = self.query_ids(self.template.ask(question), history)
+        return PromptIds(self.prefix_ids, tuple(map(self.chunk_ids, chunks)), query)
+
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a chunk's text in its wrapper."""
         return tuple(self._encode(self.template.wrap(text)))

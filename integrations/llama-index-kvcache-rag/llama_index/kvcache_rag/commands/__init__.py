@@ -1,0 +1,1 @@
+"""Subcommands that this package adds to `kvcache-rag`: demo, ingest, ask."""

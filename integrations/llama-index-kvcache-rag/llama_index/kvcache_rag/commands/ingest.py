@@ -1,0 +1,131 @@
+"""`kvcache-rag ingest DIR`: embed, store and prefill the text files of a folder.
+
+Run again it does only what changed: files are known by their path and the digest of their text,
+chunks by theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from llama_index.kvcache_rag.commands.corpus import (
+    Settings,
+    add_place,
+    embedding,
+    open_store,
+    read_documents,
+)
+from llama_index.kvcache_rag.commands.report import chunk_files, plural, size, stored_chunks
+
+if TYPE_CHECKING:
+    import argparse
+
+    from llama_index.core.storage.docstore import SimpleDocumentStore
+
+    from llama_index.kvcache_rag import KVCacheVectorStore
+
+HELP = "embed, store and prefill the text files of a folder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the folder and how it is split and stored."""
+    parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
+    add_place(parser)
+    parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
+    parser.add_argument(
+        "--overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Bring collection and KV in step with the folder; 0 when they are."""
+    from kvcache_rag import InvalidInputError
+    from llama_index.kvcache_rag import KVCacheLLM
+
+    documents = read_documents(arguments.folder)
+    settings, before = _settings(arguments)
+    if not 0 <= settings.overlap < settings.chunk_size:
+        raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
+    embed_model = embedding(settings.embed)
+    llm = KVCacheLLM(model_name=settings.model, kv_dir=settings.kv)
+    engine = llm.engine  # a model that cannot be loaded leaves nothing behind
+    store = open_store(settings, llm)
+    docstore = _docstore(settings, before, store)
+    held = chunk_files(settings.kv)
+    settings.save()
+    _ingest(documents, settings, store, docstore, embed_model)
+    store.prefill_missing(show_progress=True)
+    docstore.persist(str(settings.docstore))
+    engine.store.sweep()
+    _report(settings, store, len(documents), held)
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[Settings, Settings | None]:
+    """The settings to use, and those of the run before in the same collection, if any."""
+    given = {
+        name: value
+        for name in asdict(Settings())
+        if (value := getattr(arguments, name)) is not None
+    }
+    wanted = replace(Settings(), **given)
+    before = Settings.find(wanted.chroma, wanted.collection)
+    return replace(before or wanted, **given), before
+
+
+def _docstore(
+    settings: Settings, before: Settings | None, store: KVCacheVectorStore
+) -> SimpleDocumentStore:
+    from llama_index.core.storage.docstore import SimpleDocumentStore
+
+    from kvcache_rag import InvalidInputError
+
+    if before is None or not settings.docstore.is_file() or store.client.count() == 0:
+        return SimpleDocumentStore()
+    if before.embed != settings.embed:
+        raise InvalidInputError(
+            f"{settings.chroma} was embedded by {before.embed}; "
+            f"say --embed {before.embed}, or another --chroma"
+        )
+    if (before.chunk_size, before.overlap) != (settings.chunk_size, settings.overlap):
+        # Every file is split anew; chunks that stay the same keep their KV.
+        settings.docstore.unlink()
+        store.clear()
+        return SimpleDocumentStore()
+    return SimpleDocumentStore.from_persist_path(str(settings.docstore))
+
+
+def _ingest(
+    documents: list[Any],
+    settings: Settings,
+    store: KVCacheVectorStore,
+    docstore: SimpleDocumentStore,
+    embed_model: Any,
+) -> None:
+    from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+    from llama_index.core.node_parser import SentenceSplitter
+
+    known = docstore.get_all_document_hashes().values()
+    # Left behind by a run that was stopped before it could note what it had done.
+    store.delete_documents(sorted({document.doc_id for document in documents} - {*known}))
+    splitter = SentenceSplitter(chunk_size=settings.chunk_size, chunk_overlap=settings.overlap)
+    pipeline = IngestionPipeline(
+        transformations=[splitter, embed_model],
+        docstore=docstore,
+        vector_store=store,
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        disable_cache=True,
+    )
+    pipeline.run(documents=documents, show_progress=True)
+
+
+def _report(
+    settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]
+) -> None:
+    chunks, found = stored_chunks(store), chunk_files(settings.kv)
+    fresh = len(chunks - held.keys())
+    nbytes = sum(found.get(digest, 0) for digest in chunks)
+    print(f"{plural(files, 'file')}, {plural(len(chunks), 'chunk')} in {settings.chroma}")
+    print(f"{plural(fresh, 'chunk')} prefilled, {len(chunks) - fresh} were there already")
+    print(f"KV of these chunks: {size(nbytes)} in {settings.kv}, by {settings.model}")

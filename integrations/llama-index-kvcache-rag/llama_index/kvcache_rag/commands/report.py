@@ -1,0 +1,55 @@
+"""Numbers that the commands print: chunks on disk, times, one answer in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from llama_index.kvcache_rag import KVCacheVectorStore
+
+
+def chunk_files(kv: str) -> dict[str, int]:
+    """Digest and size in bytes of every chunk file under a folder."""
+    return {path.stem: path.stat().st_size for path in Path(kv).rglob("*.safetensors")}
+
+
+def stored_chunks(store: KVCacheVectorStore) -> set[str]:
+    """Digests of the chunks that a collection's rows refer to."""
+    rows = store.client.get(include=["metadatas"])["metadatas"] or []
+    return {str(row["kv_key"]) for row in rows if row and "kv_key" in row}
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time for people."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def metrics_line(metrics: Mapping[str, Any]) -> str:
+    """What an answer cost, in one line."""
+    hits = " + ".join(f"{count} from {tier}" for tier, count in metrics["hits"].items())
+    parts = [
+        f"first token after {milliseconds(metrics['ttft'])}",
+        f"{plural(metrics['reused_tokens'], 'token')} reused",
+        f"{metrics['prefilled_tokens'] + metrics['recomputed_tokens']} computed",
+        f"chunks: {hits or 'none'} cached, {metrics['misses']} missing",
+        plural(metrics["generated_tokens"], "token") + " written",
+    ]
+    if metrics["rounds"] > 1:
+        parts.append(plural(metrics["rounds"], "round"))
+    return ", ".join(parts)

@@ -1,0 +1,168 @@
+"""The usual query engine with a `KVCacheSynthesizer` inside, in one call."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.settings import Settings
+
+from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
+from llama_index.kvcache_rag.vector_store import KVCacheVectorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from llama_index.core.base.base_retriever import BaseRetriever
+    from llama_index.core.callbacks.base import CallbackManager
+    from llama_index.core.embeddings.utils import EmbedType
+    from llama_index.core.indices.base import BaseIndex
+    from llama_index.core.llms.llm import LLM
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.response_synthesizers.base import BaseSynthesizer
+    from llama_index.core.schema import Document, TransformComponent
+    from typing_extensions import Self
+
+    from llama_index.kvcache_rag.llm import KVCacheLLM
+
+# What the stock engine takes and this one has no use for, with the values that change nothing.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_mode": ("compact", "refine"),
+    "use_async": (False, True),
+    "verbose": (False, True),
+}
+
+
+class KVCacheQueryEngine(RetrieverQueryEngine):
+    """Retrieves nodes and answers from the stored KV of their chunks.
+
+    `query`, `aquery` and streaming work as in every LlamaIndex query engine, and so does everything
+    built on one (tools, chat engines, query transforms).  `Settings.llm` is read only if no LLM is
+    given.
+    """
+
+    @classmethod
+    def from_args(  # type: ignore[override]  # the other modes of the stock engine have no meaning here
+        cls,
+        retriever: BaseRetriever,
+        llm: LLM | None = None,
+        response_synthesizer: BaseSynthesizer | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        callback_manager: CallbackManager | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an engine for a retriever.
+
+        Args:
+            retriever: Finds the nodes.
+            llm: A `KVCacheLLM`; None for `Settings.llm`.
+            response_synthesizer: Instead of a new `KVCacheSynthesizer`.
+            node_postprocessors: Run between retrieval and answer; chunks whose text they change are
+                computed anew.
+            callback_manager: None for `Settings.callback_manager`.
+            options: Arguments of `KVCacheSynthesizer` (`streaming`, `policy`, `overflow`,
+                `text_qa_template`, ...).
+
+        Raises:
+            InvalidInputError: If an option of the stock engine is asked for that caches cannot
+                serve.
+        """
+        for name, values in _HARMLESS.items():
+            if options.pop(name, values[0]) not in values:
+                allowed = " or ".join(map(repr, values))
+                raise InvalidInputError(f"{name} must be {allowed} here: chunks are never packed")
+        return cls(
+            retriever,
+            response_synthesizer=response_synthesizer or KVCacheSynthesizer(llm, **_known(options)),
+            callback_manager=callback_manager or Settings.callback_manager,
+            node_postprocessors=node_postprocessors,
+        )
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        llm: LLM | None = None,
+        similarity_top_k: int = 2,
+        retriever_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make an engine for an index.
+
+        Args:
+            index: Of whatever vector store; with a `KVCacheVectorStore` its chunks are prefilled
+                already.
+            llm: A `KVCacheLLM`; None for `Settings.llm`.
+            similarity_top_k: Nodes per question.
+            retriever_kwargs: Further arguments of `index.as_retriever`, such as `filters`.
+            options: As for `from_args`.
+        """
+        retriever = index.as_retriever(
+            similarity_top_k=similarity_top_k, **(retriever_kwargs or {})
+        )
+        return cls.from_args(retriever, llm, **options)
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Sequence[Document],
+        llm: KVCacheLLM,
+        *,
+        embed_model: EmbedType | None = None,
+        persist_dir: str | PathLike[str] | None = None,
+        kv_dir: str | PathLike[str] | None = None,
+        collection_name: str = "docs",
+        transformations: list[TransformComponent] | None = None,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Embed, store and prefill documents, and make an engine for them.
+
+        Documents whose id is in the collection already are replaced; only what changed is prefilled
+        again.
+
+        Args:
+            documents: What to answer from.
+            llm: Prefills and answers.
+            embed_model: None for `Settings.embed_model`.
+            persist_dir: Folder of the Chroma collection; None to keep it in memory.
+            kv_dir: Folder of the KV; None for where the LLM keeps it.
+            collection_name: Name of the collection.
+            transformations: None for `Settings.transformations`.
+            show_progress: Whether to show bars.
+            options: As for `from_index`.
+        """
+        import chromadb
+
+        place: dict[str, Any] = {"persist_dir": persist_dir}
+        if persist_dir is None:
+            # Collections in memory are shared by the whole process, so this one gets a name of its
+            # own.
+            place = {"client": chromadb.EphemeralClient()}
+            collection_name = f"{collection_name}-{uuid.uuid4().hex}"
+        store = KVCacheVectorStore.from_params(collection_name, llm=llm, kv_dir=kv_dir, **place)
+        store.delete_documents([document.doc_id for document in documents])
+        index = VectorStoreIndex.from_documents(
+            list(documents),
+            storage_context=StorageContext.from_defaults(vector_store=store),
+            embed_model=embed_model,
+            transformations=transformations,
+            show_progress=show_progress,
+        )
+        return cls.from_index(index, llm, **options)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without those of the stock engine that were left at None."""
+    stock = ("refine_template", "summary_template", "simple_template")
+    chat = ("chat_content_qa_template", "chat_content_refine_template")
+    for name in (*stock, *chat):
+        if options.pop(name, None) is not None:
+            raise InvalidInputError(
+                f"{name} has no use here: the engine's PromptTemplate says how prompts are written"
+            )
+    return options

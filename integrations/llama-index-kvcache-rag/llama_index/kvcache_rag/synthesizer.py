@@ -1,0 +1,291 @@
+"""A response synthesizer that hands the engine chunks instead of one packed text.
+
+LlamaIndex's own synthesizers join the chunks and so lose where one ends.  This one passes the
+retrieved nodes through: a node whose reference still fits its text is loaded by reference, any
+other by its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.llm import LLMPredictEndEvent, LLMPredictStartEvent
+from llama_index.core.instrumentation.events.synthesis import (
+    GetResponseEndEvent,
+    GetResponseStartEvent,
+)
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers.base import BaseSynthesizer
+
+from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag.defaults import kv_llm
+from llama_index.kvcache_rag.events import KVCacheReuseEvent
+from llama_index.kvcache_rag.prompts import (
+    Task,
+    own_template,
+    plain_prompt,
+    split_template,
+    written_prompt,
+)
+from llama_index.kvcache_rag.references import chunks_of
+from llama_index.kvcache_rag.responses import Grounded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator, Sequence
+
+    from llama_index.core.base.llms.types import (
+        CompletionResponse,
+        CompletionResponseAsyncGen,
+        CompletionResponseGen,
+    )
+    from llama_index.core.base.response.schema import RESPONSE_TYPE
+    from llama_index.core.llms.llm import LLM
+    from llama_index.core.prompts import BasePromptTemplate
+    from llama_index.core.prompts.mixin import PromptDictType
+    from llama_index.core.schema import NodeWithScore, QueryType
+    from llama_index.core.types import RESPONSE_TEXT_TYPE
+
+    from kvcache_rag import ReusePolicy
+
+dispatcher = get_dispatcher(__name__)
+
+
+class KVCacheSynthesizer(BaseSynthesizer):
+    """Answers from retrieved nodes, reusing the KV of their chunks.
+
+    The metrics of an answer are in `response.metadata["kv_cache"]`, for a stream as soon as it has
+    ended.
+
+    Attributes:
+        prefix_mismatches: How many answers were asked for with a template whose text before the
+            chunks is not the engine's; the engine's was used.
+    """
+
+    def __init__(
+        self,
+        llm: LLM | None = None,
+        *,
+        policy: ReusePolicy | None = None,
+        overflow: str = "refine",
+        text_qa_template: BasePromptTemplate | None = None,
+        generate_kwargs: dict[str, Any] | None = None,
+        streaming: bool = False,
+        output_cls: object = None,
+        multimodal: bool = False,
+        **options: Any,
+    ) -> None:
+        """Bind an LLM.
+
+        Args:
+            llm: A `KVCacheLLM`; None for `Settings.llm`.
+            policy: What is reused; None for the LLM's policy.
+            overflow: What to do when the chunks do not fit the context window: "refine" (several
+                rounds), "drop_lowest" or "error".
+            text_qa_template: A template with `context_str` and, behind it, `query_str`; None for
+                the engine's own. What it has before the context cannot be used (see
+                `prefix_mismatches`).
+            generate_kwargs: Arguments of generation, such as `max_new_tokens` and `temperature`.
+            streaming: Whether answers are streams.
+            output_cls: Not supported.
+            multimodal: Not supported.
+            options: `callback_manager` and `empty_response` as for every synthesizer.
+
+        Raises:
+            InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
+        """
+        if output_cls is not None:
+            raise InvalidInputError("KVCacheSynthesizer answers in text; leave output_cls out")
+        if multimodal:
+            raise InvalidInputError("KVCacheSynthesizer reads text only; leave multimodal out")
+        # The helpers pack texts, which is not done here; made by hand they need not load the model.
+        helpers = {"prompt_helper": PromptHelper(), "chat_prompt_helper": ChatPromptHelper()}
+        self._kv_llm = kv_llm(llm)
+        super().__init__(llm=self._kv_llm, streaming=streaming, **{**helpers, **options})
+        self._policy, self._overflow = policy, overflow
+        self._template = text_qa_template
+        self._generate_kwargs = dict(generate_kwargs or {})
+        self._warned = False
+        self.prefix_mismatches = 0
+
+    # ------------------------------------------------------------------ nodes instead of texts
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answer from nodes; without any, with the empty response."""
+        report: dict[str, Any] = {}
+        given = {**response_kwargs, "kv_nodes": nodes, "kv_report": report}
+        response = super().synthesize(query, nodes, additional_source_nodes, **given)
+        return _reported(response, report)
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """`synthesize` that does not block the event loop."""
+        report: dict[str, Any] = {}
+        given = {**response_kwargs, "kv_nodes": nodes, "kv_report": report}
+        response = await super().asynthesize(query, nodes, additional_source_nodes, **given)
+        return _reported(response, report)
+
+    # ------------------------------------------------------------------ answers
+    def get_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        kv_nodes: Sequence[NodeWithScore] = (),
+        kv_report: dict[str, Any] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """Answer a question.
+
+        Args:
+            query_str: The question.
+            text_chunks: LLM texts of the chunks.
+            kv_nodes: Their nodes, if there are any.
+            kv_report: Receives the metrics.
+            response_kwargs: Further values of the template.
+        """
+        report = {} if kv_report is None else kv_report
+        self._start(query_str, text_chunks)
+        task = self._task(query_str, text_chunks, kv_nodes, response_kwargs)
+        if self._streaming:
+            found = self._kv_llm.stream_answer(task.prompt, task.request, **self._generate_kwargs)
+            answered: RESPONSE_TEXT_TYPE = self._tokens(task, found, report)
+        else:
+            response = self._kv_llm.answer(task.prompt, task.request, **self._generate_kwargs)
+            answered = self._finish(task, response, report)
+        dispatcher.event(GetResponseEndEvent())
+        return answered
+
+    async def aget_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        kv_nodes: Sequence[NodeWithScore] = (),
+        kv_report: dict[str, Any] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """`get_response` that does not block the event loop."""
+        report = {} if kv_report is None else kv_report
+        self._start(query_str, text_chunks)
+        # Reading references asks the KV store, and the first question loads the model.
+        task = await asyncio.to_thread(
+            self._task, query_str, text_chunks, kv_nodes, response_kwargs
+        )
+        options = self._generate_kwargs
+        if self._streaming:
+            found = await self._kv_llm.astream_answer(task.prompt, task.request, **options)
+            answered: RESPONSE_TEXT_TYPE = self._atokens(task, found, report)
+        else:
+            response = await self._kv_llm.aanswer(task.prompt, task.request, **options)
+            answered = self._finish(task, response, report)
+        dispatcher.event(GetResponseEndEvent())
+        return answered
+
+    def _start(self, query: str, texts: Sequence[str]) -> None:
+        dispatcher.event(GetResponseStartEvent(query_str=query, text_chunks=list(texts)))
+
+    def _task(
+        self,
+        query: str,
+        texts: Sequence[str],
+        nodes: Sequence[NodeWithScore],
+        variables: dict[str, Any],
+    ) -> Task:
+        llm, template = self._kv_llm, self._template
+        question, mismatch = query, False
+        if template is not None:
+            split = split_template(template, llm, query, **variables)
+            if split is None:
+                text = plain_prompt(template, llm, query, texts, **variables)
+                return self._started(Task(query, text, text, template, 0))
+            question, mismatch = split.behind, not split.matches(llm.engine)
+            self._note(mismatch)
+        chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
+        request = Grounded(question, chunks, self._policy, self._overflow, mismatch)
+        prompt = written_prompt(llm.engine, texts, question)
+        references = sum(not isinstance(chunk, str) for chunk in chunks)
+        template = template or PromptTemplate(own_template(llm.engine))
+        return self._started(Task(query, prompt, request, template, references))
+
+    def _started(self, task: Task) -> Task:
+        arguments = {"query_str": task.query}
+        self._kv_llm._log_template_data(task.template, **arguments)
+        dispatcher.event(LLMPredictStartEvent(template=task.template, template_args=arguments))
+        return task
+
+    def _note(self, mismatch: bool) -> None:
+        self.prefix_mismatches += mismatch
+        if mismatch and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "text_qa_template has other text before the context than the engine, whose chunks "
+                "were computed behind its own; the engine's is used "
+                "(set it by KVCacheLLM(system_prompt=...))",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------ what comes back
+    def _tokens(
+        self, task: Task, responses: CompletionResponseGen, report: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        last = None
+        with closing(responses):
+            for response in responses:
+                last = response
+                if response.delta:
+                    yield response.delta
+        self._report(task, last, report)
+
+    async def _atokens(
+        self, task: Task, responses: CompletionResponseAsyncGen, report: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        last = None
+        async with aclosing(responses):
+            async for response in responses:
+                last = response
+                if response.delta:
+                    yield response.delta
+        self._report(task, last, report)
+
+    def _finish(self, task: Task, response: CompletionResponse, report: dict[str, Any]) -> str:
+        dispatcher.event(LLMPredictEndEvent(output=response.text))
+        self._report(task, response, report)
+        return response.text
+
+    def _report(
+        self, task: Task, response: CompletionResponse | None, report: dict[str, Any]
+    ) -> None:
+        if response is None or not isinstance(response.raw, dict):
+            return
+        report.update(response.raw["kv_cache"], references=task.references)
+        dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
+
+    # ------------------------------------------------------------------ prompts
+    def _get_prompts(self) -> PromptDictType:
+        template = self._template or PromptTemplate(own_template(self._kv_llm.engine))
+        return {"text_qa_template": template}
+
+    def _update_prompts(self, prompts: PromptDictType) -> None:
+        if "text_qa_template" in prompts:
+            self._template = prompts["text_qa_template"]
+            self._warned = False
+
+
+def _reported(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:
+    """Put the metrics beside the nodes' metadata; a stream fills them in when it ends."""
+    if response.source_nodes:
+        response.metadata = {**(response.metadata or {}), "kv_cache": report}
+    return response

@@ -1,0 +1,296 @@
+"""A Chroma vector store that prefills what it is given.
+
+`add` computes the KV of every node's LLM text and writes a reference beside the row; `delete`,
+`delete_nodes`, `clear` and updates release it.  Rows without a reference (a collection that existed
+before) answer too: their KV is computed with the first question that needs them, or for all of them
+by `prefill_missing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+
+from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag.collection import Rows, open_collection
+from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
+from llama_index.kvcache_rag.prefilling import Prefilling, shows_progress
+from llama_index.kvcache_rag.retrieval import Retrieval
+from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from chromadb.api import ClientAPI
+    from chromadb.api.models.Collection import Collection
+    from llama_index.core.schema import BaseNode
+    from typing_extensions import Self
+
+    from kvcache_rag import Engine
+    from llama_index.kvcache_rag.collection import Row
+    from llama_index.kvcache_rag.llm import KVCacheLLM
+
+_PLACE = ("persist_dir", "host", "port", "ssl", "headers")
+
+
+class KVCacheVectorStore(BasePydanticVectorStore):
+    """Chroma (persistent, HTTP or in memory) with prefilled rows.
+
+    One process owns a persistent directory; several share a collection through `chroma run` and
+    `host=`.
+
+    Attributes:
+        collection_name: Name of the collection.
+        persist_dir: Folder of a persistent client.
+        host: Server, with `port`, `ssl` and `headers`.
+        collection_kwargs: Further arguments for a new collection, such as
+            `{"configuration": {"hnsw": {"space": "cosine"}}}`.
+        show_progress: Show a bar while prefilling even if the ingestion did not ask for one.
+    """
+
+    stores_text: bool = True
+    flat_metadata: bool = False
+
+    collection_name: str | None = None
+    persist_dir: PathText | None = None
+    host: str | None = None
+    port: int | None = None
+    ssl: bool = False
+    headers: dict[str, str] | None = Field(default=None, exclude=True, repr=False)
+    collection_kwargs: dict[str, Any] = Field(default_factory=dict)
+    show_progress: bool = False
+
+    _rows: Rows = PrivateAttr()
+    _llm: KVCacheLLM | None = PrivateAttr(default=None)
+    _engine: Engine | None = PrivateAttr(default=None)
+    _reopens: bool = PrivateAttr(default=False)
+
+    def __init__(
+        self,
+        chroma_collection: Collection | None = None,
+        *,
+        client: ClientAPI | None = None,
+        llm: KVCacheLLM | None = None,
+        engine: Engine | None = None,
+        kv_dir: str | PathLike[str] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Open a collection, or take an open one.
+
+        Args:
+            chroma_collection: An open collection; else say by `fields` or `client` where it is.
+            client: A Chroma client that has, or is to have, `collection_name`.
+            llm: Prefills with its engine.
+            engine: Prefills, if there is no `llm`.  With neither the store only stores.
+            kv_dir: Where the KV goes, for an `llm` that has not loaded its engine yet.
+            fields: The attributes of the class.
+
+        Raises:
+            InvalidInputError: If it is not said where the collection or the KV is.
+        """
+        super().__init__(**fields)
+        if llm is not None and engine is not None:
+            raise InvalidInputError("give llm= or engine=, not both; an LLM brings its engine")
+        if kv_dir is not None:
+            if llm is None:
+                raise InvalidInputError("kv_dir= needs llm=; an engine already has its store")
+            llm.keep_in(kv_dir)
+        self._reopens = chroma_collection is None and client is None
+        if chroma_collection is None:
+            chroma_collection = open_collection(
+                self.collection_name or "",
+                client=client,
+                options=self.collection_kwargs,
+                **{name: getattr(self, name) for name in _PLACE},
+            )
+        self.collection_name = chroma_collection.name
+        self._rows = Rows(chroma_collection)
+        self._llm, self._engine = llm, engine
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised settings."""
+        return "KVCacheVectorStore"
+
+    @classmethod
+    def from_collection(cls, collection: Collection, **options: Any) -> Self:
+        """A store over an open collection; `options` are those of the constructor."""
+        return cls(collection, **options)
+
+    @classmethod
+    def from_params(cls, collection_name: str, **options: Any) -> Self:
+        """A store over a new or existing collection."""
+        return cls(collection_name=collection_name, **options)
+
+    @property
+    def client(self) -> Collection:
+        """The Chroma collection."""
+        return self._rows.collection
+
+    @property
+    def engine(self) -> Engine | None:
+        """What prefills: the one given, or that of `llm`, loaded when it is first needed."""
+        return self._engine if self._llm is None else self._llm.engine
+
+    @property
+    def owner(self) -> str:
+        """By this name the collection claims its chunks in the KV store."""
+        return str(self.client.id)
+
+    @property
+    def _prefilling(self) -> Prefilling:
+        return Prefilling(self._rows, self.engine, self.owner)
+
+    # ------------------------------------------------------------------ writing
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Prefill nodes and write them; a node whose id exists replaces that row.
+
+        Args:
+            nodes: With embeddings.
+            kwargs: `show_progress`; else that of the ingestion that calls.
+
+        Raises:
+            ContextTooLongError: If a node does not fit the model's context window; nothing is
+                written then.
+        """
+        return self._add(nodes, shows_progress(kwargs, sys._getframe(1)))
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """`add` that does not block the event loop."""
+        return await asyncio.to_thread(self._add, nodes, shows_progress(kwargs, sys._getframe(1)))
+
+    def _add(self, nodes: Sequence[BaseNode], show_progress: bool) -> list[str]:
+        prefilling, last = self._prefilling, {node.node_id: node for node in nodes}
+        shows = show_progress or self.show_progress
+        references = prefilling.prefill([*last.values()], show_progress=shows)
+        rows = list(map(to_row, last.values(), references))
+        try:
+            prefilling.release(self._rows.put(rows))
+        except Exception:
+            prefilling.release(rows)
+            raise
+        return [node.node_id for node in nodes]
+
+    def prefill_missing(self, *, show_progress: bool = False) -> int:
+        """Prefill every row whose KV is not stored, and write the missing or outdated references.
+
+        Returns:
+            Number of rows whose reference was written.
+
+        Raises:
+            InvalidInputError: If the store has neither `llm` nor `engine`.
+        """
+        return self._prefilling.fill(show_progress=show_progress)
+
+    # ------------------------------------------------------------------ deleting
+    def delete(self, ref_doc_id: str, **_: Any) -> None:
+        """Delete the nodes of a document; one that is not there is no error."""
+        self.delete_documents([ref_doc_id])
+
+    def delete_documents(self, ref_doc_ids: Sequence[str]) -> None:
+        """`delete` for many documents in few calls."""
+        self._drop(self._rows.holding(DOCUMENT_KEY, ref_doc_ids))
+
+    async def adelete(self, ref_doc_id: str, **_: Any) -> None:
+        """`delete` that does not block the event loop."""
+        await asyncio.to_thread(self.delete, ref_doc_id)
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
+    ) -> None:
+        """Delete nodes by id, by filters, or by both together; with neither nothing is deleted."""
+        if node_ids or (filters is not None and filters.filters):
+            self._drop(Retrieval(self._rows).select(node_ids=node_ids, filters=filters))
+
+    async def adelete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
+    ) -> None:
+        """`delete_nodes` that does not block the event loop."""
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters)
+
+    def clear(self) -> None:
+        """Delete every node."""
+        self._drop(self._rows.get(metadata_only=True))
+
+    async def aclear(self) -> None:
+        """`clear` that does not block the event loop."""
+        await asyncio.to_thread(self.clear)
+
+    def _drop(self, rows: Sequence[Row]) -> None:
+        self._rows.delete([row.id for row in rows])
+        if any("kv_key" in row.metadata for row in rows):
+            self._prefilling.release(rows)
+
+    # ------------------------------------------------------------------ reading
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """Nodes by id, by filters, by both together, or all."""
+        found = Retrieval(self._rows).select(
+            node_ids=node_ids, filters=filters, with_documents=True
+        )
+        return [to_node(row) for row in found]
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """`get_nodes` that does not block the event loop."""
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The nodes nearest to a query, each with the reference to its KV.
+
+        Args:
+            query: Modes DEFAULT and MMR; without an embedding its filters alone select.
+            kwargs: `mmr_threshold`, `mmr_prefetch_factor`, `mmr_prefetch_k`; `where` and
+                `where_document` for Chroma.
+
+        Raises:
+            InvalidInputError: If the mode is not supported or an argument cannot be used.
+        """
+        rows = Retrieval(self._rows).query(query, **kwargs)
+        return VectorStoreQueryResult(
+            nodes=[to_node(row) for row in rows],
+            # As LlamaIndex's own Chroma store scores, so that cut-offs keep their meaning.
+            similarities=[math.exp(-row.distance) for row in rows],
+            ids=[row.id for row in rows],
+        )
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """`query` that does not block the event loop."""
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A second store over the same collection and engine, which are not copied."""
+        return type(self)(self.client, llm=self._llm, engine=self._engine, **self._fields())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process is opened from; models stay here.
+
+        Raises:
+            InvalidInputError: If the collection was handed in: another process could not find it.
+        """
+        if not self._reopens or self._engine is not None:
+            raise InvalidInputError(
+                "a store over an open collection, client or engine cannot be pickled; "
+                "make it by from_params with persist_dir= or host=, and llm="
+            )
+        return {"fields": self._fields(), "llm": self._llm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the collection again."""
+        self.__init__(llm=state["llm"], **state["fields"])  # type: ignore[misc]
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields}

@@ -1,0 +1,401 @@
+"""KVCacheLLM as a LlamaIndex LLM."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.prompts import PromptTemplate as LlamaPrompt
+from llama_index_helpers import CHAT_TEMPLATE, Ticker, make_model, make_tokenizer
+
+import kvcache_rag
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, PromptTemplate
+from llama_index.kvcache_rag import KVCacheLLM
+from llama_index.kvcache_rag.responses import Grounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from llama_index_helpers import Recorder
+
+HELLO = [ChatMessage(role=MessageRole.USER, content="hello")]
+
+
+@pytest.fixture(scope="module")
+def chat_engine() -> Engine:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Engine(make_model(), tokenizer, template=PromptTemplate(system="Read.\n"))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Arguments of every call of the model's `generate`, and the ids."""
+    calls: list[dict[str, Any]] = []
+    model: Any = make_model()
+    generate = model.generate
+
+    def note(ids: Any = None, **options: Any) -> Any:
+        calls.append({**options, "ids": ids if ids is not None else options.get("input_ids")})
+        return generate(ids, **options) if ids is not None else generate(**options)
+
+    monkeypatch.setattr(model, "generate", note)
+    return calls
+
+
+# ---------------------------------------------------------------------- texts and messages
+def test_complete_and_stream_agree(llm: KVCacheLLM) -> None:
+    whole = llm.complete("Once upon a time")
+    pieces = list(llm.stream_complete("Once upon a time"))
+    assert len(whole.text) == 6
+    assert pieces[-1].text == whole.text
+    assert "".join(piece.delta or "" for piece in pieces) == whole.text
+    assert [piece.text for piece in pieces[:-1]] == [
+        whole.text[: index + 1] for index in range(len(pieces) - 1)
+    ]
+
+
+async def test_async_twins_agree(llm: KVCacheLLM) -> None:
+    text = llm.complete("Once").text
+    assert (await llm.acomplete("Once")).text == text
+    assert [r async for r in await llm.astream_complete("Once")][-1].text == text
+    said = llm.chat(HELLO).message.content
+    assert (await llm.achat(HELLO)).message.content == said
+    assert [r async for r in await llm.astream_chat(HELLO)][-1].message.content == said
+    assert list(llm.stream_chat(HELLO))[-1].message.content == said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_usage_is_reported(llm: KVCacheLLM, streaming: bool) -> None:
+    answers = list(llm.stream_chat(HELLO)) if streaming else [llm.chat(HELLO)]
+    raw = answers[-1].raw
+    assert raw["usage"]["completion_tokens"] == 6
+    assert raw["usage"]["prompt_tokens"] == len("<s>") - 2 + len("User: hello\nAssistant:")
+    assert raw["usage"]["total_tokens"] == raw["usage"]["prompt_tokens"] + 6
+    assert raw["finish_reason"] == "length"
+
+
+def test_token_counting_handler_reads_usage(engine: Engine) -> None:
+    counter = TokenCountingHandler(tokenizer=str.split)
+    llm = KVCacheLLM(engine=engine, max_new_tokens=6, callback_manager=CallbackManager([counter]))
+    llm.complete("Once upon a time")
+    list(llm.stream_complete("Once upon a time"))
+    assert counter.completion_llm_token_count == 12
+    assert counter.prompt_llm_token_count == 2 * (1 + len("Once upon a time"))
+
+
+def test_beginning_of_sequence_stands_once(chat_engine: Engine, seen: list[dict[str, Any]]) -> None:
+    llm = KVCacheLLM(engine=chat_engine, max_new_tokens=2)
+    llm.chat(HELLO)
+    llm.complete("hello")
+    llm.complete("<s>hello")
+    for call in seen:
+        assert call["ids"][0].tolist().count(1) == 1
+        assert int(call["ids"][0, 0]) == 1
+
+
+def test_chat_template_writes_messages(chat_engine: Engine, engine: Engine) -> None:
+    messages = [
+        ChatMessage(role=MessageRole.DEVELOPER, content="be brief"),
+        ChatMessage(role=MessageRole.USER, content="hello"),
+        ChatMessage(role=MessageRole.CHATBOT, content=None),
+    ]
+    templated = KVCacheLLM(engine=chat_engine).chat_prompt(messages)
+    assert templated == "<s><system>be brief</s><user>hello</s><assistant></s><assistant>"
+    assert KVCacheLLM(engine=engine).chat_prompt(HELLO) == "User: hello\nAssistant:"
+    own = KVCacheLLM(engine=engine, messages_to_prompt=lambda messages: f"[{len(messages)}]")
+    assert own.chat_prompt(messages) == "[3]"
+
+
+def test_completion_to_prompt_unless_formatted(engine: Engine, seen: list[dict[str, Any]]) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=1, completion_to_prompt=lambda text: f"[{text}]")
+    llm.complete("a")
+    llm.complete("a", formatted=True)
+    assert [call["ids"].shape[1] for call in seen] == [1 + 3, 1 + 1]
+
+
+def test_metadata(chat_engine: Engine, engine: Engine) -> None:
+    metadata = KVCacheLLM(engine=chat_engine, max_new_tokens=9).metadata
+    assert (metadata.context_window, metadata.num_output) == (4096, 9)
+    assert metadata.is_chat_model
+    assert metadata.model_name == "LlamaForCausalLM"
+    assert not KVCacheLLM(engine=engine).metadata.is_chat_model
+    # What is given needs no model.
+    lazy = KVCacheLLM(model_name="never loaded", context_window=512, is_chat_model=True)
+    assert lazy.metadata.context_window == 512
+
+
+# ---------------------------------------------------------------------- arguments of generation
+def test_keywords_of_a_call_win(engine: Engine, seen: list[dict[str, Any]]) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=9, generate_kwargs={"repetition_penalty": 1.5})
+    assert len(llm.complete("a", max_new_tokens=3).text) == 3
+    assert len(llm.chat(HELLO, max_new_tokens=2, repetition_penalty=1.2).message.content or "") == 2
+    assert [call["generation_config"].repetition_penalty for call in seen] == [1.5, 1.2]
+
+
+def test_temperature_decides_whether_to_sample(engine: Engine, seen: list[dict[str, Any]]) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=1)
+    llm.complete("a", temperature=0.7)
+    llm.complete("a", temperature=0)
+    llm.complete("a", temperature=0.7, do_sample=False)
+    configs = [call["generation_config"] for call in seen]
+    assert [bool(config.do_sample) for config in configs] == [True, False, False]
+    assert [config.temperature == 0.7 for config in configs] == [True, False, False]
+
+
+def test_stop_and_stopping_ids(engine: Engine) -> None:
+    text = KVCacheLLM(engine=engine, max_new_tokens=6).complete("Once").text
+    llm = KVCacheLLM(engine=engine, max_new_tokens=6)
+    assert llm.complete("Once", stop=[text[3]]).text == text[: text.index(text[3])]
+    ids = engine.tokenizer(text[2], add_special_tokens=False)["input_ids"]
+    ending = KVCacheLLM(engine=engine, max_new_tokens=6, stopping_ids=ids)
+    assert ending.complete("Once").text.rstrip(text[2]) == text[: text.index(text[2])]
+
+
+@pytest.mark.parametrize("name", ["complete", "stream_complete"])
+def test_wrong_arguments_are_told(llm: KVCacheLLM, name: str) -> None:
+    with pytest.raises(InvalidInputError, match="prompt_lookup_num_tokens"):
+        list(getattr(llm, name)("a", prompt_lookup_num_tokens=2))
+
+
+# ---------------------------------------------------------------------- chunks
+def test_answer_over_chunks_by_policy(llm: KVCacheLLM, engine: Engine) -> None:
+    engine.add(["The tower is tall."])
+    request = Grounded("How tall?", ("The tower is tall.",))
+    reused = llm.answer("prompt", request)
+    assert reused.raw["kv_cache"]["reused_tokens"] > 0
+    full = KVCacheLLM(engine=engine, max_new_tokens=6, policy=FullRecompute())
+    assert full.answer("prompt", request).raw["kv_cache"]["policy"] == "FullRecompute()"
+    assert full.answer("prompt", request).text == reused.text  # one chunk in its natural place
+
+
+# ---------------------------------------------------------------------- events
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda llm: llm.complete("a"), ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]),
+        (lambda llm: llm.chat(HELLO), ["LLMChatStartEvent", "LLMChatEndEvent"]),
+    ],
+)
+def test_events_once_each(
+    llm: KVCacheLLM, recorder: Recorder, call: Callable[[KVCacheLLM], Any], expected: list[str]
+) -> None:
+    call(llm)
+    assert recorder.names() == expected
+
+
+async def test_async_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
+    await llm.acomplete("a")
+    await llm.achat(HELLO)
+    assert recorder.names() == [
+        "LLMCompletionStartEvent",
+        "LLMCompletionEndEvent",
+        "LLMChatStartEvent",
+        "LLMChatEndEvent",
+    ]
+
+
+async def test_stream_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> None:
+    list(llm.stream_complete("a"))
+    async for _ in await llm.astream_complete("a"):
+        pass
+    async for _ in await llm.astream_chat(HELLO):
+        pass
+    names = recorder.names()
+    assert names.count("LLMCompletionStartEvent") == names.count("LLMCompletionEndEvent") == 2
+    assert names.count("LLMChatStartEvent") == names.count("LLMChatEndEvent") == 1
+    assert names.count("LLMCompletionInProgressEvent") == 2 * 7
+    assert recorder.of("LLMCompletionEndEvent")[0].response.raw["usage"]["completion_tokens"] == 6
+
+
+# ---------------------------------------------------------------------- failure, abandonment, loop
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that fails at the third token."""
+    forward = make_model().forward
+    calls = [0]
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 2:
+            raise RuntimeError("out of memory")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(make_model(), "forward", fail)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.timeout(60)
+def test_failure_while_streaming_reaches_the_consumer(llm: KVCacheLLM, recorder: Recorder) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(llm.stream_complete("a"))
+    assert "ExceptionEvent" in recorder.names()
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.timeout(60)
+async def test_failure_while_streaming_reaches_the_async_consumer(llm: KVCacheLLM) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        async for _ in await llm.astream_complete("a"):
+            pass
+
+
+def test_abandoned_stream_stops_generating(engine: Engine) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=3000)
+    stream = llm.stream_complete("a")
+    next(stream)
+    stream.close()
+    assert len(llm.complete("a", max_new_tokens=2).text) == 2
+
+
+async def test_abandoned_async_stream_stops_generating(engine: Engine) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=3000)
+    stream: Any = await llm.astream_complete("a")
+    await anext(stream)
+    await stream.aclose()
+    assert len((await llm.acomplete("a", max_new_tokens=2)).text) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.acomplete("a"),
+        lambda llm: llm.achat(HELLO),
+        lambda llm: llm.aanswer("prompt", Grounded("q?", ("text",))),
+    ],
+)
+async def test_event_loop_is_not_blocked(
+    engine: Engine, call: Callable[[KVCacheLLM], Any], ticker: Ticker
+) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=150)
+    async with ticker:
+        await call(llm)
+    assert ticker.worst < 0.8 * ticker.elapsed
+
+
+async def test_many_at_once(llm: KVCacheLLM) -> None:
+    alone = [llm.complete(f"Story {index}").text for index in range(4)]
+    together = await asyncio.gather(*(llm.acomplete(f"Story {index}") for index in range(4)))
+    assert [answer.text for answer in together] == alone
+
+
+# ---------------------------------------------------------------------- settings
+def test_settings_without_the_model(engine: Engine) -> None:
+    llm = KVCacheLLM(engine=engine, policy=FullRecompute(), model_kwargs={"dtype": torch.float32})
+    settings = llm.to_dict()
+    assert settings["class_name"] == "KVCacheLLM"
+    assert settings["model_kwargs"] == {"dtype": "torch.float32"}
+    assert "engine" not in json.dumps(settings)
+    assert llm.to_payload()
+
+
+def test_arguments_of_hugging_face_llm_are_known(tmp_path: Path) -> None:
+    KVCacheLLM(
+        model_name="tiny",
+        tokenizer_name=None,
+        device_map="auto",
+        context_window=1024,
+        max_new_tokens=9,
+        generate_kwargs=None,
+        model_kwargs={"revision": "main"},
+        tokenizer_kwargs={},
+        stopping_ids=[5],
+        system_prompt="Be brief.",
+        messages_to_prompt=None,
+        completion_to_prompt=None,
+        is_chat_model=False,
+        kv_dir=str(tmp_path),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_dir": "kv"}, "kv_dir"),
+        ({"system_prompt": "Be brief."}, "system_prompt"),
+        ({"template": PromptTemplate(), "tokenizer": "x"}, "tokenizer and template"),
+    ],
+)
+def test_engine_refuses_what_is_its_own(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        KVCacheLLM(engine=engine, **options)
+
+
+def test_loads_when_first_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    llm = KVCacheLLM(
+        model_name=str(folder),
+        tokenizer_name=str(folder),
+        device_map="cpu",
+        kv_dir=str(tmp_path / "kv"),
+        context_window=700,
+        system_prompt="Own words.\n",
+        max_new_tokens=3,
+    )
+    assert not (tmp_path / "kv").exists()
+    assert len(llm.complete("a").text) == 3
+    assert llm.engine.context_window == 700
+    assert llm.engine.prefix_text == "Own words.\n"
+    llm.engine.add(["text"])
+    assert list((tmp_path / "kv").rglob("*.safetensors"))
+    again = pickle.loads(pickle.dumps(llm))
+    assert again.kv_dir == llm.kv_dir
+    assert again.complete("a").text == llm.complete("a").text
+    assert again.engine.generate("q?", ["text"], max_new_tokens=1).metrics.hits == {"disk": 1}
+
+
+def test_loaded_model_with_its_tokenizer() -> None:
+    llm = KVCacheLLM(model=make_model(), tokenizer=make_tokenizer(), max_new_tokens=2)
+    assert len(llm.complete("a").text) == 2
+    with pytest.raises(InvalidInputError, match="tokenizer="):
+        _ = KVCacheLLM(model=make_model()).engine
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model_name="),
+        ({"model_name": "./no/such/folder"}, "no model folder"),
+        ({"model_name": "tiny", "tokenizer_name": "./no/such/folder"}, "tokenizer"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        _ = KVCacheLLM(**options).engine
+
+
+def test_copies_share_the_engine(llm: KVCacheLLM) -> None:
+    twin = copy.deepcopy(llm)
+    twin.max_new_tokens = 2
+    assert twin.engine is llm.engine
+    assert llm.max_new_tokens == 6
+    assert len(twin.complete("a").text) == 2
+
+
+def test_prompts_of_llama_index(llm: KVCacheLLM) -> None:
+    assert len(llm.predict(LlamaPrompt("Say {what}"), what="hello")) == 6
+    assert "".join(llm.stream(LlamaPrompt("Say {what}"), what="hello"))
+
+
+def test_public_names_are_sorted_and_load() -> None:
+    import llama_index.kvcache_rag as package
+
+    assert package.__all__ == sorted(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = package.Nothing
+    assert kvcache_rag.__version__

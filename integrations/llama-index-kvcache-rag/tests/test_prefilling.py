@@ -1,0 +1,321 @@
+"""What ingestion prefills, what it notes beside the rows, and what deletion lets go of."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode, MetadataMode, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores.types import VectorStoreQuery
+
+from kvcache_rag import ContextTooLongError, InvalidInputError, PromptTemplate
+from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheVectorStore
+from llama_index.kvcache_rag.references import REFERENCE_KEYS, Reference, chunks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_rag import ChunkKey, Engine
+
+    Count = Callable[[], int]
+
+
+@pytest.fixture
+def store(llm: KVCacheLLM) -> KVCacheVectorStore:
+    name = f"c-{uuid.uuid4().hex}"
+    return KVCacheVectorStore.from_params(name, client=chromadb.EphemeralClient(), llm=llm)
+
+
+def node(id_: str, text: str, **metadata: Any) -> TextNode:
+    return TextNode(id_=id_, text=text, metadata=metadata, embedding=[1.0, float(ord(id_[-1]))])
+
+
+def keys_of(engine: Engine, *texts: str) -> list[ChunkKey]:
+    return engine.keys(list(texts))
+
+
+def row(store: KVCacheVectorStore, id_: str) -> dict[str, Any]:
+    found = store.client.get(ids=[id_])["metadatas"]
+    assert found
+    return dict(found[0])
+
+
+@pytest.fixture
+def released(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Digest and owner of every release."""
+    seen: list[tuple[str, str]] = []
+    release = engine.store.release
+
+    def note(key: ChunkKey, owner: str) -> None:
+        seen.append((key.digest, owner))
+        release(key, owner)
+
+    monkeypatch.setattr(engine.store, "release", note)
+    return seen
+
+
+# ---------------------------------------------------------------------- references
+def test_reference_is_a_row_apart_from_the_node(
+    store: KVCacheVectorStore, engine: Engine, prefilled: Count
+) -> None:
+    mine = node("a", "The tower is tall.", page=3)
+    before = mine.hash
+    store.add([mine])
+    assert prefilled() == 1
+    assert mine.hash == before
+    assert set(mine.metadata) == {"page"}
+    text = mine.get_content(MetadataMode.LLM)
+    assert text == "page: 3\n\nThe tower is tall."
+    (key,) = keys_of(engine, text)
+    held = row(store, "a")
+    assert (held["kv_key"], held["kv_spec"]) == (key.digest, engine.spec)
+    assert held["kv_tokens"] == key.tokens
+    assert held["kv_bytes"] > 0
+    assert all(isinstance(held[name], (str, int)) for name in REFERENCE_KEYS)
+    assert all(len(str(held[name])) <= 128 for name in REFERENCE_KEYS)
+    assert "kv_" not in held["_node_content"]
+    assert engine.store.contains(key)
+
+
+def test_returned_node_carries_the_reference_out_of_sight(store: KVCacheVectorStore) -> None:
+    mine = node("a", "The tower is tall.", page=3)
+    store.add([mine])
+    queried = store.query(VectorStoreQuery([1.0, 1.0], 1)).nodes or []
+    for found in (*queried, *store.get_nodes()):
+        assert Reference.from_metadata(found.metadata) is not None
+        for mode in (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE):
+            assert found.get_content(mode) == mine.get_content(mode)
+
+
+def test_node_read_back_can_be_added_again(store: KVCacheVectorStore, prefilled: Count) -> None:
+    mine = node("a", "The tower is tall.", page=3)
+    store.add([mine])
+    (found,) = store.get_nodes()
+    found.embedding = mine.embedding
+    store.add([found])
+    assert prefilled() == 1
+    assert "kv_" not in row(store, "a")["_node_content"]
+    (again,) = store.get_nodes()
+    assert set(again.metadata) == {"page", *REFERENCE_KEYS}
+    assert sorted(again.excluded_llm_metadata_keys) == sorted(REFERENCE_KEYS)
+
+
+def test_same_text_is_prefilled_once(store: KVCacheVectorStore, prefilled: Count) -> None:
+    store.add([node("a", "One text."), node("b", "One text."), node("c", "Another.")])
+    assert prefilled() == 2
+    store.add([node("d", "One text.")])
+    assert prefilled() == 0
+
+
+def test_without_engine_rows_have_no_reference(store: KVCacheVectorStore) -> None:
+    plain = KVCacheVectorStore(store.client)
+    plain.add([node("a", "Text.")])
+    plain.delete_nodes(["a"])
+    plain.add([node("b", "Text.")])
+    assert "kv_key" not in row(store, "b")
+    with pytest.raises(InvalidInputError, match="llm= or engine="):
+        plain.prefill_missing()
+
+
+def test_reference_of_another_prefix_or_wrapper_is_not_used(
+    make_engine: Callable[..., Engine], engine: Engine, store: KVCacheVectorStore
+) -> None:
+    store.add([node("a", "The tower is tall.")])
+    found = store.get_nodes()
+    texts = [one.get_content(MetadataMode.LLM) for one in found]
+    assert not isinstance(chunks_of(found, texts, engine)[0], str)
+    # As many tokens as the engine's own prefix, so its length does not give it away.
+    other = make_engine(store=engine.store, template=PromptTemplate(system="Rest.\n"))
+    assert chunks_of(found, texts, other) == texts
+    wrapped = make_engine(template=PromptTemplate(system="Read.\n", chunk_start="<|DOC_start|>"))
+    assert chunks_of(found, texts, wrapped) == texts
+    assert chunks_of(found, ["changed"], engine) == ["changed"]
+    assert chunks_of([], ["text", " \n"], engine) == ["text"]
+
+
+# ---------------------------------------------------------------------- deleting and updating
+def test_deleting_releases_in_the_name_of_the_collection(
+    store: KVCacheVectorStore, engine: Engine, released: list[tuple[str, str]]
+) -> None:
+    store.add([node("a", "First."), node("b", "Second."), node("c", "Third.")])
+    digests = [key.digest for key in keys_of(engine, "First.", "Second.", "Third.")]
+    store.delete_nodes(["a"])
+    assert released == [(digests[0], store.owner)]
+    store.clear()
+    assert sorted(released[1:]) == sorted((digest, store.owner) for digest in digests[1:])
+    # A tombstone: an edit that puts the text back within the grace time prefills nothing.
+    assert all(engine.store.contains(key) for key in keys_of(engine, "First.", "Third."))
+
+
+def test_chunk_of_another_row_is_kept(
+    store: KVCacheVectorStore, released: list[tuple[str, str]]
+) -> None:
+    store.add([node("a", "One text."), node("b", "One text.")])
+    store.delete_nodes(["a"])
+    assert released == []
+    store.delete_nodes(["b"])
+    assert len(released) == 1
+
+
+def test_updated_node_releases_its_old_chunk(
+    store: KVCacheVectorStore, engine: Engine, released: list[tuple[str, str]], prefilled: Count
+) -> None:
+    store.add([node("a", "Old text.")])
+    store.add([node("a", "New text.")])
+    old, new = keys_of(engine, "Old text.", "New text.")
+    assert released == [(old.digest, store.owner)]
+    assert row(store, "a")["kv_key"] == new.digest
+    assert prefilled() == 2
+
+
+def test_chunks_of_another_model_are_not_released(
+    store: KVCacheVectorStore, released: list[tuple[str, str]]
+) -> None:
+    store.add([node("a", "Text.")])
+    store.client.update(ids=["a"], metadatas=[{"kv_spec": "0" * 64}])
+    store.clear()
+    assert released == []
+    assert store.get_nodes() == []
+
+
+def test_swept_after_the_grace_time(
+    make_engine: Callable[..., Engine], store: KVCacheVectorStore
+) -> None:
+    from kvcache_rag import MemoryStore
+
+    engine = make_engine(store=MemoryStore(release_grace=0.0))
+    other = KVCacheVectorStore(store.client, engine=engine)
+    other.add([node("a", "First."), node("b", "Second.")])
+    other.delete_nodes(["a"])
+    engine.store.sweep()
+    first, second = keys_of(engine, "First.", "Second.")
+    assert not engine.store.contains(first)
+    assert engine.store.contains(second)
+
+
+def test_rows_that_cannot_be_written_let_go_of_their_chunks(
+    store: KVCacheVectorStore, released: list[tuple[str, str]]
+) -> None:
+    store.add([node("a", "First.")])
+    wrong = TextNode(id_="b", text="Second.", embedding=[1.0, 2.0, 3.0])
+    with pytest.raises(Exception, match="dimension"):
+        store.add([node("c", "First."), wrong])
+    assert len(released) == 1  # that of "Second."; "First." is in use
+
+
+def test_chunk_that_is_too_long_writes_nothing(store: KVCacheVectorStore, prefilled: Count) -> None:
+    with pytest.raises(ContextTooLongError):
+        store.add([node("a", "Short."), node("b", "x" * 5000)])
+    assert store.get_nodes() == []
+    assert prefilled() == 0
+
+
+# ---------------------------------------------------------------------- filling up
+def test_prefill_missing_fills_and_writes_references(
+    store: KVCacheVectorStore, engine: Engine, prefilled: Count, capfd: pytest.CaptureFixture[str]
+) -> None:
+    KVCacheVectorStore(store.client).add([node("a", "First.", page=1), node("b", "Second.")])
+    store.add([node("c", "Third.")])
+    assert prefilled() == 1
+    assert store.prefill_missing(show_progress=True) == 2
+    assert "prefill" in capfd.readouterr().err
+    assert prefilled() == 2
+    assert row(store, "a")["page"] == 1
+    assert row(store, "a")["kv_key"] == keys_of(engine, "page: 1\n\nFirst.")[0].digest
+    assert store.prefill_missing() == 0
+    assert prefilled() == 0
+    # Evicted KV comes back too, though no reference has to be written.
+    engine.store.delete(keys_of(engine, "Third.")[0])
+    assert store.prefill_missing() == 0
+    assert prefilled() == 1
+
+
+def test_prefill_missing_replaces_what_another_prefix_wrote(
+    store: KVCacheVectorStore, make_engine: Callable[..., Engine]
+) -> None:
+    store.add([node("a", "First.")])
+    other = KVCacheVectorStore(
+        store.client, engine=make_engine(template=PromptTemplate(system="Something longer.\n"))
+    )
+    assert other.prefill_missing() == 1
+    assert other.engine is not None
+    assert row(store, "a")["kv_key"] == keys_of(other.engine, "First.")[0].digest
+
+
+# ---------------------------------------------------------------------- LlamaIndex's ingestion
+def test_index_from_documents_shows_a_bar(
+    store: KVCacheVectorStore,
+    embedding: HashEmbedding,
+    prefilled: Count,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    documents = [Document(text=f"Fact {index}.", id_=f"d{index}") for index in range(3)]
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex.from_documents(
+        documents, storage_context=context, embed_model=embedding, show_progress=True
+    )
+    assert "prefill" in capfd.readouterr().err
+    assert prefilled() == 3
+    index.insert(Document(text="Fact 3.", id_="d3"))
+    assert "prefill" not in capfd.readouterr().err
+    index.update_ref_doc(Document(text="Fact three.", id_="d3"))
+    assert prefilled() == 2
+    index.delete_ref_doc("d0")
+    assert len(store.get_nodes()) == 3
+
+
+async def test_async_ingestion_shows_a_bar(
+    store: KVCacheVectorStore, embedding: HashEmbedding, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = IngestionPipeline(transformations=[embedding], vector_store=store)
+    await pipeline.arun(documents=[Document(text="Fact.")], show_progress=True)
+    assert "prefill" in capfd.readouterr().err
+    quiet, loud = (TextNode(text=text, embedding=[1.0] * 64) for text in ("Quiet.", "Loud."))
+    await store.async_add([quiet])
+    assert "prefill" not in capfd.readouterr().err
+    await store.async_add([loud], show_progress=True)
+    assert "prefill" in capfd.readouterr().err
+
+
+def sentences(changed: int | None = None) -> str:
+    """Ten sentences of which the splitter makes ten chunks."""
+    words = [f"Sentence {index} has " + "quite some words here " * 3 for index in range(10)]
+    if changed is not None:
+        words[changed] = words[changed].replace("some", "many")
+    return " ".join(f"{text.strip()}." for text in words)
+
+
+def test_editing_one_chunk_of_ten_prefills_one(
+    store: KVCacheVectorStore, embedding: HashEmbedding, prefilled: Count
+) -> None:
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=20, chunk_overlap=0), embedding],
+        docstore=SimpleDocumentStore(),
+        vector_store=store,
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    kept = Document(text="Untouched.", id_="kept")
+    pipeline.run(documents=[Document(text=sentences(), id_="d"), kept])
+    assert prefilled() == 11
+    pipeline.run(documents=[Document(text=sentences(), id_="d"), kept])
+    assert prefilled() == 0
+    pipeline.run(documents=[Document(text=sentences(changed=4), id_="d"), kept])
+    assert prefilled() == 1
+    assert len(store.get_nodes()) == 11
+    pipeline.run(documents=[kept])
+    assert [found.get_content() for found in store.get_nodes()] == ["Untouched."]
+
+
+def test_custom_nodes_are_no_problem(store: KVCacheVectorStore) -> None:
+    class Marked(TextNode):
+        pass
+
+    nodes: list[BaseNode] = [Marked(id_="m", text="Marked.", embedding=[1.0, 0.0])]
+    store.add(nodes)
+    assert [found.get_content() for found in store.get_nodes()] == ["Marked."]

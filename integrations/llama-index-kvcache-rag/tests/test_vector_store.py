@@ -1,0 +1,409 @@
+"""KVCacheVectorStore over Chroma's three kinds of client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from llama_index.core.schema import ImageNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores.types import (
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+
+from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def node(id_: str, text: str = "", document: str = "doc", **metadata: Any) -> TextNode:
+    return TextNode(
+        id_=id_,
+        text=text or f"text of {id_}",
+        metadata=metadata,
+        embedding=[1.0, float(len(id_)), float(ord(id_[-1]) % 7)],
+        relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)},
+    )
+
+
+def ids(store: KVCacheVectorStore, **conditions: Any) -> list[str]:
+    return sorted(found.node_id for found in store.get_nodes(**conditions))
+
+
+def year(value: int) -> MetadataFilters:
+    return MetadataFilters(filters=[MetadataFilter(key="year", value=value)])
+
+
+def query(store: KVCacheVectorStore, count: int = 10, **values: Any) -> list[str]:
+    wanted = VectorStoreQuery(query_embedding=[1.0, 1.0, 1.0], similarity_top_k=count, **values)
+    return list(store.query(wanted).ids or [])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """A Chroma server on a free port, stopped in the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("chroma-server")
+    command = Path(sys.executable).parent / "chroma"
+    process = subprocess.Popen(
+        [command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        yield "127.0.0.1", port
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+@pytest.fixture(params=["memory", "persistent", "http"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVCacheVectorStore:
+    place: dict[str, Any]
+    if request.param == "memory":
+        place = {"client": chromadb.EphemeralClient()}
+    elif request.param == "persistent":
+        place = {"persist_dir": str(tmp_path / "chroma")}
+    else:
+        host, port = request.getfixturevalue("server")
+        place = {"host": host, "port": port}
+    return KVCacheVectorStore.from_params(f"c-{uuid.uuid4().hex}", **place)
+
+
+@pytest.fixture
+def memory() -> KVCacheVectorStore:
+    return KVCacheVectorStore.from_params(
+        f"c-{uuid.uuid4().hex}", client=chromadb.EphemeralClient()
+    )
+
+
+# ---------------------------------------------------------------------- every kind of client
+def test_round_of_all_operations(store: KVCacheVectorStore) -> None:
+    assert store.add([node("a", year=1), node("b", year=2, document="other"), node("c")]) == [
+        *"abc"
+    ]
+    assert ids(store) == ["a", "b", "c"]
+    assert ids(store, node_ids=["a", "nope"]) == ["a"]
+    assert ids(store, filters=year(2)) == ["b"]
+    assert sorted(query(store)) == ["a", "b", "c"]
+    assert query(store, node_ids=["c", "nope"]) == ["c"]
+    assert query(store, doc_ids=["other"]) == ["b"]
+    assert query(store, filters=year(1)) == ["a"]
+    store.delete("other")
+    store.delete("missing document")
+    assert ids(store) == ["a", "c"]
+    store.delete_nodes(["a", "nope"])
+    assert ids(store) == ["c"]
+    store.clear()
+    store.clear()
+    assert ids(store) == []
+    assert query(store) == []
+
+
+async def test_async_forms(store: KVCacheVectorStore) -> None:
+    assert await store.async_add([node("a", year=1), node("b", year=2)]) == ["a", "b"]
+    found = await store.aget_nodes(filters=year(1))
+    assert [one.node_id for one in found] == ["a"]
+    wanted = VectorStoreQuery(query_embedding=[1.0, 1.0, 1.0], similarity_top_k=5)
+    assert sorted((await store.aquery(wanted)).ids or []) == ["a", "b"]
+    await store.adelete_nodes(filters=year(1), whatever=1)
+    await store.adelete("missing")
+    assert [one.node_id for one in await store.aget_nodes()] == ["b"]
+    await store.aclear()
+    assert await store.aget_nodes() == []
+
+
+# ---------------------------------------------------------------------- faults of the stock store
+def test_existing_id_is_replaced_with_its_metadata(memory: KVCacheVectorStore) -> None:
+    memory.add([node("a", "old text", year=1, colour="red")])
+    memory.add([node("a", "new text", year=2)])
+    (found,) = memory.get_nodes()
+    assert found.get_content() == "new text"
+    assert found.metadata == {"year": 2}
+    row = memory.client.get(ids=["a"])["metadatas"]
+    assert row is not None
+    assert "colour" not in row[0]
+
+
+def test_same_id_twice_in_one_call_keeps_the_last(
+    memory: KVCacheVectorStore, llm: KVCacheLLM
+) -> None:
+    store = KVCacheVectorStore(memory.client, llm=llm)
+    assert store.add([node("a", "first"), node("a", "second")]) == ["a", "a"]
+    assert [found.get_content() for found in memory.get_nodes()] == ["second"]
+    first, second = llm.engine.keys(["first", "second"])
+    assert not llm.engine.store.contains(first)
+    assert llm.engine.store.contains(second)
+
+
+def test_more_nodes_than_chroma_takes_at_once(memory: KVCacheVectorStore) -> None:
+    count = 5600
+    assert len(memory.add([node(f"n{index}") for index in range(count)])) == count
+    assert memory.client.count() == count
+    assert len(memory.get_nodes()) == count
+    memory.delete_nodes([f"n{index}" for index in range(5500)])
+    assert memory.client.count() == 100
+    memory.clear()
+    assert memory.client.count() == 0
+
+
+def test_delete_nodes_by_filters_and_by_both(memory: KVCacheVectorStore) -> None:
+    memory.add([node("a", year=1), node("b", year=1), node("c", year=2)])
+    memory.delete_nodes(["a", "c"], filters=year(1))
+    assert ids(memory) == ["b", "c"]
+    memory.delete_nodes(filters=year(1), reason="tests")
+    assert ids(memory) == ["c"]
+    memory.delete_nodes()
+    memory.delete_nodes([])
+    assert ids(memory) == ["c"]
+
+
+def test_ghost_hits_are_dropped(
+    memory: KVCacheVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.add([node("a"), node("b")])
+    ghost = {
+        "ids": [["a", "gone"]],
+        "documents": [["text of a", None]],
+        "metadatas": [[{"_node_content": ""}, None]],
+        "distances": [[0.1, 0.2]],
+    }
+    monkeypatch.setattr(memory.client, "query", lambda **_: ghost)
+    assert query(memory) == ["a"]
+
+
+def test_rows_deleted_by_another_process_are_dropped(tmp_path: Path) -> None:
+    store = KVCacheVectorStore.from_params("docs", persist_dir=tmp_path)
+    store.add([node(one) for one in "abcdef"])
+    assert len(query(store)) == 6
+    other = (
+        "import sys, chromadb; client = chromadb.PersistentClient(sys.argv[1]); "
+        "client.get_collection('docs', embedding_function=None).delete(ids=['a', 'b'])"
+    )
+    subprocess.run([sys.executable, "-c", other, str(tmp_path)], check=True)
+    # This process's index still has them, without document and metadata.
+    assert sorted(query(store)) == [*"cdef"]
+    assert query(store, node_ids=["a", "c"]) == ["c"]
+
+
+def test_mmr_prefers_variety(memory: KVCacheVectorStore) -> None:
+    vectors = {"near": [1.0, 0.0, 0.0], "twin": [0.99, 0.01, 0.0], "other": [0.6, 0.8, 0.0]}
+    memory.add([TextNode(id_=id_, text=id_, embedding=vector) for id_, vector in vectors.items()])
+    wanted = VectorStoreQuery(query_embedding=[1.0, 0.0, 0.0], similarity_top_k=2)
+    assert memory.query(wanted).ids == ["near", "twin"]
+    wanted.mode = VectorStoreQueryMode.MMR
+    assert memory.query(wanted, mmr_threshold=0.3).ids == ["near", "other"]
+    assert memory.query(wanted, mmr_threshold=1.0).ids == ["near", "twin"]
+    wanted.mmr_threshold = 0.3
+    assert memory.query(wanted).ids == ["near", "other"]
+    assert memory.query(wanted, mmr_prefetch_k=2).ids == ["near", "twin"]
+    wanted.filters = MetadataFilters(
+        filters=[MetadataFilter(key="x", value=None, operator=FilterOperator.IS_EMPTY)]
+    )
+    assert memory.query(wanted, mmr_prefetch_factor=3).ids == ["near", "other"]
+    for options, message in (
+        ({"mmr_threshold": 2}, "between 0 and 1"),
+        ({"mmr_prefetch_k": 2, "mmr_prefetch_factor": 2}, "not both"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            memory.query(wanted, **options)
+
+
+def test_query_edges(memory: KVCacheVectorStore) -> None:
+    wanted = VectorStoreQuery(query_embedding=[1.0, 1.0, 1.0], similarity_top_k=0)
+    assert query(memory) == []
+    memory.add([node("a", "red fox", year=1), node("b", "blue fox", year=2)])
+    assert memory.query(wanted).ids == []
+    listed = memory.query(VectorStoreQuery(similarity_top_k=1, filters=year(2)))
+    assert listed.ids == ["b"]
+    wanted.similarity_top_k = 5
+    assert memory.query(wanted, where={"year": 1}).ids == ["a"]
+    assert memory.query(wanted, where_document={"$contains": "blue"}).ids == ["b"]
+    assert (
+        memory.query(VectorStoreQuery([1.0, 1.0, 1.0], 5, node_ids=["a"], filters=year(2))).ids
+        == []
+    )
+    similarities = memory.query(wanted).similarities or []
+    assert similarities == sorted(similarities, reverse=True)
+    assert all(0 < value <= 1 for value in similarities)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ({"mode": VectorStoreQueryMode.HYBRID}, {}, "hybrid"),
+        ({"filters": year(1)}, {"where": {"year": 1}}, "not both"),
+        ({}, {"colour": 1}, "colour"),
+    ],
+)
+def test_query_says_what_it_cannot_do(
+    memory: KVCacheVectorStore, values: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        memory.query(VectorStoreQuery([1.0, 0.0, 0.0], 1, **values), **options)
+
+
+# ---------------------------------------------------------------------- rows of others
+def test_reads_rows_of_the_stock_store_and_of_no_framework(memory: KVCacheVectorStore) -> None:
+    stock = pytest.importorskip("llama_index.vector_stores.chroma").ChromaVectorStore(memory.client)
+    stock.add([node("a", "from the stock store", year=1)])
+    vectors: Any = [[1.0, 1.0, 1.0]]
+    memory.client.add(ids=["b"], embeddings=vectors, documents=["bare"], metadatas=[{"page": 3}])
+    found = {one.node_id: one for one in memory.get_nodes()}
+    assert found["a"].get_content() == "from the stock store"
+    assert found["a"].metadata == {"year": 1}
+    assert (found["b"].get_content(), found["b"].metadata) == ("bare", {"page": 3})
+    memory.add([node("c", "ours", tags=["x"])])
+    listed = stock.query(VectorStoreQuery([1.0, 1.0, 1.0], similarity_top_k=3)).nodes or []
+    assert sorted(one.get_content() for one in listed) == ["bare", "from the stock store", "ours"]
+
+
+def test_nodes_without_text_are_rows_too(memory: KVCacheVectorStore, llm: KVCacheLLM) -> None:
+    store = KVCacheVectorStore(memory.client, llm=llm)
+    image = ImageNode(id_="i", image_url="x.png", embedding=[0.0, 1.0, 0.0])
+    store.add([image, node("a")])
+    found = {one.node_id: one for one in store.get_nodes()}
+    assert isinstance(found["i"], ImageNode)
+    assert "kv_key" not in found["i"].metadata
+    assert "kv_key" in found["a"].metadata
+
+
+# ---------------------------------------------------------------------- construction and copies
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"persist_dir": "x", "host": "h"}, {"client": chromadb.EphemeralClient, "host": "h"}],
+)
+def test_place_is_said_exactly_once(place: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match="exactly one"):
+        KVCacheVectorStore.from_params("docs", **place)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("x", {"client": None}, "cannot open the collection 'x'"),
+        ("docs", {"host": "127.0.0.1", "port": 9}, "cannot open the collection 'docs'"),
+    ],
+)
+def test_what_chroma_refuses_is_told(name: str, place: dict[str, Any], message: str) -> None:
+    if "client" in place:
+        place = {"client": chromadb.EphemeralClient()}
+    with pytest.raises(InvalidInputError, match=message):
+        KVCacheVectorStore.from_params(name, **place)
+
+
+def test_engine_and_kv_dir_are_said_once(memory: KVCacheVectorStore, llm: KVCacheLLM) -> None:
+    with pytest.raises(InvalidInputError, match="not both"):
+        KVCacheVectorStore(memory.client, llm=llm, engine=llm.engine)
+    with pytest.raises(InvalidInputError, match="kv_dir= needs llm="):
+        KVCacheVectorStore(memory.client, kv_dir="kv")
+    with pytest.raises(InvalidInputError, match="elsewhere already"):
+        KVCacheVectorStore(memory.client, llm=llm, kv_dir="kv")
+    lazy = KVCacheLLM(model_name="never loaded")
+    for _ in range(2):
+        KVCacheVectorStore(memory.client, llm=lazy, kv_dir=Path("kv"))
+    assert lazy.kv_dir == "kv"
+    with pytest.raises(InvalidInputError, match="in kv already"):
+        KVCacheVectorStore(memory.client, llm=lazy, kv_dir="other")
+
+
+def test_copy_shares_the_collection(memory: KVCacheVectorStore, llm: KVCacheLLM) -> None:
+    store = KVCacheVectorStore(memory.client, llm=llm)
+    twin = copy.deepcopy(store)
+    twin.add([node("a")])
+    assert ids(store) == ["a"]
+    assert twin.engine is store.engine
+
+
+def test_pickle_opens_the_collection_again(tmp_path: Path) -> None:
+    llm = KVCacheLLM(model_name="never loaded")
+    store = KVCacheVectorStore.from_params("docs", persist_dir=str(tmp_path), llm=llm)
+    # Without a reference to prefill, as the model cannot be loaded.
+    KVCacheVectorStore(store.client).add([node("a")])
+    again = pickle.loads(pickle.dumps(store))
+    assert ids(again) == ["a"]
+    assert again._llm.model_name == "never loaded"
+
+
+def test_pickle_refuses_what_cannot_be_found_again(
+    memory: KVCacheVectorStore, llm: KVCacheLLM, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be pickled"):
+        pickle.dumps(memory)
+    store = KVCacheVectorStore.from_params("docs", persist_dir=str(tmp_path), engine=llm.engine)
+    with pytest.raises(InvalidInputError, match="and llm="):
+        pickle.dumps(store)
+
+
+def test_settings_without_secrets(memory: KVCacheVectorStore) -> None:
+    store = KVCacheVectorStore.from_collection(memory.client, headers={"token": "secret"})
+    assert "secret" not in store.to_json()
+    assert "secret" not in repr(store)
+    assert store.to_dict()["class_name"] == "KVCacheVectorStore"
+
+
+# ---------------------------------------------------------------------- threads
+def test_threads_add_query_and_delete(memory: KVCacheVectorStore, llm: KVCacheLLM) -> None:
+    store = KVCacheVectorStore(memory.client, llm=llm)
+
+    def work(worker: int) -> list[str]:
+        for step in range(4):
+            store.add([node(f"{worker}-{step}-{at}", f"text {at}", f"{worker}") for at in range(3)])
+            query(store, count=3)
+            store.delete_nodes([f"{worker}-{step}-0"])
+        store.delete("nobody")
+        return [found.node_id for found in store.get_nodes()]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert store.client.count() == 4 * 4 * 2
+    store.delete_documents([str(worker) for worker in range(3)])
+    assert {one.split("-")[0] for one in ids(store)} == {"3"}
+
+
+# ---------------------------------------------------------------------- the event loop
+async def test_writing_does_not_block_the_event_loop(
+    memory: KVCacheVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upsert: Callable[..., None] = memory.client.upsert
+
+    def slow(**values: Any) -> None:
+        time.sleep(0.3)
+        upsert(**values)
+
+    monkeypatch.setattr(memory.client, "upsert", slow)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    await memory.async_add([node("a")])
+    ticking.cancel()
+    assert ticks >= 10
