@@ -153,15 +153,15 @@ def sides(model: Any, by_store: dict[str, Engine], context: int) -> dict[str, Ca
 def measure(
     timed: dict[str, Callable[[], float]], context: int, rounds: int, full_rounds: int
 ) -> list[Row]:
-    """Let the sides take turns; the first round of each but `full` is not counted."""
+    """Let the sides take turns; the first round of each is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(rounds + 1):
         for name, run in timed.items():
-            if name == "full" and number >= full_rounds:
+            if name == "full" and number > full_rounds:
                 continue
             gc.collect()
             elapsed = run()
-            if number or name == "full":
+            if number:
                 seconds[name].append(elapsed)
     slowest = statistics.median(seconds["full"])
     return [

@@ -193,3 +193,15 @@ def test_a_question_longer_than_the_window_is_refused(small: Engine, mode: str) 
         small.complete("Who? " * 60)
     with pytest.raises(ContextTooLongError, match="alone are"):
         small.generate("Who?", [], overflow=mode, max_new_tokens=500)
+
+
+def test_drop_lowest_goes_by_score_where_the_order_says_nothing() -> None:
+    sizes, scores = [10, 10, 10, 10], [0.9, 0.1, 0.2, 0.8]
+    kept = split_rounds(sizes, room=30, later_room=0, overflow="drop_lowest", scores=scores)
+    assert kept == [[0, 2, 3]]
+
+
+def test_scores_need_one_per_chunk() -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidInputError, match="1 scores for 2 chunks"):
+        engine.generate("Who?", ["one", "two"], scores=[0.5], max_new_tokens=1)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream
+from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class AsyncMethods:
 async def _cancellable(run: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
     cancelled = threading.Event()
     try:
-        return await asyncio.to_thread(run, *arguments, cancelled=cancelled, **options)
+        return await in_thread(run, *arguments, cancelled=cancelled, **options)
     except asyncio.CancelledError:
         cancelled.set()
         raise

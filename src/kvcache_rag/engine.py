@@ -215,7 +215,7 @@ class Engine(AsyncMethods):
         Args:
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
-            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop` as in
+            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop`, `scores` as in
                 `Planner.request`; `cancelled`, an event that stops generation; and arguments of
                 transformers' `generate()`.  Greedy unless `do_sample=True`.
 

@@ -16,7 +16,12 @@ stitched prompts, each improving the answer of the one before."""
 
 
 def split_rounds(
-    sizes: Sequence[int], *, room: int, later_room: int, overflow: Overflow
+    sizes: Sequence[int],
+    *,
+    room: int,
+    later_room: int,
+    overflow: Overflow,
+    scores: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """Which chunks go into which round.
 
@@ -25,6 +30,7 @@ def split_rounds(
         room: Tokens for chunks beside prefix, query and answer, in the first round.
         later_room: The same in later rounds, whose query carries the answer so far.
         overflow: What to do.
+        scores: Of each chunk, higher is better, where the order says nothing; None for best first.
 
     Returns:
         Indices of the chunks of each round; at least one round, which may be empty.
@@ -48,9 +54,10 @@ def split_rounds(
             'smaller chunks, or use overflow="drop_lowest" or "refine"'
         )
     if overflow == "drop_lowest":
-        kept = _fitting(sizes, room)
+        ranked = sorted(range(len(sizes)), key=lambda i: -scores[i] if scores else i)
+        kept = _fitting(sizes, ranked, room)
         if not kept:
-            raise ContextTooLongError(_too_long(0, sizes[0], room))
+            raise ContextTooLongError(_too_long(ranked[0], sizes[ranked[0]], room))
         return [kept]
     if later_room < 0:
         raise ContextTooLongError(
@@ -78,11 +85,12 @@ def _too_long(index: int, size: int, room: int) -> str:
     )
 
 
-def _fitting(sizes: Sequence[int], room: int) -> list[int]:
+def _fitting(sizes: Sequence[int], ranked: Sequence[int], room: int) -> list[int]:
+    """The best chunks that fit together, in prompt order."""
     kept, used = [], 0
-    for index, size in enumerate(sizes):
-        if used + size > room:
+    for index in ranked:
+        if used + sizes[index] > room:
             break
         kept.append(index)
-        used += size
-    return kept
+        used += sizes[index]
+    return sorted(kept)

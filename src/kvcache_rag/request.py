@@ -166,6 +166,7 @@ class Planner:
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         overflow: Overflow = "error",
         stop: Sequence[str] = (),
+        scores: Sequence[float] | None = None,
         prefix_mismatch: bool = False,
         streaming: bool = False,
         **options: Any,
@@ -180,6 +181,7 @@ class Planner:
             max_new_tokens: Of the answer.
             overflow: What to do when the chunks do not fit (see `overflow.Overflow`).
             stop: Strings before which the answer ends.
+            scores: Of each chunk, where they do not stand best first; for "drop_lowest".
             prefix_mismatch: Noted in the metrics.
             streaming: Whether pieces are handed on as they come.
             options: Further arguments of transformers' `generate()`.
@@ -196,6 +198,10 @@ class Planner:
         check_new_tokens(max_new_tokens)
         check_generation(options, streaming=streaming)
         planned = self.chunks(chunks or ())
+        if scores is not None and len(scores) != len(planned):
+            raise InvalidInputError(
+                f"{len(scores)} scores for {len(planned)} chunks; give one each"
+            )
         template, turns = self.renderer.template, as_messages(history)
         query = self.renderer.query_ids(template.ask(question), turns)
         room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
@@ -204,7 +210,13 @@ class Planner:
         if overflow == "refine" and sum(sizes) > room - len(query):
             again = self.renderer.query_ids(template.ask_again(question, ""), turns)
             later = room - len(again) - max_new_tokens
-        split = split_rounds(sizes, room=room - len(query), later_room=later, overflow=overflow)
+        split = split_rounds(
+            sizes,
+            room=room - len(query),
+            later_room=later,
+            overflow=overflow,
+            scores=scores,
+        )
         return Request(
             question=question,
             query=query,

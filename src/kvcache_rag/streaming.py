@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextvars
+import functools
 import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.metrics import Answer, Metrics
@@ -20,6 +23,18 @@ from kvcache_rag.metrics import Answer, Metrics
 Emit = Callable[[str], None]
 Run = Callable[[Emit, threading.Event], Answer]
 """Generates, hands on pieces of text, and stops early once the event is set."""
+
+# Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
+# application (name look-ups, files) would then wait too.
+_WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+_Got = TypeVar("_Got")
+
+
+async def in_thread(call: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
+    """`asyncio.to_thread` in threads of our own."""
+    within = contextvars.copy_context()
+    task = functools.partial(within.run, call, *arguments, **options)
+    return await asyncio.get_running_loop().run_in_executor(_WAITING, task)
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
@@ -186,10 +201,10 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
     async def __anext__(self) -> str:
         if self._stream is None:
-            self._stream = await asyncio.to_thread(self._start)
+            self._stream = await in_thread(self._start)
         stream = self._stream
         try:
-            piece = await asyncio.to_thread(next, stream, None)
+            piece: str | None = await in_thread(next, stream, None)
         except asyncio.CancelledError:
             stream._cancelled.set()
             raise
@@ -200,7 +215,7 @@ class AsyncAnswerStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Stop generating at the next token."""
         if self._stream is not None:
-            await asyncio.to_thread(self._stream.close)
+            await in_thread(self._stream.close)
 
     @property
     def answer(self) -> Answer:

@@ -13,7 +13,7 @@ import pytest
 from llama_index.core.schema import MetadataMode
 from llama_index_helpers import make_model, make_tokenizer
 
-from kvcache_rag import InvalidInputError, cli
+from kvcache_rag import DiskStore, InvalidInputError, cli
 from llama_index.kvcache_rag import HashEmbedding
 from llama_index.kvcache_rag.commands import ask, corpus, demo, ingest, report
 
@@ -139,6 +139,29 @@ def test_other_embedding_is_refused(
     ingested()
     said = command("ingest", str(files), "--embed", "minilm", code=2)
     assert "was embedded by hash" in said
+    said = command("ask", "q", "--embed", "minilm", code=2)
+    assert "was embedded by hash" in said
+    corpus.Settings(embed=str(files)).check_embedding(f"{files}/../{files.name}")
+
+
+def test_chroma_folder_may_have_any_name(
+    ingested: Callable[..., str], command: Callable[..., str]
+) -> None:
+    ingested("--chroma", "db[1]")
+    said = command("ask", "q", "--chroma", "db[1]", "--max-new-tokens", "2", "--top-k", "1")
+    assert "1 from disk cached, 0 missing" in said
+    assert "must name a folder" in command("ask", "q", "--chroma", ".", code=2)
+
+
+def test_ingest_says_what_it_could_not_keep(
+    ingested: Callable[..., str],
+    command: Callable[..., str],
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ingested()
+    monkeypatch.setattr(DiskStore, "put", lambda *_: False)
+    assert "chunks could not be kept" in command("ingest", str(files), "--kv", "full", code=2)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +240,17 @@ def test_ask_fills_up_what_has_gone(
     [
         (["  "], "the question is empty"),
         (["q", "--top-k", "0"], "at least 1"),
+        (["q", "--chroma", "texts"], "there is no database texts; run"),
         (["q"], "there is no database chroma; run `kvcache-rag ingest DIR` first"),
     ],
 )
-def test_ask_errors(command: Callable[..., str], words: list[str], message: str) -> None:
+def test_ask_errors(
+    command: Callable[..., str], files: Path, words: list[str], message: str
+) -> None:
+    before = sorted(files.rglob("*"))
     said = command("ask", *words, code=2)
     assert message in said
+    assert sorted(files.rglob("*")) == before
     assert len(said.strip().splitlines()) == 1
 
 

@@ -281,6 +281,40 @@ async def test_event_loop_is_not_blocked(
     assert ticker.worst < 0.8 * ticker.elapsed
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm, **options: llm.acomplete("a", **options),
+        lambda llm, **options: llm.achat(HELLO, **options),
+        lambda llm, **options: llm.aanswer("prompt", Grounded("q?", ("text",)), **options),
+    ],
+)
+async def test_cancelled_call_stops_generating(engine: Engine, call: Callable[..., Any]) -> None:
+    llm, started, steps = KVCacheLLM(engine=engine, max_new_tokens=3000), asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def count(ids: Any, _scores: Any, **_: Any) -> Any:
+        steps.append(1)
+        loop.call_soon_threadsafe(started.set)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    task = asyncio.create_task(call(llm, stopping_criteria=[count], min_new_tokens=3000))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len((await llm.acomplete("a", max_new_tokens=2)).text) == 2  # the model is free again
+    assert len(steps) < 2000
+
+
+async def test_waiting_questions_leave_the_threads_of_others_alone(llm: KVCacheLLM) -> None:
+    with llm.engine._lock:
+        waiting = [asyncio.create_task(llm.acomplete("a", max_new_tokens=2)) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(asyncio.to_thread(int), timeout=20)
+    assert len({one.text for one in await asyncio.gather(*waiting)}) == 1
+
+
 async def test_many_at_once(llm: KVCacheLLM) -> None:
     alone = [llm.complete(f"Story {index}").text for index in range(4)]
     together = await asyncio.gather(*(llm.acomplete(f"Story {index}") for index in range(4)))

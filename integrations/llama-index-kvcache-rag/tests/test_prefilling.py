@@ -14,9 +14,9 @@ from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
-from kvcache_rag import ContextTooLongError, InvalidInputError, PromptTemplate
+from kvcache_rag import ContextTooLongError, InvalidInputError, PromptTemplate, StoredChunk
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheVectorStore
-from llama_index.kvcache_rag.references import REFERENCE_KEYS, Reference, chunks_of
+from llama_index.kvcache_rag.references import REFERENCE_KEYS, Reference, chunks_of, llm_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,6 +207,20 @@ def test_rows_that_cannot_be_written_let_go_of_their_chunks(
     with pytest.raises(Exception, match="dimension"):
         store.add([node("c", "First."), wrong])
     assert len(released) == 1  # that of "Second."; "First." is in use
+
+
+def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: Engine) -> None:
+    store.add([node("a", "First.", pages=(1, 2), share=float("nan"), names={1: "x"})])
+    (found,) = store.get_nodes(["a"])
+    (chunk,) = chunks_of([found], [llm_text(found)], engine)
+    assert isinstance(chunk, StoredChunk)
+    assert engine.store.contains(chunk.key)
+
+
+def test_node_without_embedding_claims_nothing(store: KVCacheVectorStore, prefilled: Count) -> None:
+    with pytest.raises(ValueError, match="embedding"):
+        store.add([node("a", "First."), TextNode(text="Second.")])
+    assert prefilled() == 0
 
 
 def test_chunk_that_is_too_long_writes_nothing(store: KVCacheVectorStore, prefilled: Count) -> None:

@@ -13,6 +13,7 @@ from llama_index.core.chat_engine import CondenseQuestionChatEngine
 from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate as LlamaPrompt
 from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEngine
@@ -21,7 +22,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool
 from llama_index_helpers import Ticker, make_model
 
-from kvcache_rag import FullRecompute, InvalidInputError
+from kvcache_rag import ContextTooLongError, FullRecompute, InvalidInputError
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -365,8 +366,6 @@ def test_overflow(make_engine: Callable[..., Engine]) -> None:
     assert refined["kv_cache"]["rounds"] > 1
     dropped = KVCacheSynthesizer(llm, overflow="drop_lowest").synthesize("q?", found).metadata or {}
     assert dropped["kv_cache"]["dropped_chunks"] > 0
-    from kvcache_rag import ContextTooLongError
-
     with pytest.raises(ContextTooLongError):
         KVCacheSynthesizer(llm, overflow="error").synthesize("q?", found)
 
@@ -447,6 +446,27 @@ def test_from_documents(
     assert prefilled() == len(FACTS)
     apart = KVCacheQueryEngine.from_documents(documents[:1], llm, embed_model=embedding)
     assert len(apart.query(QUESTION).source_nodes) == 1
+
+
+def test_from_documents_that_fails_loses_nothing(
+    llm: KVCacheLLM, embedding: HashEmbedding, tmp_path: Any
+) -> None:
+    def build(text: str, id_: str = "d") -> KVCacheQueryEngine:
+        return KVCacheQueryEngine.from_documents(
+            [Document(text=text, id_=id_)],
+            llm,
+            embed_model=embedding,
+            persist_dir=str(tmp_path),
+            transformations=[SentenceSplitter(chunk_size=9000, id_func=lambda *_: f"node-{id_}")],
+        )
+
+    build(FACTS[0])
+    with pytest.raises(ContextTooLongError):
+        build("x" * 5000)
+    (found,) = build(FACTS[1], "other").retriever.retrieve(FACTS[0])[:1]
+    assert found.node.get_content() == FACTS[0]
+    (found,) = build(FACTS[2]).retriever.retrieve(FACTS[2])[:1]  # under the same node id
+    assert found.node.get_content() == FACTS[2]
 
 
 # ---------------------------------------------------------------------- what is built on engines

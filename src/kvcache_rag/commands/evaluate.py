@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("n", "documents", "facts"):
         if getattr(arguments, name) < 1:
             raise InvalidInputError(f"--{name} must be at least 1")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise InvalidInputError(f"there is no folder for {arguments.json}; make it first")
     engine = Engine.from_pretrained(arguments.model)
     print(
         f"model {arguments.model}, {arguments.documents} documents of {arguments.facts} facts, "

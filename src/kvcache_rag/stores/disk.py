@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.chunk import ChunkKey, ChunkLayout
 
+_LEAST_PAUSE = 60.0  # seconds between two sweeps for released chunks
 _ROOM = 10  # `put` sweeps when a tenth of the limit was written, and then frees a tenth
 
 
@@ -87,6 +88,7 @@ class DiskStore(ChunkStore):
         self._root = str(self.root)
         self._counters = Counters()
         self._room_lock = threading.Lock()
+        self._due = 0.0  # when released chunks are looked for again, by `time.monotonic`
         self._room = 0  # bytes that `put` may write before it looks at the whole folder again
         try:
             directory.make_folder(self._root, self._root)
@@ -186,12 +188,14 @@ class DiskStore(ChunkStore):
         with suppress(OSError):
             directory.make_folder(self._root, os.path.dirname(stem))
             ownership.claim(stem, owner)
+        self._sweep_when_due()
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` no longer uses the key; best effort."""
         stem = directory.stem_path(self._root, key)
         with suppress(OSError):
             ownership.release(stem, owner)
+        self._sweep_when_due()
 
     def sweep(self) -> int:
         """Drop released chunks, unfinished files and what is above the limit; one at a time."""
@@ -260,6 +264,15 @@ class DiskStore(ChunkStore):
             if self._room >= 0:
                 return
         self._sweep(room=self.max_bytes // _ROOM)
+
+    def _sweep_when_due(self) -> None:
+        """Drop what was released long enough ago, in the background, once per grace time."""
+        with self._room_lock:
+            now = time.monotonic()
+            if now < self._due:
+                return
+            self._due = now + max(self.release_grace, _LEAST_PAUSE)
+        threading.Thread(target=self.sweep, name="kvcache-rag-sweep", daemon=True).start()
 
     def _sweep(self, room: int) -> int:
         now = time.time()

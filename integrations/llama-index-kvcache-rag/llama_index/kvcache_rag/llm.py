@@ -40,6 +40,7 @@ from llama_index.kvcache_rag.responses import (
     Prompt,
     answer,
     aresponses,
+    cancellable,
     open_stream,
     responses,
 )
@@ -185,7 +186,7 @@ class KVCacheLLM(CustomLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """`complete` that does not block the event loop."""
-        return await asyncio.to_thread(self._answer, self._formatted(prompt, formatted), kwargs)
+        return await cancellable(self._answer, self._formatted(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     def stream_complete(
@@ -211,7 +212,7 @@ class KVCacheLLM(CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` that does not block the event loop."""
-        return await asyncio.to_thread(self._chat, messages, kwargs)
+        return await cancellable(self._chat, messages, kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -245,7 +246,7 @@ class KVCacheLLM(CustomLLM):
     @llm_completion_callback()
     async def aanswer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponse:
         """`answer` that does not block the event loop."""
-        return await asyncio.to_thread(self._answer, request, kwargs)
+        return await cancellable(self._answer, request, kwargs)
 
     @llm_completion_callback()
     def stream_answer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponseGen:
@@ -266,9 +267,8 @@ class KVCacheLLM(CustomLLM):
         return open_stream(self.engine, self._chosen(request), self._options(kwargs))
 
     def _chat(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> ChatResponse:
-        return completion_response_to_chat_response(
-            self._answer(self.chat_prompt(messages), kwargs)
-        )
+        found = self._answer(self.chat_prompt(messages), kwargs)
+        return completion_response_to_chat_response(found)
 
     def _formatted(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:

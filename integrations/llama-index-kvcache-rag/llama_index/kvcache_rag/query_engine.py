@@ -6,6 +6,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.ingestion import run_transformations
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.settings import Settings
 
@@ -122,8 +123,8 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
     ) -> Self:
         """Embed, store and prefill documents, and make an engine for them.
 
-        Documents whose id is in the collection already are replaced; only what changed is prefilled
-        again.
+        Documents whose id is in the collection already are replaced, once the new ones are in it;
+        only what changed is prefilled again.
 
         Args:
             documents: What to answer from.
@@ -145,14 +146,16 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
             place = {"client": chromadb.EphemeralClient()}
             collection_name = f"{collection_name}-{uuid.uuid4().hex}"
         store = KVCacheVectorStore.from_params(collection_name, llm=llm, kv_dir=kv_dir, **place)
-        store.delete_documents([document.doc_id for document in documents])
-        index = VectorStoreIndex.from_documents(
-            list(documents),
+        steps = transformations or Settings.transformations
+        nodes = run_transformations(list(documents), steps, show_progress=show_progress)
+        index = VectorStoreIndex(
+            nodes,
             storage_context=StorageContext.from_defaults(vector_store=store),
             embed_model=embed_model,
-            transformations=transformations,
             show_progress=show_progress,
         )
+        written = {node.node_id for node in nodes}
+        store.delete_documents([document.doc_id for document in documents], keep=written)
         return cls.from_index(index, llm, **options)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from llama_index.core.base.llms.types import (
     CompletionResponse,
@@ -14,9 +18,16 @@ from llama_index.core.base.llms.types import (
 from kvcache_rag import AsyncAnswerStream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvcache_rag import Answer, AnswerStream, Engine, ReusePolicy, StoredChunk
+
+# Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
+# application (name look-ups, files) would then wait too.
+_WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+
+_Asked = TypeVar("_Asked")
+_Got = TypeVar("_Got")
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class Grounded:
         overflow: What to do when they do not fit the context window.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks; goes into
             the metrics.
+        scores: Of the chunks, where a postprocessor may have put them into another order.
     """
 
     question: str
@@ -37,6 +49,7 @@ class Grounded:
     policy: ReusePolicy | None = None
     overflow: str = "refine"
     prefix_mismatch: bool = False
+    scores: tuple[float, ...] | None = None
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `Engine.generate`."""
@@ -45,6 +58,7 @@ class Grounded:
             "policy": self.policy,
             "overflow": self.overflow,
             "prefix_mismatch": self.prefix_mismatch,
+            "scores": self.scores,
         }
 
 
@@ -76,6 +90,21 @@ def responses(stream: AnswerStream) -> CompletionResponseGen:
         yield _finished(stream.answer, delta="")
     finally:
         stream.close()
+
+
+async def cancellable(
+    run: Callable[[_Asked, Mapping[str, Any]], _Got], asked: _Asked, options: Mapping[str, Any]
+) -> _Got:
+    """`run` in a thread; a caller that is cancelled stops generation at the next token."""
+    cancelled = threading.Event()
+    within, loop = contextvars.copy_context(), asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(
+            _WAITING, within.run, run, asked, {**options, "cancelled": cancelled}
+        )
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
 
 
 async def aresponses(stream: AnswerStream) -> CompletionResponseAsyncGen:

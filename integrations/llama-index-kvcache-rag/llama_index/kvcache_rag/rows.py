@@ -6,6 +6,7 @@ LlamaIndex wrote become text nodes with the row's metadata.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
@@ -27,21 +28,29 @@ CONTENT_KEY = "_node_content"
 DOCUMENT_KEY = "document_id"
 
 
-def to_row(node: BaseNode, reference: Reference | None) -> NewRow:
-    """A node with its embedding as a row; the reference stands beside the node, not in it."""
+def to_row(node: BaseNode) -> NewRow:
+    """A node as a row, without reference.
+
+    Raises:
+        ValueError: If the node has no embedding.
+    """
     plain = without_reference(node)
-    metadata = flat(node_to_metadata_dict(plain, remove_text=True, flat_metadata=False))
-    if reference is not None:
-        metadata.update(reference.to_metadata())
     return NewRow(
         id=node.node_id,
         document=node.get_content(metadata_mode=MetadataMode.NONE),
-        metadata=metadata,
+        metadata=flat(node_to_metadata_dict(plain, remove_text=True, flat_metadata=False)),
         embedding=node.get_embedding(),
     )
 
 
-def to_node(row: Row) -> BaseNode:
+def with_reference(row: NewRow, reference: Reference | None) -> NewRow:
+    """The row with a reference, which stands beside the node, not in it."""
+    if reference is None:
+        return row
+    return replace(row, metadata={**row.metadata, **reference.to_metadata()})
+
+
+def to_node(row: Row | NewRow) -> BaseNode:
     """A new node from a row, with the row's reference if it has one."""
     node = _bare_node(row)
     reference = Reference.from_metadata(row.metadata)
@@ -50,7 +59,7 @@ def to_node(row: Row) -> BaseNode:
     return node
 
 
-def _bare_node(row: Row) -> BaseNode:
+def _bare_node(row: Row | NewRow) -> BaseNode:
     if row.metadata.get(CONTENT_KEY):
         return metadata_dict_to_node(dict(row.metadata), text=row.document)
     return TextNode(id_=row.id, text=row.document, metadata=_user_metadata(row.metadata))

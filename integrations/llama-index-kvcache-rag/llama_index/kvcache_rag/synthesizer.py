@@ -214,7 +214,9 @@ class KVCacheSynthesizer(BaseSynthesizer):
             question, mismatch = split.behind, not split.matches(llm.engine)
             self._note(mismatch)
         chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
-        request = Grounded(question, chunks, self._policy, self._overflow, mismatch)
+        known = [one.score for one in nodes if one.score is not None]
+        scores = tuple(known) if len(known) == len(nodes) == len(chunks) else None
+        request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores)
         prompt = written_prompt(llm.engine, texts, question)
         references = sum(not isinstance(chunk, str) for chunk in chunks)
         template = template or PromptTemplate(own_template(llm.engine))

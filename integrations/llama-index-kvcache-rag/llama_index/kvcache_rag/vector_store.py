@@ -26,10 +26,10 @@ from llama_index.kvcache_rag.collection import Rows, open_collection
 from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.prefilling import Prefilling, shows_progress
 from llama_index.kvcache_rag.retrieval import Retrieval
-from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
+from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row, with_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
     from os import PathLike
 
     from chromadb.api import ClientAPI
@@ -163,6 +163,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         Raises:
             ContextTooLongError: If a node does not fit the model's context window; nothing is
                 written then.
+            ValueError: If a node has no embedding; nothing is prefilled then.
         """
         return self._add(nodes, shows_progress(kwargs, sys._getframe(1)))
 
@@ -172,9 +173,10 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     def _add(self, nodes: Sequence[BaseNode], show_progress: bool) -> list[str]:
         prefilling, last = self._prefilling, {node.node_id: node for node in nodes}
-        shows = show_progress or self.show_progress
-        references = prefilling.prefill([*last.values()], show_progress=shows)
-        rows = list(map(to_row, last.values(), references))
+        shows, plain = show_progress or self.show_progress, [*map(to_row, last.values())]
+        # As they will be read back: a tuple in the metadata, say, comes back as a list.
+        references = prefilling.prefill([*map(to_node, plain)], show_progress=shows)
+        rows = list(map(with_reference, plain, references))
         try:
             prefilling.release(self._rows.put(rows))
         except Exception:
@@ -198,9 +200,10 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         """Delete the nodes of a document; one that is not there is no error."""
         self.delete_documents([ref_doc_id])
 
-    def delete_documents(self, ref_doc_ids: Sequence[str]) -> None:
-        """`delete` for many documents in few calls."""
-        self._drop(self._rows.holding(DOCUMENT_KEY, ref_doc_ids))
+    def delete_documents(self, ref_doc_ids: Sequence[str], keep: Container[str] = ()) -> None:
+        """`delete` for many documents in few calls; nodes of the ids in `keep` stay."""
+        rows = self._rows.holding(DOCUMENT_KEY, ref_doc_ids)
+        self._drop([row for row in rows if row.id not in keep])
 
     async def adelete(self, ref_doc_id: str, **_: Any) -> None:
         """`delete` that does not block the event loop."""

@@ -63,10 +63,12 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     names = ("model", "kv", "chroma", "embed", "collection")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = replace(found or Settings(), **given)
-    if not Path(settings.chroma).is_dir():
+    if not (Path(settings.chroma) / "chroma.sqlite3").is_file():
         raise InvalidInputError(
             f"there is no database {settings.chroma}; run `kvcache-rag ingest DIR` first"
         )
+    if found is not None:
+        found.check_embedding(settings.embed)
     return settings
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -58,6 +59,18 @@ class Settings:
         """What was ingested, by document."""
         return self._beside(".docstore.json")
 
+    def check_embedding(self, embed: str) -> None:
+        """Refuse vectors that do not belong to those of the collection.
+
+        Raises:
+            InvalidInputError: If `embed` is not the embedding it was made with.
+        """
+        if _absolute(embed) != _absolute(self.embed):
+            raise InvalidInputError(
+                f"{self.chroma} was embedded by {self.embed}; "
+                f"say --embed {self.embed}, or another --chroma"
+            )
+
     def _beside(self, suffix: str) -> Path:
         chroma = Path(self.chroma)
         return chroma.with_name(f"{chroma.name}.{self.collection}{suffix}")
@@ -94,10 +107,14 @@ class Settings:
         """Settings of the only collection ingested to, here or in a Chroma folder, if there is one.
 
         Raises:
-            InvalidInputError: If there are several to choose from.
+            InvalidInputError: If there are several to choose from, or `chroma` has no name beside
+                which they could lie.
         """
-        place = Path(chroma or "*")
-        pattern = f"{place.name}.{collection or '*'}{SUFFIX}"
+        place = Path(chroma or "chroma")
+        if place.name in ("", ".."):
+            raise InvalidInputError(f"--chroma must name a folder, which {chroma!r} does not")
+        name = glob.escape(place.name) if chroma else "*"
+        pattern = f"{name}.{glob.escape(collection or '') or '*'}{SUFFIX}"
         paths = sorted(place.parent.glob(pattern))
         if len(paths) > 1:
             names = ", ".join(path.name.removesuffix(SUFFIX) for path in paths)

@@ -58,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     store.prefill_missing(show_progress=True)
     docstore.persist(str(settings.docstore))
     engine.store.sweep()
-    _report(settings, store, len(documents), held)
+    missing = _report(settings, store, len(documents), held)
+    if missing:
+        reason = engine.store.stats().last_failure or "they were evicted"
+        raise InvalidInputError(f"{plural(missing, 'chunk')} could not be kept: {reason}")
     return 0
 
 
@@ -79,15 +82,9 @@ def _docstore(
 ) -> SimpleDocumentStore:
     from llama_index.core.storage.docstore import SimpleDocumentStore
 
-    from kvcache_rag import InvalidInputError
-
     if before is None or not settings.docstore.is_file() or store.client.count() == 0:
         return SimpleDocumentStore()
-    if before.embed != settings.embed:
-        raise InvalidInputError(
-            f"{settings.chroma} was embedded by {before.embed}; "
-            f"say --embed {before.embed}, or another --chroma"
-        )
+    before.check_embedding(settings.embed)
     if (before.chunk_size, before.overlap) != (settings.chunk_size, settings.overlap):
         # Every file is split anew; chunks that stay the same keep their KV.
         settings.docstore.unlink()
@@ -120,12 +117,12 @@ def _ingest(
     pipeline.run(documents=documents, show_progress=True)
 
 
-def _report(
-    settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]
-) -> None:
+def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]) -> int:
+    """Print what is there now; gives how many chunks are not."""
     chunks, found = stored_chunks(store), chunk_files(settings.kv)
-    fresh = len(chunks - held.keys())
+    fresh, there = len(chunks & found.keys() - held.keys()), len(chunks & held.keys())
     nbytes = sum(found.get(digest, 0) for digest in chunks)
     print(f"{plural(files, 'file')}, {plural(len(chunks), 'chunk')} in {settings.chroma}")
-    print(f"{plural(fresh, 'chunk')} prefilled, {len(chunks) - fresh} were there already")
+    print(f"{plural(fresh, 'chunk')} prefilled, {there} were there already")
     print(f"KV of these chunks: {size(nbytes)} in {settings.kv}, by {settings.model}")
+    return len(chunks - found.keys())
