@@ -259,14 +259,15 @@ def test_training_writes_a_model_and_goes_on_after_an_interruption(tmp_path: Pat
         workers=1,
         steps=3,
         block_steps=2,
+        name_steps=2,
         average_every=1,
         checkpoint_every=1,
         questions=2,
         network=SMALL,
     )
     facts = train(config, tmp_path / "whole", tmp_path / "work", check_questions=0)
-    assert facts["steps"] == 5
-    (tmp_path / "work" / "worker0-000005.pt").unlink()
+    assert facts["steps"] == 7
+    (tmp_path / "work" / "worker0-000007.pt").unlink()
     train(config, tmp_path / "resumed", tmp_path / "work", check_questions=4)
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "resumed")
@@ -285,11 +286,9 @@ def test_one_command_trains_and_prints_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "reader"
-    arguments = ["--steps", "1", "--block-steps", "1", "--workers", "1", "--check", "0"]
-    assert train_main(["--out", str(out), *arguments]) == 0
-    assert (
-        "reader.train --out DIR --steps 1 --block-steps 1 --workers 1\n" in capsys.readouterr().out
-    )
+    settings = "--steps 1 --block-steps 1 --name-steps 1 --workers 1"
+    assert train_main(["--out", str(out), *settings.split(), "--check", "0"]) == 0
+    assert f"reader.train --out DIR {settings}\n" in capsys.readouterr().out
     assert (out / "model.safetensors").stat().st_size < 8_000_000
 
 
@@ -310,10 +309,13 @@ def test_workers_average_their_parameters(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_learning_rate_warms_up_decays_and_restarts_lower() -> None:
-    config = TrainConfig(steps=1000, block_steps=100)
+    config = TrainConfig(steps=1000, block_steps=100, name_steps=200)
     assert config.rate(0) == pytest.approx(1 / config.warm_up)
     assert config.rate(500) == 1.0
     assert config.rate(775) == pytest.approx(0.5)
     assert config.rate(999) == pytest.approx(0.05, abs=0.01)
     assert config.rate(1000) == config.block_rate
     assert config.rate(1099) < 0.02
+    assert config.rate(1100) == config.name_rate
+    assert config.rate(1200) == pytest.approx(config.name_rate / 2)
+    assert config.rate(config.total_steps - 1) == pytest.approx(0.05 * config.name_rate)

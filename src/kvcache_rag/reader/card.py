@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.reader.language import RELATIONS
 from kvcache_rag.reader.names import HELD_OUT_NAMES, TRAIN_NAMES
+from kvcache_rag.reader.wide import WIDE_HELD_OUT_NAMES, WIDE_TRAIN_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,9 +41,16 @@ The output bias of attention is zero throughout; it is there because Llama has a
 ## Data
 
 Generated: {relations} relations of people, companies, products and towns, each with two sentences
-and one or two questions; {train_names:,} invented names for training and {held_out:,} others, which
-share no name with them, for measuring. Six forms of contexts: profiles, mixed facts, one relation
-of many entities, one shared relation among other facts, chained facts, several values.
+and one or two questions. Six forms of contexts: profiles, mixed facts, one relation of many
+entities, one shared relation among other facts, chained facts, several values. No list of real
+names is used; names are of two makes, and no name for measuring occurs in training:
+
+- syllable names: {train_names:,} for training and {held_out:,} for measuring, of one inventory of
+  syllables;
+- wide names: {wide_train:,} and {wide_held_out:,}, of other syllables, the letter pairs of the
+  language's words, and random letters; one in seven has two or three words, one word in eight a
+  hyphen, an apostrophe, digits, a prefix or another case. Training adds names put together from the
+  vocabulary's pieces made of letters. A hash of its letters decides on which side a word is.
 
 ## Recipe
 
@@ -54,6 +62,10 @@ of many entities, one shared relation among other facts, chained facts, several 
 2. Block mask, {block_steps} steps at a quarter of the rate: half of the batches are the stitched
    computation (each chunk prefilled behind the shared prefix, which is kept once, positions
    reordered).
+3. Wide names, {name_steps} steps from {name_rate:g} of the rate down to a twentieth of that. In
+   four of five contexts all or most names are wide, a quarter of the batches has contexts of at
+   most 24 facts in one to eight documents, and half of the batches use the block mask. Before this
+   phase the reader cannot copy pieces of words that its syllable names never use.
 
 Heads of the first three layers start wired to look back and copy. {workers} worker(s) of one thread
 average their parameters every {average_every} steps. Seed {seed}.
@@ -65,15 +77,17 @@ with other work. {note}
 
 ## Figures
 
-Held-out names, fresh contexts of {documents} documents of {facts} facts; exact match of the whole
-answer (for "unanswerable": refused), 95 % Wilson intervals, which take questions as independent
-though up to four share a context. In "same_relation" every document states the asked relation, each
-of another entity. Stitched: each document prefilled apart behind the prefix, nothing recomputed.
-Weights as published (bfloat16), computed in float32.
+Names not in training, fresh contexts of {documents} documents of {facts} facts; exact match of the
+whole answer (for "unanswerable": refused), 95 % Wilson intervals, which take questions as
+independent though up to four share a context. In "same_relation" every document states the asked
+relation, each of another entity. Stitched: each document prefilled apart behind the prefix, nothing
+recomputed. Weights as published (bfloat16), computed in float32.
 
 {figures}
 ## Limits
 
+- Names are copied piece by piece, so long ones (several words, hyphens, random letters) fail more
+  often than short ones. Letters outside ASCII cannot be read or written.
 - It reads the sentence forms it was trained on. Other wording, other relations, pronouns and facts
   spread over two sentences are outside what it can do.
 - Every fact stands in one sentence of one document, so there is little for stitching to lose:
@@ -81,7 +95,7 @@ Weights as published (bfloat16), computed in float32.
 - Two-hop questions name the chain in one fixed way and are answered with the bridge first.
 - Questions for several values are its weakest kind; their values must come in reading order.
 - One seed; nobody has measured how much another seed differs.
-- Measured with contexts of up to {documents} documents; trained with up to eight of four facts.
+- The figures are for contexts of {documents} documents; trained with one to eight.
 """
 
 
@@ -105,6 +119,8 @@ def model_card(facts: Mapping[str, Any]) -> str:
         relations=len(RELATIONS),
         train_names=TRAIN_NAMES,
         held_out=HELD_OUT_NAMES,
+        wide_train=WIDE_TRAIN_NAMES,
+        wide_held_out=WIDE_HELD_OUT_NAMES,
         tokens=facts["tokens"] / 1e6,
         minutes=facts["seconds"] / 60,
         machine=facts["machine"],

@@ -1,6 +1,6 @@
 """Check a reader on names and contexts it never saw.
 
-    python -m kvcache_rag.reader.check MODEL_DIR --n 1000
+    python -m kvcache_rag.reader.check MODEL_DIR --n 1000 --names wide
 
 Prints exact match with 95 % Wilson intervals per kind of question, with full prefill and with
 stitched chunks.
@@ -26,6 +26,8 @@ from kvcache_rag.reader.tokenizer import WordEncoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcache_rag.reader.generator import NamePool
+
 _COMPUTATIONS: Final = {"full": False, "stitched": True}
 _ANSWERABLE: Final = ("single", "same_relation")
 
@@ -49,6 +51,7 @@ def check(
     documents: int = 6,
     facts: int = 4,
     kinds: Sequence[str] = KINDS,
+    names: NamePool = "held_out",
 ) -> Report:
     """Return per measure and per computation ("full", "stitched") how often it held.
 
@@ -58,7 +61,7 @@ def check(
     report: Report = {}
     for kind in kinds:
         examples = held_out_examples(
-            kind, questions, encoder, seed=seed, documents=documents, facts=facts
+            kind, questions, encoder, seed=seed, documents=documents, facts=facts, names=names
         )
         for computation, block in _COMPUTATIONS.items():
             outcomes = answer_outcomes(network, examples, encoder, block=block)
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--facts", type=int, default=4)
+    parser.add_argument("--names", choices=("held_out", "wide"), default="held_out")
     parser.add_argument("--json", action="store_true", help="print counts as JSON")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
@@ -104,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             documents=options.documents,
             facts=options.facts,
+            names=options.names,
         )
     sys.stdout.write(as_json(report) if options.json else as_table(report))
     return 0

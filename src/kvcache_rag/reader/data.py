@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.reader.batches import encode, pack
@@ -16,8 +17,11 @@ from kvcache_rag.reader.contexts import World, draw_context
 from kvcache_rag.reader.generator import ReaderExample, write_documents
 from kvcache_rag.reader.names import names
 from kvcache_rag.reader.questions import Asker
+from kvcache_rag.reader.wide import piece_names, wide_names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvcache_rag.reader.batches import Batch, EncodedExample
     from kvcache_rag.reader.tokenizer import WordEncoder
 
@@ -25,7 +29,13 @@ Size = tuple[int, int]  # documents, facts per document
 
 STAGES: Final[tuple[Size, ...]] = ((1, 4), (2, 4), (3, 4), (4, 4), (6, 4))
 OTHER_SIZES: Final[tuple[Size, ...]] = ((3, 4), (4, 4), (4, 5), (5, 4), (5, 5), (6, 5), (8, 4))
+SMALL_SIZES: Final[tuple[Size, ...]] = (
+    *((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (5, 2), (6, 1)),
+    *((6, 2), (7, 2), (8, 1), (8, 2), (8, 3)),
+)
 _OTHER_SHARE: Final = 0.25
+_SMALL_SHARE: Final = 0.25  # of the batches with wide names
+_POOL_WEIGHTS: Final = (0.2, 0.4, 0.4)  # syllable names only, all together, wide names only
 _FACTS_PER_BATCH: Final = 384
 _MOST_CONTEXTS: Final = 32
 _TRIES: Final = 3
@@ -78,6 +88,7 @@ def training_batch(
     *,
     questions: int,
     block: bool,
+    wide: bool = False,
 ) -> Batch:
     """Return the training batch named by `stream`.
 
@@ -89,23 +100,32 @@ def training_batch(
         prefix: Token ids all chunks are read behind.
         questions: Questions per context at most.
         block: Whether to pack for the stitched computation.
+        wide: Whether to draw wide names too, and small contexts in the last stage.
     """
     rng = random.Random(f"train/{stream}")
-    if size == STAGES[-1] and rng.random() < _OTHER_SHARE:
-        size = rng.choice(OTHER_SIZES)
+    if size == STAGES[-1]:
+        chance = rng.random()
+        if chance < _OTHER_SHARE:
+            size = rng.choice(OTHER_SIZES)
+        elif wide and chance < _OTHER_SHARE + _SMALL_SHARE:
+            size = rng.choice(SMALL_SIZES)
     documents, facts = size
+    pools = _wide_pools(encoder.pieces()) if wide else (names("train"),)
     contexts = min(_MOST_CONTEXTS, max(4, _FACTS_PER_BATCH // (documents * facts)))
     examples: list[EncodedExample] = []
     while len(examples) < contexts:
-        example = draw_example(rng, mix, size, questions)
+        pool = rng.choices(pools, _POOL_WEIGHTS)[0] if wide else pools[0]
+        example = draw_example(rng, mix, size, questions, pool)
         if example.questions:
             examples.append(encode(example, encoder))
     return pack(examples, prefix, block=block)
 
 
-def draw_example(rng: random.Random, mix: Mix, size: Size, questions: int) -> ReaderExample:
+def draw_example(
+    rng: random.Random, mix: Mix, size: Size, questions: int, pool: Sequence[str]
+) -> ReaderExample:
     """Return one training example of `mix`; it may have no question at all."""
-    world = World(rng, names("train"))
+    world = World(rng, pool)
     form = rng.choices(list(mix.forms), list(mix.forms.values()))[0]
     context = draw_context(world, form, *size)
     asker = Asker(world, context)
@@ -120,3 +140,10 @@ def draw_example(rng: random.Random, mix: Mix, size: Size, questions: int) -> Re
         if len(found) == questions:
             break
     return ReaderExample(texts, tuple(found))
+
+
+@lru_cache(maxsize=2)
+def _wide_pools(pieces: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the pools of names, in the order of `_POOL_WEIGHTS`."""
+    plain, wide = names("train"), wide_names(training=True) + piece_names(pieces)
+    return plain, plain + wide, wide

@@ -2,21 +2,24 @@
 
 Everything is a function of its seed, in every process and on every machine. `make_example` draws
 one context with questions of one kind; `make_corpus` draws a larger collection to retrieve from.
-The names of `names="held_out"` never occur in training.
+The names of `names="held_out"` and `names="wide"` never occur in training.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from kvcache_rag.reader.contexts import World, draw_context, profile
-from kvcache_rag.reader.names import NameSplit, names
+from kvcache_rag.reader.names import names
 from kvcache_rag.reader.questions import Asker, ReaderQuestion
+from kvcache_rag.reader.wide import wide_names
 
 if TYPE_CHECKING:
     from kvcache_rag.reader.contexts import Context
+
+NamePool = Literal["train", "held_out", "wide"]
 
 KINDS: Final = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
 _FORMS: Final = {
@@ -55,7 +58,7 @@ def make_example(
     facts: int = 4,
     kind: str = "single",
     questions: int = 4,
-    names: NameSplit = "held_out",
+    names: NamePool = "held_out",
 ) -> ReaderExample:
     """Return one context and questions about it, all of one kind.
 
@@ -66,7 +69,8 @@ def make_example(
         kind: One of `KINDS`. "same_relation": every document states the asked relation, each of
             another entity; "unanswerable": no document states the answer, which is "not found".
         questions: How many questions at most; fewer if the context does not give that many.
-        names: Which pool the names come from; "held_out" names never occur in training.
+        names: Which pool the names come from. "held_out" names are new ones of the syllables that
+            "train" names have; "wide" ones are new too and of every make, up to three words long.
 
     Raises:
         ValueError: If `kind` or `names` is unknown or a count is below one.
@@ -96,7 +100,7 @@ def make_corpus(
     facts: int = 4,
     questions: int,
     unanswerable: int = 0,
-    names: NameSplit = "held_out",
+    names: NamePool = "held_out",
 ) -> ReaderExample:
     """Return a collection to retrieve from, with questions that one document each answers.
 
@@ -141,10 +145,10 @@ def make_corpus(
     return ReaderExample(texts, tuple(chosen + refused))
 
 
-def _pool(split: NameSplit) -> tuple[str, ...]:
-    if split not in get_args(NameSplit):
-        raise ValueError(f"unknown names {split!r}, choose from {', '.join(get_args(NameSplit))}")
-    return names(split)
+def _pool(pool: NamePool) -> tuple[str, ...]:
+    if pool not in get_args(NamePool):
+        raise ValueError(f"unknown names {pool!r}, choose from {', '.join(get_args(NamePool))}")
+    return wide_names(training=False) if pool == "wide" else names(pool)
 
 
 def _is_degenerate(question: ReaderQuestion) -> bool:

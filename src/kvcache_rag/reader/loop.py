@@ -41,9 +41,11 @@ class TrainConfig:
         workers: One-thread processes that average their parameters.
         steps: Steps under full attention, all stages together.
         block_steps: Steps after that in which half of the batches use the block mask.
+        name_steps: Steps after those, block batches too, in which names are of every make.
         decay_from: Fraction of `steps` after which the learning rate falls linearly.
         block_rate: Learning rate at the start of the block steps, as a share of the full one.
-        block_share: Share of block batches in the block steps.
+        name_rate: The same at the start of the name steps.
+        block_share: Share of block batches in the block and name steps.
         matrix_rate: Learning rate of Muon, for matrices.
         embedding_rate: Learning rate of AdamW, for the embedding.
         vector_rate: Learning rate of AdamW, for biases and norms.
@@ -60,8 +62,10 @@ class TrainConfig:
     workers: int = 2
     steps: int = 1900
     block_steps: int = 300
+    name_steps: int = 600
     decay_from: float = 0.55
     block_rate: float = 0.25
+    name_rate: float = 0.5
     block_share: float = 0.5
     matrix_rate: float = 0.01
     embedding_rate: float = 0.006
@@ -75,12 +79,20 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     @property
-    def total_steps(self) -> int:
-        """Steps of both phases."""
+    def names_from(self) -> int:
+        """The first step with names of every make."""
         return self.steps + self.block_steps
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases."""
+        return self.names_from + self.name_steps
 
     def rate(self, step: int) -> float:
         """Return the learning-rate factor of `step`."""
+        if step >= self.names_from:
+            done = (step - self.names_from) / max(1, self.name_steps)
+            return self.name_rate * max(_FLOOR, 1 - done)
         if step >= self.steps:
             done = (step - self.steps) / max(1, self.block_steps)
             return self.block_rate * max(_FLOOR, 1 - done)
@@ -127,9 +139,15 @@ class Trainer:
                 self._advance()
             if self.progress.step % self.config.checkpoint_every == 0:
                 self._save()
-            if self.progress.step == self.config.steps and self.rank == 0:
-                torch.save(self.network.state_dict(), self.directory / "before-block.pt")
+            self._keep()
         self._average()
+
+    def _keep(self) -> None:
+        """Keep the weights at the end of a phase."""
+        ends = {self.config.steps: "block", self.config.names_from: "names"}
+        if self.rank == 0 and self.progress.step in ends:
+            name = f"before-{ends[self.progress.step]}.pt"
+            torch.save(self.network.state_dict(), self.directory / name)
 
     def _step(self) -> None:
         config, progress = self.config, self.progress
@@ -167,6 +185,7 @@ class Trainer:
             self.prefix,
             questions=config.questions,
             block=blocked,
+            wide=step >= config.names_from,
         )
         return batch, blocked
 

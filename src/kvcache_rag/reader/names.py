@@ -24,7 +24,7 @@ _CODAS: Final = ("", "", "", *words("n r l s m k"))
 _RARE_ONSETS: Final = words("c ch cl cr f fl gl k p ph qu sc th x y z")
 _RARE_VOWELS: Final = words("a e i o u y ea ou ai oo")
 _RARE_CODAS: Final = ("", *words("x ck th nd rt ng d t bs v"))
-_UNWANTED: Final = ("fag", "fuck", "vagin")  # chance also makes rude words
+UNWANTED: Final = ("fag", "fuck", "vagin")  # chance also makes rude words
 _RARE_SHARE: Final = 0.06
 _POOL_SEED: Final = 20_305
 
@@ -52,7 +52,7 @@ def names(split: NameSplit) -> tuple[str, ...]:
     pool: list[str] = []
     while len(pool) < TRAIN_NAMES + HELD_OUT_NAMES:
         word = invent_name(rng)
-        if word not in taken and not any(part in word.lower() for part in _UNWANTED):
+        if word not in taken and not any(part in word.lower() for part in UNWANTED):
             taken.add(word)
             pool.append(word)
     return tuple(pool[:TRAIN_NAMES] if split == "train" else pool[TRAIN_NAMES:])

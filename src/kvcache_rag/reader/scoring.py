@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.reader.batches import EncodedExample
+    from kvcache_rag.reader.generator import NamePool
     from kvcache_rag.reader.network import Network
     from kvcache_rag.reader.tokenizer import WordEncoder
 
@@ -58,8 +59,9 @@ def held_out_examples(
     seed: int,
     documents: int = 6,
     facts: int = 4,
+    names: NamePool = "held_out",
 ) -> list[EncodedExample]:
-    """Return examples with at least `questions` questions of `kind` about held-out names."""
+    """Return examples with at least `questions` questions of `kind`, `names` in them."""
     examples: list[EncodedExample] = []
     found = 0
     while found < questions:
@@ -69,6 +71,7 @@ def held_out_examples(
             facts=facts,
             kind=kind,
             questions=_QUESTIONS,
+            names=names,
         )
         examples.append(encode(example, encoder))
         found += len(example.questions)

@@ -90,6 +90,11 @@ class WordEncoder:
         self._core: Tokenizer = tokenizer.backend_tokenizer
         self._ids: dict[str, list[int]] = {}
 
+    def pieces(self) -> tuple[str, ...]:
+        """Return the tokens made of letters; a leading space marks one that begins a word."""
+        texts = (text.replace(_SPACE, " ") for text in sorted(self._core.get_vocab()))
+        return tuple(text for text in texts if text.strip().isalpha())
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, equal to the tokenizer's."""
         ids: list[int] = []

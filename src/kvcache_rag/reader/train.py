@@ -31,11 +31,15 @@ from kvcache_rag.reader.tokenizer import WordEncoder, build_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcache_rag.reader.generator import NamePool
+
 _TIMEOUT: Final = timedelta(minutes=30)
 _CHECK_SEED: Final = 1
+_NAMES: Final[dict[str, NamePool]] = {"syllable names": "held_out", "wide names": "wide"}
 _MEASURED: Final = {
-    "Before the block mask": "before-block.pt",
-    "After it, as published": "finished.pt",
+    "After phase 1": "before-block.pt",
+    "After phase 2": "before-names.pt",
+    "After phase 3, as published": "finished.pt",
 }
 
 
@@ -82,13 +86,16 @@ def _load(config: TrainConfig, path: Path) -> Network:
 
 
 def _measure(config: TrainConfig, work: Path, questions: int) -> dict[str, Any]:
-    """Return figures, as tables, of the run before and after the block mask, as published."""
+    """Return figures, as tables, of the run at the end of each phase, in published precision."""
     encoder = WordEncoder(build_tokenizer())
     tables = {}
     for title, name in _MEASURED.items():
-        network = _load(config, work / name).bfloat16().float()
-        report = check(network, encoder, questions=questions, seed=_CHECK_SEED)
-        tables[title] = as_table(report)
+        network = _load(config, work / name)
+        for parameter in network.parameters():  # and not the rotary frequencies
+            parameter.data = parameter.data.bfloat16().float()
+        for kind, names in _NAMES.items():
+            report = check(network, encoder, questions=questions, seed=_CHECK_SEED, names=names)
+            tables[f"{title}, {kind}"] = as_table(report)
     return {"documents": 6, "facts": 4, "seed": _CHECK_SEED, "tables": tables}
 
 
@@ -126,7 +133,7 @@ def _command(config: TrainConfig) -> str:
     """Return the command that repeats the run."""
     defaults = TrainConfig()
     parts = ["python -m kvcache_rag.reader.train --out DIR"]
-    for name in ("seed", "steps", "block_steps", "workers"):
+    for name in ("seed", "steps", "block_steps", "name_steps", "workers"):
         value = getattr(config, name)
         if value != getattr(defaults, name):
             parts.append(f"--{name.replace('_', '-')} {value}")
@@ -141,6 +148,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--steps", type=int, default=defaults.steps, help="under full attention")
     parser.add_argument("--block-steps", type=int, default=defaults.block_steps)
+    parser.add_argument("--name-steps", type=int, default=defaults.name_steps)
     parser.add_argument("--workers", type=int, default=defaults.workers)
     parser.add_argument("--check", type=int, default=1000, help="questions per kind to measure")
     return parser.parse_args(arguments)
@@ -154,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed,
         steps=options.steps,
         block_steps=options.block_steps,
+        name_steps=options.name_steps,
         workers=options.workers,
     )
     work = options.work or options.out.with_name(options.out.name + ".work")
