@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.evaluation.reader_task import KindResult
     from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.reader.scoring import Share
 
 HELP = "measure how well a model answers with cached chunks and with full prefill"
 POLICIES = ("full", "reordered", "composite")
@@ -75,11 +76,16 @@ def _policies(names: list[str]) -> list[ReusePolicy]:
 
 
 def _print_result(result: KindResult) -> None:
-    right, refused = str(result.right), str(result.refused)
+    right, refused = _written(result.right), _written(result.refused)
     print(
-        f"{result.kind:<15}{result.policy:<36}{result.right.total:>6}  {right:<22}{refused:<22}",
+        f"{result.kind:<15}{result.policy:<36}{result.right.trials:>6}  {right:<22}{refused:<22}",
         flush=True,
     )
+
+
+def _written(share: Share) -> str:
+    low, high = share.interval
+    return f"{100 * share.value:.1f} % ({100 * low:.1f}-{100 * high:.1f})"
 
 
 def _plain(result: KindResult) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache_rag.evaluation.statistics import Share
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.reader import KINDS, ReaderExample, ReaderQuestion, make_example
 from kvcache_rag.reader.language import REFUSAL
+from kvcache_rag.reader.scoring import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -40,10 +40,19 @@ class Share:
     successes: int
     trials: int
 
+    @property
+    def value(self) -> float:
+        """The share, 0 of nothing."""
+        return self.successes / max(1, self.trials)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % Wilson interval."""
+        return wilson(self.successes, self.trials)
+
     def __str__(self) -> str:
-        low, high = wilson(self.successes, self.trials)
-        share = self.successes / max(1, self.trials)
-        return f"{100 * share:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
 
 
 def prefix_ids(encoder: WordEncoder) -> list[int]:
