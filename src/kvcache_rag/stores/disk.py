@@ -88,7 +88,7 @@ class DiskStore(ChunkStore):
         self._root = str(self.root)
         self._counters = Counters()
         self._room_lock = threading.Lock()
-        self._due = 0.0  # when released chunks are looked for again, by `time.monotonic`
+        self._due = time.monotonic() + _LEAST_PAUSE  # when released chunks are looked for again
         self._room = 0  # bytes that `put` may write before it looks at the whole folder again
         try:
             directory.make_folder(self._root, self._root)
