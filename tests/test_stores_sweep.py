@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcache_rag.stores import DiskStore
 from tests.contracts import key_of, make_chunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def wait_for(store: DiskStore, evictions: int) -> None:
