@@ -433,3 +433,20 @@ def test_public_names_are_sorted_and_load() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         _ = package.Nothing
     assert kvcache_rag.__version__
+
+
+def test_the_folder_of_the_kv_stays_under_its_limit(tmp_path: Path) -> None:
+    limit = 60_000
+    llm = KVCacheLLM(model_name="tiny", kv_dir=str(tmp_path), kv_max_bytes=limit)
+    texts = [f"The Mobrit{number} costs {number} euros." for number in range(12)]
+    llm.engine.add(texts)
+    llm.engine.store.sweep()
+    held = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert 0 < held <= limit
+    assert llm.engine.store.stats().evictions > 0
+    assert str(llm.engine.generate("How much does the Mobrit3 cost?", texts[3:4]).text) == "3"
+
+
+def test_a_limit_without_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_max_bytes"):
+        KVCacheLLM(model_name="tiny", kv_max_bytes=0)

@@ -73,6 +73,7 @@ class KVCacheLLM(CustomLLM):
         is_chat_model: Whether LlamaIndex sends messages; None: if the tokenizer has a chat
             template.
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
+        kv_max_bytes: Limit of that folder; the least recently used chunks go first.
     """
 
     model_name: str = ""
@@ -86,6 +87,7 @@ class KVCacheLLM(CustomLLM):
     stopping_ids: list[int] = Field(default_factory=list)
     is_chat_model: bool | None = None
     kv_dir: PathText | None = None
+    kv_max_bytes: int | None = Field(default=None, gt=0)
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))
@@ -175,7 +177,6 @@ class KVCacheLLM(CustomLLM):
                 )
             self.kv_dir = os.fspath(kv_dir)
 
-    # ------------------------------------------------------------------ texts
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Continue a text."""
@@ -203,7 +204,6 @@ class KVCacheLLM(CustomLLM):
         text = self._formatted(prompt, formatted)
         return aresponses(await asyncio.to_thread(self._open, text, kwargs))
 
-    # ------------------------------------------------------------------ messages
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages, written by the tokenizer's chat template or by `messages_to_prompt`."""
@@ -236,7 +236,6 @@ class KVCacheLLM(CustomLLM):
             return own(messages)
         return self.engine.render_chat([turn(message) for message in messages])
 
-    # ------------------------------------------------------------------ chunks
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
     @llm_completion_callback()
     def answer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponse:

@@ -34,7 +34,7 @@ def load_engine(
         InvalidInputError: If it is not said which model, or it cannot be loaded.
     """
     common: dict[str, Any] = {
-        "store": store_in(llm.kv_dir),
+        "store": store_in(llm.kv_dir, llm.kv_max_bytes),
         "context_window": llm.context_window,
     }
     if model is None:
@@ -63,7 +63,8 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
     Raises:
         InvalidInputError: Naming it.
     """
-    given = {"kv_dir": llm.kv_dir, "system_prompt": llm.system_prompt, **given}
+    names = ("kv_dir", "kv_max_bytes", "system_prompt")
+    given = {**{name: getattr(llm, name) for name in names}, **given}
     clash = [name for name, value in given.items() if value]
     if clash:
         raise InvalidInputError(
@@ -71,9 +72,11 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
         )
 
 
-def store_in(kv_dir: str | None) -> ChunkStore:
-    """Memory in front of a folder; without a folder, memory alone."""
-    return MemoryStore() if kv_dir is None else TieredStore(MemoryStore(), DiskStore(kv_dir))
+def store_in(kv_dir: str | None, max_bytes: int | None = None) -> ChunkStore:
+    """Memory in front of a folder of at most `max_bytes`; without a folder, memory alone."""
+    if kv_dir is None:
+        return MemoryStore()
+    return TieredStore(MemoryStore(), DiskStore(kv_dir, max_bytes=max_bytes))
 
 
 def _placing(llm: KVCacheLLM) -> dict[str, Any]:
