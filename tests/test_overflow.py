@@ -74,8 +74,12 @@ def test_a_question_that_does_not_fit_is_refused_in_every_mode(sizes: list[int],
 
 
 def test_refine_names_the_chunk_that_fits_no_round() -> None:
-    with pytest.raises(ContextTooLongError, match=r"chunk 2 has 30 tokens .* room for 20"):
+    with pytest.raises(ContextTooLongError, match=r"chunk 2 has 30 tokens .* room for 25"):
         split_rounds([5, 5, 30], room=20, later_room=25, overflow="refine")
+
+
+def test_a_chunk_may_need_the_larger_room_of_the_first_round() -> None:
+    assert split_rounds([18, 5], room=20, later_room=10, overflow="refine") == [[0], [1]]
 
 
 def make_engine(window: int | None = None) -> Engine:

@@ -87,9 +87,8 @@ def _load(
     runner: Answerer, prompts: Sequence[Prompt], contexts: Sequence[int], width: int
 ) -> tuple[Any, list[LoadedContext]]:
     # A row's context ends where its query begins, so index = position + padding everywhere and
-    # windows stay
-    # right.  The input's columns of shorter queries' rows begin inside their context, which is
-    # kept.
+    # windows stay right.  The input's columns of shorter queries' rows begin inside their context,
+    # which is kept.
     loader = runner.loader
     if loader is None:
         raise InvalidInputError("this model keeps no keys and values; use FullRecompute()")

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Overflow = Literal["error", "drop_lowest", "refine"]
-"""`error`: refuse; `drop_lowest`: leave out the last chunks (retrievers put the best first);
-`refine`: several
-stitched prompts, each improving the answer of the one before."""
+"""`error`: refuse; `drop_lowest`: leave out the chunks with the lowest scores, or the last ones
+(retrievers put the best first); `refine`: several stitched prompts, each improving the answer of
+the one before."""
 
 
 def split_rounds(
@@ -49,9 +49,8 @@ def split_rounds(
         return [list(range(len(sizes)))]
     if overflow == "error":
         raise ContextTooLongError(
-            f"the chunks have {sum(sizes)} tokens and the context window has room for "
-            f"{room}; retrieve fewer or "
-            'smaller chunks, or use overflow="drop_lowest" or "refine"'
+            f"the chunks have {sum(sizes)} tokens and the context window has room for {room}; "
+            'retrieve fewer or smaller chunks, or use overflow="drop_lowest" or "refine"'
         )
     if overflow == "drop_lowest":
         ranked = sorted(range(len(sizes)), key=lambda i: -scores[i] if scores else i)
@@ -64,15 +63,14 @@ def split_rounds(
             f"a later round, which carries the answer so far, is {-later_room} tokens over the "
             "context window; lower max_new_tokens or retrieve fewer chunks"
         )
-    rounds: list[list[int]] = []
+    rounds: list[list[int]] = [[]]
     used, space = 0, room
     for index, size in enumerate(sizes):
-        if size > min(room, later_room):
-            raise ContextTooLongError(_too_long(index, size, min(room, later_room)))
-        if not rounds or used + size > space:
-            space = later_room if rounds else room
+        if used + size > space and rounds[-1]:
             rounds.append([])
-            used = 0
+            used, space = 0, later_room
+        if used + size > space:
+            raise ContextTooLongError(_too_long(index, size, space))
         rounds[-1].append(index)
         used += size
     return rounds

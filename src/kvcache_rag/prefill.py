@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.stores import ChunkStore
 
-# Padded tokens of one batch; larger batches gained nothing on CPU and cost memory.
+# Padded tokens of one batch, prefix included: what bounds the memory of a batch.
 BATCH_TOKENS = 2048
 # Seconds in which a waiting question can take the model between two batches; locks are not fair.
 YIELD = 0.001

@@ -149,8 +149,7 @@ class Planner:
             return ""
         return (
             f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
-            "namespace; "
-            "pass its text, or add it again with this engine"
+            "namespace; pass its text, or add it again with this engine"
         )
 
     def _is_held(self, key: ChunkKey) -> bool:

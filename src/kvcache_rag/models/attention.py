@@ -2,8 +2,8 @@
 
 transformers' sdpa path copies K and V once per query head of a group as soon as there is a mask.
 Folding the query heads of one KV head into the query length needs no copy and gives the same
-numbers; over 4k tokens decoding becomes about twice as fast.  Registered under a name of its own,
-with sdpa's mask function (without which transformers would pass no mask at all).
+numbers.  Registered under a name of its own, with sdpa's mask function (without which transformers
+would pass no mask at all).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 PACKED = "kvcache_rag_packed"
-# Beyond this many query rows the tiled mask costs more than the copy of K and V that it saves.
+# The mask is tiled once per query head of a group, so long queries take the stock path.
 MAX_PACKED_ROWS = 2048
 
 

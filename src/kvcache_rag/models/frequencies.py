@@ -1,9 +1,8 @@
 """Read the rotary frequencies that a model really uses off its own modules.
 
 transformers keeps them as buffers whose names end in `inv_freq`, one per layer type in some models.
- Families without such a buffer (tables only) get the classic frequencies from their config, which
- the probe
-then verifies.
+Families without such a buffer (tables only) get the classic frequencies from their config, which
+the probe then verifies.
 """
 
 from __future__ import annotations

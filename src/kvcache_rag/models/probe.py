@@ -92,8 +92,8 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
 
 def _position_free_reason(subject: ProbeSubject, ids: Tensor) -> str:
     # Positions come from the cache length then, so offsets cannot be tried.  A constant sequence
-    # shows whether
-    # they reach the cache at all (learned positions) or enter the attention by index only (ALiBi).
+    # shows whether they reach the cache at all (learned positions) or enter the attention by index
+    # only (ALiBi).
     constant = subject.capture(ids[:, :1].expand(1, PROBE_TOKENS).contiguous(), 0)
     tolerance = TOLERANCE[subject.dtype]
     for layer, cache in enumerate(constant):
