@@ -68,9 +68,9 @@ class Engine(AsyncMethods):
             template: None for the default instruction.
             policy: None for `Reuse()`.
             namespace: Tenant.
-            prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` brings
-                the logits of a bfloat16 model about ten times closer to those of full precision, at
-                the same stored size.
+            prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` stores
+                keys and values of a bfloat16 model more than twice as close to exact, at the same
+                size.
             context_window: Lower it to keep prompts short; None for the model's own.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
                 and values.

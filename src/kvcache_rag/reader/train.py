@@ -71,7 +71,8 @@ def train(
     if config.workers == 1:
         _work(0, config, work)
     else:
-        spawn(_work, args=(config, work), nprocs=config.workers)  # type: ignore[no-untyped-call]
+        start: Any = spawn  # untyped in torch
+        start(_work, args=(config, work), nprocs=config.workers)
     facts: dict[str, Any] = json.loads((work / "facts.json").read_text())
     if check_questions:
         facts["figures"] = _measure(config, work, check_questions)

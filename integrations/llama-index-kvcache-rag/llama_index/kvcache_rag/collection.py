@@ -102,16 +102,16 @@ class Rows:
         return rows
 
     def _pages(
-        self, where: Where | None, ids: Iterable[str] | None, limit: int | None, include: list[str]
+        self, where: Where | None, ids: Iterable[str] | None, limit: int | None, include: Any
     ) -> Iterator[Any]:
         if ids is not None:
             for batch in _batches(list(dict.fromkeys(ids)), self._batch):
-                yield self.collection.get(ids=batch, where=where, include=include)  # type: ignore[arg-type]
+                yield self.collection.get(ids=batch, where=where, include=include)
             return
         offset = 0
         while limit is None or offset < limit:
             size = self._batch if limit is None else min(self._batch, limit - offset)
-            page = self.collection.get(where=where, limit=size, offset=offset, include=include)  # type: ignore[arg-type]
+            page = self.collection.get(where=where, limit=size, offset=offset, include=include)
             yield page
             if len(page["ids"]) < size:
                 return
@@ -173,7 +173,7 @@ class Rows:
         """
         if count < 1 or (ids is not None and not ids):
             return []
-        include = [
+        include: Any = [
             "metadatas",
             "documents",
             "distances",
@@ -185,7 +185,7 @@ class Rows:
             n_results=count,
             where=where,
             ids=None if ids is None else list(ids),
-            include=include,  # type: ignore[arg-type]
+            include=include,
             **options,
         )
         vectors = found["embeddings"][0] if with_embeddings else [None] * len(found["ids"][0])

@@ -296,4 +296,4 @@ class KVCacheLLM(CustomLLM):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
-        self.__init__(policy=state["policy"], **state["fields"])  # type: ignore[misc]
+        KVCacheLLM.__init__(self, policy=state["policy"], **state["fields"])

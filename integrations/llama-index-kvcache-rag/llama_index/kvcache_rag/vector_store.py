@@ -293,7 +293,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the collection again."""
-        self.__init__(llm=state["llm"], **state["fields"])  # type: ignore[misc]
+        KVCacheVectorStore.__init__(self, llm=state["llm"], **state["fields"])
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields}

