@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvcache_rag import (
     Engine,
     FingerprintMismatchError,
     FullRecompute,
+    InvalidInputError,
     MemoryStore,
     Message,
     PromptTemplate,
@@ -268,3 +270,57 @@ def test_a_batch_equals_its_singles(policy: Any) -> None:
     assert [a.text for a in engine.generate_batch(many(), stop=stop, **options)] == stopped
     assert len(stopped[0]) < len(singles[0].text)
     assert engine.generate_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "same_as"),
+    [
+        ({"temperature": 1.5}, {"do_sample": True, "temperature": 1.5}),
+        ({"temperature": 1.5, "do_sample": False}, {}),
+        ({"temperature": 0}, {}),
+        ({"temperature": None}, {}),
+    ],
+)
+def test_a_temperature_above_zero_samples(
+    engine: Engine, given: dict[str, Any], same_as: dict[str, Any]
+) -> None:
+    torch.manual_seed(3)
+    asked = engine.generate(QUESTION, TEXTS, max_new_tokens=8, **given)
+    torch.manual_seed(3)
+    assert (
+        asked.token_ids == engine.generate(QUESTION, TEXTS, max_new_tokens=8, **same_as).token_ids
+    )
+
+
+@pytest.mark.parametrize("temperature", [-1, float("nan"), "warm", True])
+def test_a_temperature_is_a_number(engine: Engine, temperature: Any) -> None:
+    with pytest.raises(InvalidInputError, match="temperature must be a number"):
+        engine.generate(QUESTION, temperature=temperature)
+
+
+def test_a_batch_takes_a_history_each(engine: Engine) -> None:
+    history = [Message("user", "Is it wet?"), Message("assistant", "No.")]
+    batch = engine.generate_batch(
+        [(QUESTION, TEXTS[:1], history), (QUESTION, TEXTS[:1]), (QUESTION, TEXTS[1:], [])],
+        max_new_tokens=6,
+    )
+    singles = [
+        engine.generate(QUESTION, TEXTS[:1], history=history, max_new_tokens=6),
+        engine.generate(QUESTION, TEXTS[:1], max_new_tokens=6),
+        engine.generate(QUESTION, TEXTS[1:], max_new_tokens=6),
+    ]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
+
+
+def test_a_cancelled_batch_stops_at_the_next_token(engine: Engine) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    batch = engine.generate_batch(
+        [(QUESTION, TEXTS), (QUESTION, TEXTS[:1])], max_new_tokens=50, cancelled=cancelled
+    )
+    assert [len(one.token_ids) for one in batch] == [1, 1]
+
+
+def test_prompt_tokens_are_those_of_the_prompt(engine: Engine) -> None:
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+    assert metrics.prompt_tokens == len(engine.tokenize(QUESTION, TEXTS).all)

@@ -39,6 +39,8 @@ NAMES = [
     "StoredChunk",
     "TieredStore",
     "UnsupportedModelError",
+    "cancellable",
+    "in_thread",
 ]
 ERRORS = [name for name in NAMES if name.endswith("Error")]
 HEAVY = ("torch", "transformers", "safetensors", "numpy", "chromadb", "llama_index")

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcache_rag.aio import cancellable
     from kvcache_rag.chunk import ChunkKey, ChunkKV
     from kvcache_rag.codecs import Codec, Native
     from kvcache_rag.engine import Engine
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt import PromptIds
     from kvcache_rag.request import StoredChunk
     from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, StoreStats, TieredStore
-    from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream
+    from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
     from kvcache_rag.template import Message, PromptTemplate
 
 __version__ = "0.1.0"
@@ -68,9 +69,12 @@ __all__ = [
     "StoredChunk",
     "TieredStore",
     "UnsupportedModelError",
+    "cancellable",
+    "in_thread",
 ]
 
 _HOMES = {
+    "aio": ("cancellable",),
     "chunk": ("ChunkKV", "ChunkKey"),
     "codecs": ("Codec", "Native"),
     "engine": ("Engine",),
@@ -89,7 +93,7 @@ _HOMES = {
     "prompt": ("PromptIds",),
     "request": ("StoredChunk",),
     "stores": ("ChunkStore", "DiskStore", "MemoryStore", "StoreStats", "TieredStore"),
-    "streaming": ("AnswerStream", "AsyncAnswerStream"),
+    "streaming": ("AnswerStream", "AsyncAnswerStream", "in_thread"),
     "template": ("Message", "PromptTemplate"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag.metrics import Answer
     from kvcache_rag.request import ChunkInput
+
+_Got = TypeVar("_Got")
 
 
 class _Answers(Protocol):
@@ -33,7 +35,7 @@ class AsyncMethods:
         self: _Answers, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
     ) -> Answer:
         """`generate` in a thread; cancelling it stops generation at the next token."""
-        return await _cancellable(self.generate, question, chunks, **options)
+        return await cancellable(self.generate, question, chunks, **options)
 
     def astream(
         self: _Answers, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -43,14 +45,21 @@ class AsyncMethods:
 
     async def acomplete(self: _Answers, prompt: str, **options: Any) -> Answer:
         """`complete` in a thread; cancelling it stops generation at the next token."""
-        return await _cancellable(self.complete, prompt, **options)
+        return await cancellable(self.complete, prompt, **options)
 
     def astream_complete(self: _Answers, prompt: str, **options: Any) -> AsyncAnswerStream:
         """`stream_complete` as an async iterator."""
         return AsyncAnswerStream(lambda: self.stream_complete(prompt, **options))
 
 
-async def _cancellable(run: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
+async def cancellable(run: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
+    """`run` in a thread, with an event `cancelled`; cancelling the caller sets the event.
+
+    Args:
+        run: Takes `cancelled=`, and gives up at its next token once that is set.
+        arguments: Of `run`.
+        options: Of `run`.
+    """
     cancelled = threading.Event()
     try:
         return await in_thread(run, *arguments, cancelled=cancelled, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -13,16 +13,26 @@ from kvcache_rag.models.generate import generate
 from kvcache_rag.streaming import TextDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import threading
+    from collections.abc import Mapping, Sequence
 
     from kvcache_rag.answering import Answerer, Prompt
     from kvcache_rag.context import LoadedContext
     from kvcache_rag.metrics import Answer
-    from kvcache_rag.request import Request
+    from kvcache_rag.request import ChunkInput, Request
+    from kvcache_rag.template import Message
+
+Asked: TypeAlias = (
+    "tuple[str, Sequence[ChunkInput]]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]]]"
+)
+"""A question with its chunks, and its history if it has one."""
 
 
 @torch.inference_mode()
-def answer_batch(runner: Answerer, requests: Sequence[Request]) -> list[Answer]:
+def answer_batch(
+    runner: Answerer, requests: Sequence[Request], cancelled: threading.Event | None = None
+) -> list[Answer]:
     """Answer several requests of one policy in one left-padded batch."""
     if not requests:
         return []
@@ -64,6 +74,7 @@ def answer_batch(runner: Answerer, requests: Sequence[Request]) -> list[Answer]:
         max_new_tokens=request.max_new_tokens,
         tokenizer=runner.tokenizer,
         options=options,
+        cancelled=cancelled,
     )
     answers = []
     started = request.started

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.aio import AsyncMethods
 from kvcache_rag.answering import Answerer
-from kvcache_rag.batching import answer_batch
+from kvcache_rag.batching import Asked, answer_batch
 from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.context import ContextLoader
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
@@ -234,22 +234,22 @@ class Engine(AsyncMethods):
         request = self._request(question, chunks, {**options, "streaming": True})
         return AnswerStream(lambda emit, cancelled: self._run(request, emit, cancelled))
 
-    def generate_batch(
-        self, questions: Sequence[tuple[str, Sequence[ChunkInput]]], **options: Any
-    ) -> list[Answer]:
+    def generate_batch(self, questions: Sequence[Asked], **options: Any) -> list[Answer]:
         """Answer several questions in one padded batch; equals the single answers.
 
         Args:
-            questions: Question and chunks of each.
+            questions: Question and chunks of each, and its history if it has one.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        requests = [
-            self._request(question, chunks, dict(options)) for question, chunks in questions
-        ]
+        cancelled = options.pop("cancelled", None)
+        requests = []
+        for question, chunks, *history in questions:
+            own = {"history": history[0]} if history else {}
+            requests.append(self._request(question, chunks, {**options, **own}))
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
         with self._lock:
-            return answer_batch(self._answerer, requests)
+            return answer_batch(self._answerer, requests, cancelled)
 
     def logits(
         self,

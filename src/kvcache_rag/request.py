@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.context import ContextChunk
 from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, InvalidInputError
-from kvcache_rag.models.generate import check_generation
+from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.overflow import Overflow, split_rounds
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.template import as_messages
@@ -38,7 +38,6 @@ class StoredChunk:
 
 ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
 """How a caller may name a chunk."""
-
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -195,7 +194,7 @@ class Planner:
                 f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
             )
         check_new_tokens(max_new_tokens)
-        check_generation(options, streaming=streaming)
+        options = checked_generation(options, streaming=streaming)
         planned = self.chunks(chunks or ())
         if scores is not None and len(scores) != len(planned):
             raise InvalidInputError(
@@ -259,7 +258,7 @@ class Planner:
         if not isinstance(prompt, str) or not prompt:
             raise InvalidInputError("the prompt is empty; write something to continue")
         check_new_tokens(max_new_tokens)
-        check_generation(options, streaming=streaming)
+        options = checked_generation(options, streaming=streaming)
         ids = self.renderer.text_ids(prompt)
         if len(ids) + max_new_tokens > self.window:
             raise ContextTooLongError(

@@ -12,7 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from llama_index.core.instrumentation import get_dispatcher
-from llama_index_helpers import Recorder, Ticker, make_model, make_tokenizer
+from llama_index_helpers import Recorder
+from small import Ticker, make_model, make_tokenizer
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM

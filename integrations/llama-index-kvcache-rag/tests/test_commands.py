@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from llama_index.core.schema import MetadataMode
-from llama_index_helpers import make_model, make_tokenizer
+from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, InvalidInputError, cli
 from llama_index.kvcache_rag import HashEmbedding

@@ -13,7 +13,7 @@ import torch
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate as LlamaPrompt
-from llama_index_helpers import CHAT_TEMPLATE, Ticker, make_model, make_tokenizer
+from small import CHAT_TEMPLATE, Ticker, make_model, make_tokenizer
 
 import kvcache_rag
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, PromptTemplate

@@ -15,8 +15,9 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
 from kvcache_rag import ContextTooLongError, InvalidInputError, PromptTemplate, StoredChunk
+from kvcache_rag.integration import REFERENCE_KEYS, Reference
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheVectorStore
-from llama_index.kvcache_rag.references import REFERENCE_KEYS, Reference, chunks_of, llm_text
+from llama_index.kvcache_rag.references import chunks_of, llm_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

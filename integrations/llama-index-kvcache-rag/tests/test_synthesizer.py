@@ -20,7 +20,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEn
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool
-from llama_index_helpers import Ticker, make_model
+from small import Ticker, make_model
 
 from kvcache_rag import ContextTooLongError, FullRecompute, InvalidInputError
 from llama_index.kvcache_rag import (

@@ -102,10 +102,14 @@ class _Watch(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self._stopped, device=input_ids.device)
 
 
-def check_generation(options: dict[str, Any], *, streaming: bool) -> None:
+def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str, Any]:
     """Refuse what is no option, what would give wrong tokens, and what the engine decides itself.
 
     Settings inside a `generation_config` count like those given one by one.
+
+    Returns:
+        The options, with what a temperature means: above 0 samples and 0 does not, unless
+        `do_sample` says otherwise.
 
     Raises:
         InvalidInputError: Naming the option and what to do.
@@ -130,6 +134,24 @@ def check_generation(options: dict[str, Any], *, streaming: bool) -> None:
         raise InvalidInputError("num_return_sequences must be 1; call generate several times")
     if streaming and int(settings.get("num_beams") or 1) > 1:
         raise InvalidInputError("beam search cannot stream; use generate, or num_beams=1")
+    return _sampling(options)
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    temperature = options.get("temperature")
+    if temperature is None:
+        return options
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, (int, float))
+        or not temperature >= 0
+    ):
+        raise InvalidInputError(f"temperature must be a number from 0 up, not {temperature!r}")
+    # Without do_sample, transformers would ignore the temperature with a warning.
+    sampled = {"do_sample": temperature > 0, **options}
+    if not sampled["do_sample"]:
+        del sampled["temperature"]
+    return sampled
 
 
 def uses_beams(options: dict[str, Any]) -> bool:

@@ -49,3 +49,18 @@ def load_pretrained(
             f"cannot load the model {name!r}: {reason[0] if reason else type(error).__name__}"
         ) from error
     return model, tokenizer
+
+
+def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
+    """A tokenizer by its name or folder.
+
+    Raises:
+        InvalidInputError: If transformers cannot load it.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise InvalidInputError(
+            f"cannot load the tokenizer {name!r}: {reason[0] if reason else type(error).__name__}"
+        ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -21,7 +21,9 @@ from llama_index.core.vector_stores.types import (
 
 from kvcache_rag import InvalidInputError
 
-Where: TypeAlias = dict[str, Any]
+if TYPE_CHECKING:
+    from kvcache_rag.integration import Where
+
 Row: TypeAlias = Mapping[str, Any]
 Predicate: TypeAlias = Callable[[Row], bool]
 

@@ -32,15 +32,14 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serialize
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
-from kvcache_rag import InvalidInputError
+from kvcache_rag import InvalidInputError, cancellable
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
-from llama_index.kvcache_rag.options import PathText, ending_with, generation_options, turn
+from llama_index.kvcache_rag.options import PathText, ending_with, turn
 from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
     answer,
     aresponses,
-    cancellable,
     open_stream,
     responses,
 )
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 class KVCacheLLM(CustomLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
-    The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`, and
-    both are those of transformers' `generate()`; a `temperature` above 0 samples, 0 does not.
+    The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`; both
+    are those of transformers' `generate()`.  A `temperature` above 0 samples.
 
     Attributes:
         model_name: Hub id, folder, or "tiny" for the small reader that comes with kvcache-rag.
@@ -259,15 +258,17 @@ class KVCacheLLM(CustomLLM):
         """`stream_answer` that does not block the event loop."""
         return aresponses(await asyncio.to_thread(self._open, request, kwargs))
 
-    def _answer(self, request: Prompt, kwargs: Mapping[str, Any]) -> CompletionResponse:
-        return answer(self.engine, self._chosen(request), self._options(kwargs))
+    def _answer(self, asked: Prompt, kwargs: Mapping[str, Any], **more: Any) -> CompletionResponse:
+        return answer(self.engine, self._chosen(asked), {**self._options(kwargs), **more})
 
     def _open(self, request: Prompt, kwargs: Mapping[str, Any]) -> AnswerStream:
         return open_stream(self.engine, self._chosen(request), self._options(kwargs))
 
-    def _chat(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> ChatResponse:
-        found = self._answer(self.chat_prompt(messages), kwargs)
-        return completion_response_to_chat_response(found)
+    def _chat(
+        self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any], **more: Any
+    ) -> ChatResponse:
+        prompt = self.chat_prompt(messages)
+        return completion_response_to_chat_response(self._answer(prompt, kwargs, **more))
 
     def _formatted(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
@@ -281,10 +282,9 @@ class KVCacheLLM(CustomLLM):
 
     def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = {"max_new_tokens": self.max_new_tokens, **self.generate_kwargs, **kwargs}
-        if not self.stopping_ids:
-            return generation_options(given)
-        own = self.engine.model.generation_config.eos_token_id
-        return generation_options(given, ending_with(self.stopping_ids, own))
+        if self.stopping_ids:
+            given.setdefault("eos_token_id", ending_with(self.stopping_ids, self.engine.model))
+        return given
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag import (
-    DiskStore,
-    Engine,
-    InvalidInputError,
-    MemoryStore,
-    PromptTemplate,
-    TieredStore,
-)
+from kvcache_rag import Engine, InvalidInputError, PromptTemplate
+from kvcache_rag.integration import open_engine
 
 if TYPE_CHECKING:
-    from kvcache_rag import ChunkStore
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 
@@ -33,28 +25,22 @@ def load_engine(
     Raises:
         InvalidInputError: If it is not said which model, or it cannot be loaded.
     """
-    common: dict[str, Any] = {
-        "store": store_in(llm.kv_dir, llm.kv_max_bytes),
-        "context_window": llm.context_window,
-    }
-    if model is None:
-        if not llm.model_name:
-            raise InvalidInputError(
-                "KVCacheLLM needs model_name=, model= and tokenizer=, or engine="
-            )
-        engine = Engine.from_pretrained(
-            llm.model_name, template=template, **_placing(llm), **common
-        )
-        other = tokenizer or _other_tokenizer(llm)
-        if other is None and not llm.system_prompt:
-            return engine
-        model, tokenizer, template = engine.model, other or engine.tokenizer, engine.template
-    elif tokenizer is None:
+    if model is None and not llm.model_name:
+        raise InvalidInputError("KVCacheLLM needs model_name=, model= and tokenizer=, or engine=")
+    if model is not None and tokenizer is None:
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
-    if llm.system_prompt:
-        # A system prompt stands before the chunks, so it is part of what they are computed behind.
-        template = replace(template or PromptTemplate(), system=llm.system_prompt)
-    return Engine(model, tokenizer, template=template, **common)
+    return open_engine(
+        llm.model_name if model is None else model,
+        tokenizer or llm.tokenizer_name,
+        kv_dir=llm.kv_dir,
+        kv_max_bytes=llm.kv_max_bytes,
+        system_prompt=llm.system_prompt,
+        template=template,
+        device_map=llm.device_map,
+        model_kwargs=llm.model_kwargs,
+        tokenizer_kwargs=llm.tokenizer_kwargs,
+        context_window=llm.context_window,
+    )
 
 
 def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
@@ -70,33 +56,3 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
         )
-
-
-def store_in(kv_dir: str | None, max_bytes: int | None = None) -> ChunkStore:
-    """Memory in front of a folder of at most `max_bytes`; without a folder, memory alone."""
-    if kv_dir is None:
-        return MemoryStore()
-    return TieredStore(MemoryStore(), DiskStore(kv_dir, max_bytes=max_bytes))
-
-
-def _placing(llm: KVCacheLLM) -> dict[str, Any]:
-    model_kwargs = dict(llm.model_kwargs)
-    placing: dict[str, Any] = {"dtype": model_kwargs.pop("dtype", None) or "auto"}
-    if llm.device_map is not None and not isinstance(llm.device_map, str):
-        model_kwargs["device_map"] = llm.device_map
-    elif llm.device_map not in (None, "auto"):
-        placing["device"] = llm.device_map
-    return {**placing, "model_kwargs": model_kwargs}
-
-
-def _other_tokenizer(llm: KVCacheLLM) -> Any:
-    if llm.tokenizer_name is None and not llm.tokenizer_kwargs:
-        return None
-    from transformers import AutoTokenizer
-
-    name = llm.tokenizer_name or llm.model_name
-    try:
-        return AutoTokenizer.from_pretrained(name, **llm.tokenizer_kwargs)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InvalidInputError(f"cannot load the tokenizer {name!r}: {reason}") from error

@@ -9,7 +9,7 @@ from llama_index.core.base.llms.types import MessageRole
 from llama_index.core.bridge.pydantic import BeforeValidator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from llama_index.core.base.llms.types import ChatMessage
 
@@ -29,28 +29,8 @@ def turn(message: ChatMessage) -> dict[str, str]:
     return {"role": role, "content": message.content or ""}
 
 
-def generation_options(
-    given: Mapping[str, Any], eos_token_id: list[int] | None = None
-) -> dict[str, Any]:
-    """Keyword arguments of generation from those of a call.
-
-    Args:
-        given: A `temperature` above 0 samples and 0 does not, unless `do_sample` says otherwise.
-        eos_token_id: Ends an answer, unless the call says otherwise.
-    """
-    options = dict(given)
-    temperature = options.get("temperature")
-    if temperature is not None:
-        # Without do_sample, transformers would ignore the temperature with a warning.
-        options.setdefault("do_sample", temperature > 0)
-    if not options.get("do_sample", True):
-        options.pop("temperature", None)
-    if eos_token_id is not None:
-        options.setdefault("eos_token_id", eos_token_id)
-    return options
-
-
-def ending_with(stopping_ids: Sequence[int], own: int | list[int] | None) -> list[int]:
+def ending_with(stopping_ids: Sequence[int], model: Any) -> list[int]:
     """Ids that end an answer: those asked for and the model's own."""
+    own = model.generation_config.eos_token_id
     listed = own if isinstance(own, list) else [own]
     return sorted({*stopping_ids, *(token for token in listed if token is not None)})

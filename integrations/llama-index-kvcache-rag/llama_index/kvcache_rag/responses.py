@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llama_index.core.base.llms.types import (
     CompletionResponse,
@@ -18,16 +14,9 @@ from llama_index.core.base.llms.types import (
 from kvcache_rag import AsyncAnswerStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kvcache_rag import Answer, AnswerStream, Engine, ReusePolicy, StoredChunk
-
-# Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
-# application (name look-ups, files) would then wait too.
-_WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
-
-_Asked = TypeVar("_Asked")
-_Got = TypeVar("_Got")
 
 
 @dataclass(frozen=True)
@@ -92,21 +81,6 @@ def responses(stream: AnswerStream) -> CompletionResponseGen:
         stream.close()
 
 
-async def cancellable(
-    run: Callable[[_Asked, Mapping[str, Any]], _Got], asked: _Asked, options: Mapping[str, Any]
-) -> _Got:
-    """`run` in a thread; a caller that is cancelled stops generation at the next token."""
-    cancelled = threading.Event()
-    within, loop = contextvars.copy_context(), asyncio.get_running_loop()
-    try:
-        return await loop.run_in_executor(
-            _WAITING, within.run, run, asked, {**options, "cancelled": cancelled}
-        )
-    except asyncio.CancelledError:
-        cancelled.set()
-        raise
-
-
 async def aresponses(stream: AnswerStream) -> CompletionResponseAsyncGen:
     """`responses` that does not block the event loop."""
     text = ""
@@ -122,16 +96,10 @@ async def aresponses(stream: AnswerStream) -> CompletionResponseAsyncGen:
 
 def _finished(answer: Answer, delta: str | None = None) -> CompletionResponse:
     metrics = answer.metrics
-    prompt_tokens = (
-        metrics.prefix_tokens
-        + metrics.reused_tokens
-        + metrics.prefilled_tokens
-        + metrics.query_tokens
-    )
     usage = {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": metrics.prompt_tokens,
         "completion_tokens": metrics.generated_tokens,
-        "total_tokens": prompt_tokens + metrics.generated_tokens,
+        "total_tokens": metrics.prompt_tokens + metrics.generated_tokens,
     }
     return CompletionResponse(
         text=answer.text,

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from llama_index.core.vector_stores.types import MetadataFilters, VectorStoreQuery
 
-    from llama_index.kvcache_rag.collection import Row, Rows
-    from llama_index.kvcache_rag.filters import Where
+    from kvcache_rag.integration import Row, Rows, Where
 
 # Candidates fetched per wanted result, from which MMR chooses.
 MMR_PREFETCH = 4.0

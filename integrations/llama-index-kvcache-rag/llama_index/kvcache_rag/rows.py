@@ -6,19 +6,13 @@ LlamaIndex wrote become text nodes with the row's metadata.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
-from llama_index.kvcache_rag.collection import NewRow, Row, flat
-from llama_index.kvcache_rag.references import (
-    REFERENCE_KEYS,
-    Reference,
-    attach,
-    without_reference,
-)
+from kvcache_rag.integration import REFERENCE_KEYS, NewRow, Reference, Row, flat
+from llama_index.kvcache_rag.references import attach, without_reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,13 +35,6 @@ def to_row(node: BaseNode) -> NewRow:
         metadata=flat(node_to_metadata_dict(plain, remove_text=True, flat_metadata=False)),
         embedding=node.get_embedding(),
     )
-
-
-def with_reference(row: NewRow, reference: Reference | None) -> NewRow:
-    """The row with a reference, which stands beside the node, not in it."""
-    if reference is None:
-        return row
-    return replace(row, metadata={**row.metadata, **reference.to_metadata()})
 
 
 def to_node(row: Row | NewRow) -> BaseNode:

@@ -22,11 +22,12 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvcache_rag import InvalidInputError
-from llama_index.kvcache_rag.collection import Rows, open_collection
+from kvcache_rag.integration import RowPrefiller, Rows
+from llama_index.kvcache_rag.collection import open_collection
 from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
-from llama_index.kvcache_rag.prefilling import Prefilling, shows_progress
+from llama_index.kvcache_rag.prefilling import row_text, shows_progress
 from llama_index.kvcache_rag.retrieval import Retrieval
-from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row, with_reference
+from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kvcache_rag import Engine
-    from llama_index.kvcache_rag.collection import Row
+    from kvcache_rag.integration import Row
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 _PLACE = ("persist_dir", "host", "port", "ssl", "headers")
@@ -136,7 +137,8 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     @property
     def client(self) -> Collection:
         """The Chroma collection."""
-        return self._rows.collection
+        collection: Collection = self._rows.collection
+        return collection
 
     @property
     def engine(self) -> Engine | None:
@@ -149,8 +151,8 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         return str(self.client.id)
 
     @property
-    def _prefilling(self) -> Prefilling:
-        return Prefilling(self._rows, self.engine, self.owner)
+    def _prefilling(self) -> RowPrefiller:
+        return RowPrefiller(self._rows, self.engine, self.owner)
 
     # ------------------------------------------------------------------ writing
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
@@ -174,14 +176,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     def _add(self, nodes: Sequence[BaseNode], show_progress: bool) -> list[str]:
         prefilling, last = self._prefilling, {node.node_id: node for node in nodes}
         shows, plain = show_progress or self.show_progress, [*map(to_row, last.values())]
-        # As they will be read back: a tuple in the metadata, say, comes back as a list.
-        references = prefilling.prefill([*map(to_node, plain)], show_progress=shows)
-        rows = list(map(with_reference, plain, references))
-        try:
-            prefilling.release(self._rows.put(rows))
-        except Exception:
-            prefilling.release(rows)
-            raise
+        prefilling.write(plain, [*map(row_text, plain)], show_progress=shows)
         return [node.node_id for node in nodes]
 
     def prefill_missing(self, *, show_progress: bool = False) -> int:
@@ -193,7 +188,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         Raises:
             InvalidInputError: If the store has neither `llm` nor `engine`.
         """
-        return self._prefilling.fill(show_progress=show_progress)
+        return self._prefilling.fill(row_text, show_progress=show_progress)
 
     # ------------------------------------------------------------------ deleting
     def delete(self, ref_doc_id: str, **_: Any) -> None:

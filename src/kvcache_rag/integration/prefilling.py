@@ -1,0 +1,131 @@
+"""Keep rows and KV in step: prefill what is written, release what is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.integration.rows import NewRow, Row, Rows
+
+
+@dataclass(frozen=True)
+class RowPrefiller:
+    """The KV side of one collection.
+
+    Attributes:
+        rows: The collection.
+        engine: What prefills; without one, rows get no reference.
+        owner: In whose name chunks are claimed and released.
+    """
+
+    rows: Rows
+    engine: Engine | None
+    owner: str
+
+    def prefill(
+        self, texts: Sequence[str], *, show_progress: bool = False
+    ) -> list[Reference | None]:
+        """Compute and claim what is missing; a reference per text, None for a blank one.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the context window; nothing is computed
+                then.
+        """
+        engine = self.engine
+        if engine is None:
+            return [None] * len(texts)
+        # A chunk without a single letter cannot be reused, and an image without a caption is none.
+        given = [text for text in texts if text.strip()]
+        keys = iter(engine.add(given, owner=self.owner, show_progress=show_progress))
+        return [Reference.of(next(keys), text, engine) if text.strip() else None for text in texts]
+
+    def write(
+        self, rows: Sequence[NewRow], texts: Sequence[str], *, show_progress: bool = False
+    ) -> None:
+        """Prefill, write rows with their references, and release what they replaced.
+
+        Args:
+            rows: Rows of different ids, without references.
+            texts: The text of each, as it will stand in prompts.
+            show_progress: Whether to show a bar while prefilling.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the context window; nothing is written then.
+        """
+        references = self.prefill(texts, show_progress=show_progress)
+        written = list(map(_referring, rows, references))
+        replaced: list[Row] = []
+        try:
+            self.rows.put(written, replaced)
+        except BaseException:
+            self.release([*written, *replaced])
+            raise
+        # A row of the same text may have been deleted, and the text released, since it was claimed.
+        self._claim([one for one in references if one is not None])
+        self.release(replaced)
+
+    def release(self, rows: Sequence[Row | NewRow]) -> None:
+        """Let go of the KV of rows that are deleted or replaced, unless another row uses it."""
+        engine = self.engine
+        if engine is None:
+            return
+        held = (Reference.from_metadata(row.metadata) for row in rows)
+        gone = self._unused({one.key: one for one in held if one is not None})
+        keys = [one.resolve(engine) for one in gone.values()]
+        # What another model computed is another engine's to release; its store ages it out.
+        engine.release([key for key in keys if key is not None], self.owner)
+        # A row of the same text may have been written since it was looked for.
+        unused = self._unused(gone)
+        self._claim([one for key, one in gone.items() if key not in unused])
+
+    def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
+        used = {row.metadata["kv_key"] for row in self.rows.holding("kv_key", list(references))}
+        return {key: one for key, one in references.items() if key not in used}
+
+    def _claim(self, references: Sequence[Reference]) -> None:
+        engine = self.engine
+        if engine is None:
+            return
+        for reference in references:
+            key = reference.resolve(engine)
+            if key is not None:
+                engine.store.claim(key, self.owner)
+
+    def fill(self, text_of: Callable[[Row], str], *, show_progress: bool = False) -> int:
+        """Prefill every row and write missing or outdated references.
+
+        Args:
+            text_of: The text of a row, as it will stand in prompts.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Number of rows whose reference was written.
+
+        Raises:
+            InvalidInputError: If there is no engine.
+        """
+        if self.engine is None:
+            raise InvalidInputError("prefill_missing needs a store made with llm= or engine=")
+        rows = self.rows.get()
+        references = self.prefill([text_of(row) for row in rows], show_progress=show_progress)
+        changed = {
+            row.id: reference
+            for row, reference in zip(rows, references, strict=True)
+            if reference is not None and reference != Reference.from_metadata(row.metadata)
+        }
+        self.rows.update({id_: reference.to_metadata() for id_, reference in changed.items()})
+        self.release([row for row in rows if row.id in changed])
+        return len(changed)
+
+
+def _referring(row: NewRow, reference: Reference | None) -> NewRow:
+    if reference is None:
+        return row
+    return replace(row, metadata={**row.metadata, **reference.to_metadata()})

@@ -1,0 +1,241 @@
+"""A Chroma collection without its sharp edges.
+
+Chroma limits the size of a call, refuses empty ones, silently ignores an `add` of an existing id,
+merges metadata on `upsert`, fails on ids it does not hold and returns rows that another process has
+deleted.  `Rows` hides all that; it knows nothing of frameworks or of KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+Scalar = str | int | float | bool
+Where: TypeAlias = dict[str, Any]
+"""A condition on metadata in Chroma's own form."""
+
+RESERVED: Final = "chroma:document"
+# SQLite refuses statements with tens of thousands of variables; one membership test stays far
+# below.
+_MEMBERS: Final = 500
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a collection.
+
+    Attributes:
+        id: Its id.
+        document: Its text.
+        metadata: Its metadata, without absent values.
+        embedding: Its vector, if it was asked for.
+        distance: To the query, if there was one.
+    """
+
+    id: str
+    document: str
+    metadata: Mapping[str, Any]
+    embedding: Sequence[float] | None = None
+    distance: float = 0.0
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """A row to be written.
+
+    Attributes:
+        id: Its id; an existing row is replaced, metadata included.
+        document: Its text.
+        metadata: Flat values; see `flat`.
+        embedding: Its vector; None lets the collection embed the document.
+    """
+
+    id: str
+    document: str
+    metadata: Mapping[str, Any]
+    embedding: Sequence[float] | None
+
+
+class Rows:
+    """Batched access to a collection."""
+
+    def __init__(self, collection: Any) -> None:
+        """Wrap a `chromadb` collection; it stays usable beside."""
+        self.collection = collection
+        # The client is asked, not assumed: hosted databases allow far less than a local one.
+        client: Any = getattr(collection, "_client", None)
+        limit = client.get_max_batch_size() if hasattr(client, "get_max_batch_size") else 0
+        self._batch = limit if limit and limit > 0 else 1000
+
+    def get(
+        self,
+        *,
+        where: Where | None = None,
+        ids: Iterable[str] | None = None,
+        limit: int | None = None,
+        metadata_only: bool = False,
+        where_document: Where | None = None,
+    ) -> list[Row]:
+        """Rows by metadata, text or id (unknown ones are left out), by all given, or all."""
+        include = ["metadatas"] if metadata_only else ["metadatas", "documents"]
+        rows: list[Row] = []
+        for page in self._pages(
+            ids, limit, where=where, where_document=where_document, include=include
+        ):
+            documents = page.get("documents") or [""] * len(page["ids"])
+            found = zip(page["ids"], documents, page["metadatas"], strict=True)
+            rows.extend(
+                Row(id_, document or "", metadata or {})
+                for id_, document, metadata in found
+                if metadata_only or not (document is None and metadata is None)
+            )
+        return rows
+
+    def _pages(self, ids: Iterable[str] | None, limit: int | None, **options: Any) -> Iterator[Any]:
+        if ids is not None:
+            for batch in _batches(list(dict.fromkeys(ids)), self._batch):
+                yield self.collection.get(ids=batch, **options)
+            return
+        offset = 0
+        while limit is None or offset < limit:
+            size = self._batch if limit is None else min(self._batch, limit - offset)
+            page = self.collection.get(limit=size, offset=offset, **options)
+            yield page
+            if len(page["ids"]) < size:
+                return
+            offset += size
+
+    def holding(self, key: str, values: Sequence[str]) -> list[Row]:
+        """Rows whose metadata `key` is one of `values`, metadata only."""
+        found: list[Row] = []
+        for batch in _batches(values, _MEMBERS):
+            found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
+        return found
+
+    def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:
+        """Write rows of different ids.
+
+        Args:
+            rows: The rows, all with an embedding or none.
+            replaced: Receives what they replace, batch by batch, so that it is known even if a
+                later batch fails.
+
+        Returns:
+            What they replaced, metadata only.
+        """
+        replaced = [] if replaced is None else replaced
+        for batch in _batches(rows, self._batch):
+            old = {
+                row.id: row for row in self.get(ids=[row.id for row in batch], metadata_only=True)
+            }
+            self.collection.upsert(
+                ids=[row.id for row in batch],
+                embeddings=_vectors(batch),
+                documents=[row.document for row in batch],
+                # Chroma refuses an empty dictionary, but not None.
+                metadatas=[_replacing(row.metadata, old.get(row.id)) or None for row in batch],
+            )
+            replaced += old.values()
+        return replaced
+
+    def update(self, metadata: Mapping[str, Mapping[str, Scalar]]) -> None:
+        """Add metadata to existing rows; ids that are gone are left alone."""
+        for batch in _batches(list(metadata), self._batch):
+            self.collection.update(ids=batch, metadatas=[dict(metadata[id_]) for id_ in batch])
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Delete rows; ids that are gone are left alone."""
+        for batch in _batches(ids, self._batch):
+            self.collection.delete(ids=batch)
+
+    def nearest(
+        self,
+        embedding: Sequence[float],
+        count: int,
+        *,
+        where: Where | None = None,
+        ids: Sequence[str] | None = None,
+        with_embeddings: bool = False,
+        **options: Any,
+    ) -> list[Row]:
+        """The `count` rows nearest to `embedding`, best first.
+
+        Args:
+            embedding: The query's vector.
+            count: How many; fewer if there are not so many.
+            where: Condition on the metadata.
+            ids: Only these rows; they must exist.
+            with_embeddings: Whether to bring their vectors along.
+            options: Further arguments of Chroma's `query`.
+        """
+        if count < 1 or (ids is not None and not ids):
+            return []
+        include: Any = [
+            "metadatas",
+            "documents",
+            "distances",
+            *(["embeddings"] if with_embeddings else []),
+        ]
+        vector: Any = [list(embedding)]
+        found: Any = self.collection.query(
+            query_embeddings=vector,
+            n_results=count,
+            where=where,
+            ids=None if ids is None else list(ids),
+            include=include,
+            **options,
+        )
+        vectors = found["embeddings"][0] if with_embeddings else [None] * len(found["ids"][0])
+        columns = (found[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+        return [
+            Row(id_, document or "", metadata or {}, vector, distance)
+            for id_, document, metadata, distance, vector in zip(*columns, vectors, strict=True)
+            # Another process deleted the row, and this one's index does not know yet.
+            if not (document is None and metadata is None)
+        ]
+
+
+def flat(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a document's metadata a row can hold: scalars, and non-empty lists of one type.
+
+    Everything else (dictionaries, mixed lists) is left out.
+    """
+    values = {
+        key: _number_list(value) if isinstance(value, (list, tuple)) else value
+        for key, value in metadata.items()
+        if isinstance(key, str) and key not in ("", RESERVED)
+    }
+    return {key: value for key, value in values.items() if _fits(value)}
+
+
+def _number_list(values: Sequence[Any]) -> list[Any]:
+    if {type(value) for value in values} == {int, float}:
+        return [float(value) for value in values]
+    return list(values)
+
+
+def _fits(value: Any) -> bool:
+    if isinstance(value, list):
+        return len({type(one) for one in value}) == 1 and isinstance(value[0], Scalar)
+    return isinstance(value, Scalar)
+
+
+def _replacing(new: Mapping[str, Any], old: Row | None) -> dict[str, Any]:
+    """Metadata that, merged by Chroma into the old row's, leaves exactly `new`."""
+    gone = dict.fromkeys(key for key in (old.metadata if old else {}) if key not in new)
+    return {**new, **gone}
+
+
+def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
+    given = [list(row.embedding) for row in rows if row.embedding is not None]
+    return given or None
+
+
+def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])

@@ -1,0 +1,273 @@
+"""Rows and their KV stay in step, whatever fails; on real Chroma collections in memory."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from small import make_model, make_tokenizer
+
+from kvcache_rag import (
+    ContextTooLongError,
+    Engine,
+    InvalidInputError,
+    MemoryStore,
+    PromptTemplate,
+    StoredChunk,
+    TieredStore,
+)
+from kvcache_rag.integration import (
+    REFERENCE_KEYS,
+    NewRow,
+    Reference,
+    References,
+    RowPrefiller,
+    Rows,
+    open_engine,
+    text_digest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TEXTS = ["alpha is here", "beta is there", "gamma is nowhere"]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Engine:
+    template = PromptTemplate(system="Read.\n")
+    return Engine(make_model(), make_tokenizer(), store=MemoryStore(), template=template)
+
+
+@pytest.fixture
+def engine(measured: Engine) -> Engine:
+    store: Any = measured.store
+    MemoryStore.__init__(store, release_grace=0)
+    return measured
+
+
+@pytest.fixture
+def rows() -> Rows:
+    client = chromadb.EphemeralClient()
+    return Rows(client.create_collection(f"c{uuid.uuid4().hex}", embedding_function=None))
+
+
+@pytest.fixture
+def prefiller(rows: Rows, engine: Engine) -> RowPrefiller:
+    return RowPrefiller(rows, engine, "owner")
+
+
+def new_rows(texts: list[str], prefix: str = "") -> list[NewRow]:
+    return [
+        NewRow(f"{prefix}{number}", text, {}, [float(number), 1.0])
+        for number, text in enumerate(texts)
+    ]
+
+
+def held(engine: Engine, texts: list[str]) -> list[bool]:
+    """Which chunks are left once everything that was released has gone."""
+    engine.store.sweep()
+    return [engine.store.contains(key) for key in engine.keys(texts)]
+
+
+# ---------------------------------------------------------------------- references
+def test_a_reference_survives_a_row(engine: Engine) -> None:
+    (key,) = engine.add(TEXTS[:1])
+    reference = Reference.of(key, TEXTS[0], engine)
+    assert set(reference.to_metadata()) == set(REFERENCE_KEYS)
+    assert Reference.from_metadata({"mine": 1, **reference.to_metadata()}) == reference
+    assert reference.resolve(engine) == key
+    assert reference.chunk(TEXTS[0], engine) == StoredChunk(key, TEXTS[0])
+
+
+@pytest.mark.parametrize("missing", REFERENCE_KEYS)
+def test_half_a_reference_is_none(engine: Engine, missing: str) -> None:
+    metadata = Reference.of(engine.keys(TEXTS[:1])[0], TEXTS[0], engine).to_metadata()
+    del metadata[missing]
+    assert Reference.from_metadata(metadata) is None
+
+
+def test_a_changed_text_or_another_engine_gets_the_text(engine: Engine) -> None:
+    (key,) = engine.add(TEXTS[:1])
+    reference = Reference.of(key, TEXTS[0], engine)
+    assert reference.chunk("alpha was here", engine) == "alpha was here"
+    template = PromptTemplate(system="Read carefully.\n")
+    other = Engine(make_model(), make_tokenizer(), template=template)
+    assert reference.resolve(other) is None
+    assert reference.chunk(TEXTS[0], other) == TEXTS[0]
+
+
+def test_the_wrapper_is_part_of_the_digest(engine: Engine) -> None:
+    template = PromptTemplate(system="Read.\n", chunk_start="[")
+    other = Engine(make_model(), make_tokenizer(), template=template)
+    assert text_digest(TEXTS[0], engine) != text_digest(TEXTS[0], other)
+    assert text_digest("\ud800", engine) != text_digest("\ud801", engine)
+
+
+def test_references_are_found_by_text_and_forgotten_in_order(engine: Engine) -> None:
+    known = References(limit=2)
+    keys = engine.add(TEXTS)
+    for key, text in zip(keys, TEXTS, strict=True):
+        known.note(Reference.of(key, text, engine))
+    assert known.chunk(TEXTS[0], engine) == TEXTS[0]
+    assert known.chunk(TEXTS[1], engine) == StoredChunk(keys[1], TEXTS[1])
+    assert known.chunk(TEXTS[2], engine) == StoredChunk(keys[2], TEXTS[2])
+
+
+# ---------------------------------------------------------------------- writing
+def test_rows_get_references_and_blank_ones_none(prefiller: RowPrefiller, engine: Engine) -> None:
+    texts = [*TEXTS, "  "]
+    prefiller.write(new_rows(texts), texts)
+    found = {row.id: row for row in prefiller.rows.get()}
+    assert [found[id_].document for id_ in "0123"] == texts
+    references = [Reference.from_metadata(found[id_].metadata) for id_ in "0123"]
+    assert references[3] is None
+    assert [one and one.key for one in references[:3]] == [k.digest for k in engine.keys(TEXTS)]
+    assert engine.store.stats().puts == 3
+
+
+def test_without_engine_rows_are_only_rows(rows: Rows) -> None:
+    prefiller = RowPrefiller(rows, None, "owner")
+    prefiller.write(new_rows(TEXTS), TEXTS)
+    prefiller.release(rows.get())
+    assert [row.metadata for row in rows.get()] == [{}, {}, {}]
+    with pytest.raises(InvalidInputError, match="engine="):
+        prefiller.fill(lambda row: row.document)
+
+
+def test_nothing_is_written_when_a_text_is_too_long(
+    prefiller: RowPrefiller, engine: Engine
+) -> None:
+    texts = [TEXTS[0], "x" * 5000]
+    with pytest.raises(ContextTooLongError, match="chunk 1"):
+        prefiller.write(new_rows(texts), texts)
+    assert prefiller.rows.get() == []
+    assert engine.store.stats().puts == 0
+
+
+def test_replaced_rows_release_what_nobody_else_uses(
+    prefiller: RowPrefiller, engine: Engine
+) -> None:
+    prefiller.write(new_rows(TEXTS), TEXTS)
+    prefiller.write(new_rows(TEXTS[:1], "other"), TEXTS[:1])
+    changed = ["delta", "epsilon"]
+    prefiller.write(new_rows(changed), changed)
+    assert held(engine, TEXTS) == [True, False, True]
+    assert held(engine, changed) == [True, True]
+
+
+class FailingLater:
+    """A collection whose second `upsert` fails."""
+
+    def __init__(self, collection: Any) -> None:
+        self._real, self.calls = collection, 0
+        self._client = self
+
+    def get_max_batch_size(self) -> int:
+        return 1
+
+    def upsert(self, **arguments: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("disk full")
+        self._real.upsert(**arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_failed_write_leaves_claims_for_the_written_rows_only(
+    prefiller: RowPrefiller, engine: Engine
+) -> None:
+    prefiller.write(new_rows(["old one", "old two"]), ["old one", "old two"])
+    failing = RowPrefiller(Rows(FailingLater(prefiller.rows.collection)), engine, "owner")
+    with pytest.raises(RuntimeError, match="disk full"):
+        failing.write(new_rows(TEXTS[:2]), TEXTS[:2])
+    assert [row.document for row in prefiller.rows.get()] == [TEXTS[0], "old two"]
+    assert held(engine, TEXTS[:2]) == [True, False]
+    assert held(engine, ["old one", "old two"]) == [False, True]
+
+
+@pytest.mark.parametrize("moment", ["before the row is written", "after it was looked for"])
+def test_a_text_deleted_while_it_is_added_stays(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    prefiller.write(new_rows(TEXTS[:1]), TEXTS[:1])
+    rows = prefiller.rows
+    adder = RowPrefiller(Rows(rows.collection), engine, "owner")
+
+    def delete() -> None:
+        gone = rows.get(ids=["0"], metadata_only=True)
+        rows.delete(["0"])
+        prefiller.release(gone)
+
+    def add() -> None:
+        adder.write(new_rows(TEXTS[:1], "new"), TEXTS[:1])
+
+    if moment.startswith("before"):
+        _once(monkeypatch, adder.rows, "put", delete)
+        add()
+    else:
+        _once(monkeypatch, engine, "release", add)
+        delete()
+    assert [row.id for row in rows.get()] == ["new0"]
+    assert held(engine, TEXTS[:1]) == [True]
+
+
+def _once(
+    monkeypatch: pytest.MonkeyPatch, target: object, name: str, first: Callable[[], None]
+) -> None:
+    real, done = getattr(target, name), threading.Event()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not done.is_set():
+            done.set()
+            first()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(target, name, call)
+
+
+def test_fill_writes_missing_and_outdated_references(
+    prefiller: RowPrefiller, engine: Engine
+) -> None:
+    prefiller.rows.put(new_rows(TEXTS))
+    assert prefiller.fill(lambda row: row.document) == 3
+    assert prefiller.fill(lambda row: row.document) == 0
+    prefiller.rows.update({"1": {"kv_spec": "0" * 64}})
+    assert prefiller.fill(lambda row: row.document) == 1
+    assert held(engine, TEXTS) == [True, True, True]
+
+
+# ---------------------------------------------------------------------- opening
+def test_an_engine_from_settings(tmp_path: Path) -> None:
+    engine = open_engine("tiny", kv_dir=tmp_path, kv_max_bytes=10**6, system_prompt="Read.\n")
+    assert isinstance(engine.store, TieredStore)
+    assert engine.template.system == "Read.\n"
+    assert engine.template.chunk_start  # the rest is the model's own template
+    engine.add(TEXTS)
+    assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_loaded_model_needs_its_tokenizer() -> None:
+    with pytest.raises(InvalidInputError, match="tokenizer="):
+        open_engine(make_model())
+    engine = open_engine(make_model(), make_tokenizer(), context_window=100)
+    assert engine.context_window == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "./no/such/folder"}, "no model folder"),
+        ({"model": "tiny", "tokenizer": "./no/such/folder"}, "cannot load the tokenizer"),
+        ({"model": "tiny", "model_kwargs": {"dtypo": 1}}, "cannot load the model"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        open_engine(options.pop("model"), **options)
