@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from cachetools import LRUCache
 
 from kvcache_rag.errors import FingerprintMismatchError
-from kvcache_rag.request import StoredChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcache_rag.chunk import ChunkKey
     from kvcache_rag.engine import Engine
+    from kvcache_rag.request import StoredChunk
 
 REFERENCE_KEYS: Final = ("kv_bytes", "kv_key", "kv_spec", "kv_text", "kv_tokens")
 """The metadata of a row that a reference is written in."""
@@ -85,6 +85,8 @@ class Reference:
         """What to hand to `engine` for `text`: this reference if it still holds, else the text."""
         if self.text != text_digest(text, engine):
             return text
+        from kvcache_rag.request import StoredChunk  # loads torch
+
         key = self.resolve(engine)
         return text if key is None else StoredChunk(key, text)
 

@@ -1,25 +1,17 @@
-"""An embedding that needs no model: for tests, offline trials and machines without a download.
-
-Texts that share words share character n-grams, so near duplicates and literal matches are found;
-synonyms are not.
-"""
+"""An embedding that needs no model, for tests and offline trials."""
 
 from __future__ import annotations
-
-import math
-import re
-import zlib
 
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field
 
-_WORD = re.compile(r"\w+")
+from kvcache_rag.integration import hash_vector
 
 
 class HashEmbedding(BaseEmbedding):
     """Words and their character n-grams, hashed into a vector of length one.
 
-    The same text gives the same vector in every process and on every machine.
+    Literal matches are found, synonyms are not; the same text gives the same vector everywhere.
 
     Attributes:
         dimensions: Length of the vectors.
@@ -36,30 +28,7 @@ class HashEmbedding(BaseEmbedding):
         return "HashEmbedding"
 
     def _get_text_embedding(self, text: str) -> Embedding:
-        counts: dict[int, int] = {}
-        for word in _WORD.findall(text.lower()):
-            for feature in self._features(word):
-                hashed = zlib.crc32(feature.encode("utf-8", "surrogatepass"))
-                # The sign lets collisions cancel instead of adding up.
-                sign = 1 if hashed & 1 else -1
-                index = (hashed >> 1) % self.dimensions
-                counts[index] = counts.get(index, 0) + sign
-        length = math.sqrt(sum(count * count for count in counts.values()))
-        vector = [0.0] * self.dimensions
-        if not length:
-            # No word at all: any fixed direction will do, but a vector of zeros has no cosine.
-            vector[0] = 1.0
-            return vector
-        for index, count in counts.items():
-            vector[index] = count / length
-        return vector
-
-    def _features(self, word: str) -> list[str]:
-        bounded = f"<{word}>"
-        features = [bounded]
-        for size in self.ngrams:
-            features.extend(bounded[at : at + size] for at in range(len(bounded) - size + 1))
-        return features
+        return hash_vector(text, self.dimensions, self.ngrams)
 
     def _get_query_embedding(self, query: str) -> Embedding:
         return self._get_text_embedding(query)
