@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
+    from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
     from llama_index.kvcache_rag.embeddings import HashEmbedding
     from llama_index.kvcache_rag.events import KVCacheReuseEvent
     from llama_index.kvcache_rag.llm import KVCacheLLM
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HashEmbedding",
+    "KVCacheChatEngine",
+    "KVCacheChatResponse",
     "KVCacheLLM",
     "KVCacheQueryEngine",
     "KVCacheReuseEvent",
@@ -30,6 +34,8 @@ __all__ = [
 
 _HOMES = {
     "HashEmbedding": "embeddings",
+    "KVCacheChatEngine": "chat_engine",
+    "KVCacheChatResponse": "chat_response",
     "KVCacheLLM": "llm",
     "KVCacheQueryEngine": "query_engine",
     "KVCacheReuseEvent": "events",

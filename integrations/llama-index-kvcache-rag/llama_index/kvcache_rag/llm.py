@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 class KVCacheLLM(CustomLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
-    The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`; both
-    are those of transformers' `generate()`.  A `temperature` above 0 samples.
+    The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`;
+    both are those of transformers' `generate()`.  A `temperature` above 0 samples.
 
     Attributes:
         model_name: Hub id, folder, or "tiny" for the small reader that comes with kvcache-rag.

@@ -31,6 +31,7 @@ class Grounded:
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks; goes into
             the metrics.
         scores: Of the chunks, where a postprocessor may have put them into another order.
+        history: Earlier turns; they stand behind the chunks.
     """
 
     question: str
@@ -39,6 +40,7 @@ class Grounded:
     overflow: str = "refine"
     prefix_mismatch: bool = False
     scores: tuple[float, ...] | None = None
+    history: tuple[dict[str, str], ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `Engine.generate`."""
@@ -48,6 +50,7 @@ class Grounded:
             "overflow": self.overflow,
             "prefix_mismatch": self.prefix_mismatch,
             "scores": self.scores,
+            "history": self.history,
         }
 
 

@@ -8,8 +8,7 @@ other by its text.
 from __future__ import annotations
 
 import asyncio
-import warnings
-from contextlib import aclosing, closing
+import copy
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
@@ -23,22 +22,19 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
-from llama_index.kvcache_rag.prompts import (
-    Task,
-    own_template,
-    plain_prompt,
-    split_template,
-    written_prompt,
-)
+from llama_index.kvcache_rag.prompts import Task, own_template, plain_prompt, written_prompt
 from llama_index.kvcache_rag.references import chunks_of
 from llama_index.kvcache_rag.responses import Grounded
+from llama_index.kvcache_rag.stopping import astopping, stopping
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
 
     from llama_index.core.base.llms.types import (
+        ChatMessage,
         CompletionResponse,
         CompletionResponseAsyncGen,
         CompletionResponseGen,
@@ -49,6 +45,7 @@ if TYPE_CHECKING:
     from llama_index.core.prompts.mixin import PromptDictType
     from llama_index.core.schema import NodeWithScore, QueryType
     from llama_index.core.types import RESPONSE_TEXT_TYPE
+    from typing_extensions import Self
 
     from kvcache_rag import ReusePolicy
 
@@ -59,11 +56,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes, reusing the KV of their chunks.
 
     The metrics of an answer are in `response.metadata["kv_cache"]`, for a stream as soon as it has
-    ended.
-
-    Attributes:
-        prefix_mismatches: How many answers were asked for with a template whose text before the
-            chunks is not the engine's; the engine's was used.
+    ended.  A chat's earlier messages stand behind the chunks, so these are reused in every turn.
     """
 
     def __init__(
@@ -73,6 +66,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         policy: ReusePolicy | None = None,
         overflow: str = "refine",
         text_qa_template: BasePromptTemplate | None = None,
+        chat_history: Sequence[ChatMessage] = (),
         generate_kwargs: dict[str, Any] | None = None,
         streaming: bool = False,
         output_cls: object = None,
@@ -89,6 +83,8 @@ class KVCacheSynthesizer(BaseSynthesizer):
             text_qa_template: A template with `context_str` and, behind it, `query_str`; None for
                 the engine's own. What it has before the context cannot be used (see
                 `prefix_mismatches`).
+            chat_history: Earlier messages, oldest first.  System messages other than the engine's
+                own are written at the beginning of the question; those of tools are left out.
             generate_kwargs: Arguments of generation, such as `max_new_tokens` and `temperature`.
             streaming: Whether answers are streams.
             output_cls: Not supported.
@@ -107,10 +103,28 @@ class KVCacheSynthesizer(BaseSynthesizer):
         self._kv_llm = kv_llm(llm)
         super().__init__(llm=self._kv_llm, streaming=streaming, **{**helpers, **options})
         self._policy, self._overflow = policy, overflow
-        self._template = text_qa_template
+        self._template, self._messages = text_qa_template, tuple(chat_history)
         self._generate_kwargs = dict(generate_kwargs or {})
-        self._warned = False
-        self.prefix_mismatches = 0
+        self._mismatches = Mismatches()
+
+    @property
+    def prefix_mismatches(self) -> int:
+        """How many prompts wanted something else before the chunks than the engine has there."""
+        return self._mismatches.count
+
+    def with_history(
+        self, chat_history: Sequence[ChatMessage], *, streaming: bool | None = None
+    ) -> Self:
+        """The same synthesizer within a conversation; both count and warn together.
+
+        Args:
+            chat_history: Earlier messages, oldest first.
+            streaming: Whether answers are streams; None for what this one does.
+        """
+        twin = copy.copy(self)
+        twin._messages = tuple(chat_history)
+        twin._streaming = self._streaming if streaming is None else streaming
+        return twin
 
     # ------------------------------------------------------------------ nodes instead of texts
     def synthesize(
@@ -205,19 +219,21 @@ class KVCacheSynthesizer(BaseSynthesizer):
         variables: dict[str, Any],
     ) -> Task:
         llm, template = self._kv_llm, self._template
-        question, mismatch = query, False
+        spoken = Conversation.of(self._messages, llm.engine)
+        wording = Wording.of(query, spoken)
         if template is not None:
-            split = split_template(template, llm, query, **variables)
-            if split is None:
+            found = Wording.by(template, query, spoken, llm, **variables)
+            if found is None:
                 text = plain_prompt(template, llm, query, texts, **variables)
                 return self._started(Task(query, text, text, template, 0))
-            question, mismatch = split.behind, not split.matches(llm.engine)
-            self._note(mismatch)
+            wording = found
+        question, turns, mismatch = wording.question, spoken.turns, bool(wording.mismatches)
+        self._mismatches.note(wording.mismatches)
         chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
         known = [one.score for one in nodes if one.score is not None]
         scores = tuple(known) if len(known) == len(nodes) == len(chunks) else None
-        request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores)
-        prompt = written_prompt(llm.engine, texts, question)
+        request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores, turns)
+        prompt = written_prompt(llm.engine, texts, spoken.written(question))
         references = sum(not isinstance(chunk, str) for chunk in chunks)
         template = template or PromptTemplate(own_template(llm.engine))
         return self._started(Task(query, prompt, request, template, references))
@@ -228,23 +244,12 @@ class KVCacheSynthesizer(BaseSynthesizer):
         dispatcher.event(LLMPredictStartEvent(template=task.template, template_args=arguments))
         return task
 
-    def _note(self, mismatch: bool) -> None:
-        self.prefix_mismatches += mismatch
-        if mismatch and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "text_qa_template has other text before the context than the engine, whose chunks "
-                "were computed behind its own; the engine's is used "
-                "(set it by KVCacheLLM(system_prompt=...))",
-                stacklevel=2,
-            )
-
     # ------------------------------------------------------------------ what comes back
     def _tokens(
         self, task: Task, responses: CompletionResponseGen, report: dict[str, Any]
     ) -> Generator[str, None, None]:
         last = None
-        with closing(responses):
+        with stopping(responses):
             for response in responses:
                 last = response
                 if response.delta:
@@ -255,7 +260,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         self, task: Task, responses: CompletionResponseAsyncGen, report: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
         last = None
-        async with aclosing(responses):
+        async with astopping(responses):
             async for response in responses:
                 last = response
                 if response.delta:
@@ -283,7 +288,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
     def _update_prompts(self, prompts: PromptDictType) -> None:
         if "text_qa_template" in prompts:
             self._template = prompts["text_qa_template"]
-            self._warned = False
+            self._mismatches.forget()
 
 
 def _reported(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:

@@ -1,0 +1,50 @@
+"""The memory of a chat that is given none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.memory import ChatMemoryBuffer
+
+from kvcache_rag import ContextTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from llama_index.core.base.llms.types import ChatMessage
+
+    from llama_index.kvcache_rag.llm import KVCacheLLM
+
+
+def new_memory(
+    llm: KVCacheLLM, chat_history: Sequence[ChatMessage] | None, generate_kwargs: Mapping[str, Any]
+) -> ChatMemoryBuffer:
+    """A memory that counts in the model's own tokens and leaves room for chunks and answer.
+
+    Args:
+        llm: Its model is loaded.
+        chat_history: What was said before.
+        generate_kwargs: Of the synthesizer; its `max_new_tokens` counts.
+
+    Raises:
+        ContextTooLongError: If instruction and answer leave no room.
+    """
+    engine = llm.engine
+
+    def tokens(text: str) -> list[int]:
+        encoded = engine.tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    options = {"max_new_tokens": llm.max_new_tokens, **llm.generate_kwargs, **generate_kwargs}
+    room = llm.metadata.context_window - len(tokens(engine.prefix_text)) - options["max_new_tokens"]
+    if room < 2:
+        raise ContextTooLongError(
+            f"instruction and max_new_tokens leave {max(room, 0)} tokens of the context window for "
+            "chunks and history; lower max_new_tokens"
+        )
+    # Not LlamaIndex's `Memory`, which keeps a database connection open for good, counts on the
+    # event loop, and forgets nothing of a history that it is given.
+    return ChatMemoryBuffer.from_defaults(
+        chat_history=list(chat_history or ()), token_limit=room // 2, tokenizer_fn=tokens
+    )

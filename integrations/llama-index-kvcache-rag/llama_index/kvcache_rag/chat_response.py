@@ -1,0 +1,200 @@
+"""A chat engine's streamed answer that stops when nobody reads on.
+
+LlamaIndex's own writes the answer to memory from a thread or task behind the reader's back, which
+goes on when the reader leaves and keeps the model busy.  Here reading is what moves the stream, and
+its end is what is remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.chat_engine.types import StreamingAgentChatResponse
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.chat_engine import (
+    StreamChatDeltaReceivedEvent,
+    StreamChatEndEvent,
+    StreamChatErrorEvent,
+    StreamChatStartEvent,
+)
+
+from kvcache_rag import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+
+dispatcher = get_dispatcher(__name__)
+
+
+@dataclass
+class KVCacheChatResponse(StreamingAgentChatResponse):
+    """A streamed answer.
+
+    Read `response_gen` or `async_response_gen()`; whoever closes it, breaks out of its loop or is
+    cancelled stops generation at the next token, and so does `close()` or `aclose()`.  The turn
+    goes into memory when the answer has ended, or when it is stopped after its first piece; a turn
+    that failed is not remembered.
+
+    Attributes:
+        metadata: That of the nodes by their ids, and under "kv_cache" the metrics as soon as the
+            answer has ended; empty if nothing was retrieved.
+    """
+
+    is_writing_to_memory: bool = False
+    metadata: dict[str, Any] | None = None
+    # A generator that is closed while it runs for somebody else raises.
+    _turns_of_threads: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _turns_of_tasks: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+
+    @property
+    def response_gen(self) -> Generator[str, None, None]:
+        """Pieces of the answer; a second reader gets all of it at once."""
+        if self.chat_stream is None:
+            raise InvalidInputError("the answer of astream_chat is read by async_response_gen()")
+        return self._read()
+
+    async def async_response_gen(self) -> AsyncGenerator[str, None]:
+        """Pieces of the answer; a second reader gets all of it at once."""
+        if self.achat_stream is None:
+            raise InvalidInputError("the answer of stream_chat is read by response_gen")
+        if self._is_over():
+            yield self.response
+            return
+        try:
+            while True:
+                async with self._turns_of_tasks:
+                    chat = await anext(self.achat_stream, None)
+                if chat is None:
+                    return
+                self.unformatted_response += chat.delta or ""
+                yield chat.delta or ""
+        except Exception as error:
+            self.exception = error
+            raise
+        finally:
+            await self.aclose()
+
+    def close(self) -> None:
+        """Stop the answer of `stream_chat`; its reader, in whatever thread, comes to an end."""
+        if self.chat_stream is not None:
+            with self._turns_of_threads:
+                self.chat_stream.close()
+            self._end()
+
+    async def aclose(self) -> None:
+        """Stop the answer of `astream_chat`; its reader, in whatever task, comes to an end."""
+        if self.achat_stream is not None:
+            async with self._turns_of_tasks:
+                await self.achat_stream.aclose()
+            self._end()
+
+    def _read(self) -> Generator[str, None, None]:
+        if self.chat_stream is None or self._is_over():
+            yield self.response
+            return
+        try:
+            while True:
+                with self._turns_of_threads:
+                    chat = next(self.chat_stream, None)
+                if chat is None:
+                    return
+                self.unformatted_response += chat.delta or ""
+                yield chat.delta or ""
+        except Exception as error:
+            self.exception = error
+            raise
+        finally:
+            self.close()
+
+    def _is_over(self) -> bool:
+        if self.exception is not None:
+            raise self.exception
+        return self.is_done
+
+    def _end(self) -> None:
+        self.response = self.unformatted_response
+        self.is_done = True
+
+
+def speak(
+    pieces: Generator[str, None, None], remember: Callable[[str], None]
+) -> Generator[ChatResponse, None, None]:
+    """Chat responses from pieces of text.
+
+    It is started already, so that closing it stops generation even before anything was read.
+
+    Args:
+        pieces: Of the answer.
+        remember: Takes the whole answer, or what there is of it when it is stopped.
+    """
+    speaking = _speak(pieces, remember)
+    next(speaking)
+    return speaking
+
+
+async def aspeak(
+    pieces: AsyncGenerator[str, None], remember: Callable[[str], Awaitable[None]]
+) -> AsyncGenerator[ChatResponse, None]:
+    """`speak` for an event loop."""
+    speaking = _aspeak(pieces, remember)
+    await anext(speaking)
+    return speaking
+
+
+def _speak(
+    pieces: Generator[str, None, None], remember: Callable[[str], None]
+) -> Generator[ChatResponse, None, None]:
+    dispatcher.event(StreamChatStartEvent())
+    text = ""
+    try:
+        with closing(pieces):
+            yield _said(text, "")
+            for piece in pieces:
+                text += piece
+                dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
+                yield _said(text, piece)
+    except GeneratorExit:
+        if text:
+            remember(text)
+        dispatcher.event(StreamChatEndEvent())
+        raise
+    except Exception as error:
+        dispatcher.event(StreamChatErrorEvent(exception=error))
+        raise
+    remember(text)
+    dispatcher.event(StreamChatEndEvent())
+
+
+async def _aspeak(
+    pieces: AsyncGenerator[str, None], remember: Callable[[str], Awaitable[None]]
+) -> AsyncGenerator[ChatResponse, None]:
+    dispatcher.event(StreamChatStartEvent())
+    text = ""
+    try:
+        async with aclosing(pieces):
+            yield _said(text, "")
+            async for piece in pieces:
+                text += piece
+                dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
+                yield _said(text, piece)
+    except (GeneratorExit, asyncio.CancelledError):
+        dispatcher.event(StreamChatEndEvent())
+        if text:
+            # Frameworks cancel again at every await; what was said has to be remembered even so.
+            await asyncio.shield(asyncio.ensure_future(remember(text)))
+        raise
+    except Exception as error:
+        dispatcher.event(StreamChatErrorEvent(exception=error))
+        raise
+    await remember(text)
+    dispatcher.event(StreamChatEndEvent())
+
+
+def _said(text: str, piece: str) -> ChatResponse:
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=piece)
