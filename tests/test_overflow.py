@@ -191,7 +191,7 @@ def test_a_chunk_longer_than_the_models_own_window_is_refused_without_one_of_our
 
 @pytest.mark.parametrize("mode", ["error", "drop_lowest", "refine"])
 def test_a_question_longer_than_the_window_is_refused(small: Engine, mode: str) -> None:
-    with pytest.raises(ContextTooLongError, match="shorten the question or lower max_new_tokens"):
+    with pytest.raises(ContextTooLongError, match="shorten the question or the history, or lower"):
         small.generate("Who? " * 60, texts(1), overflow=mode, max_new_tokens=NEW)
     with pytest.raises(ContextTooLongError, match="shorten it or lower max_new_tokens"):
         small.complete("Who? " * 60)

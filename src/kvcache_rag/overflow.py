@@ -42,7 +42,7 @@ def split_rounds(
     if room < 0:
         raise ContextTooLongError(
             f"instruction, history, question and max_new_tokens alone are {-room} tokens over the "
-            "model's context window; shorten history or question, or lower max_new_tokens"
+            "model's context window; shorten the question or the history, or lower max_new_tokens"
         )
     if sum(sizes) <= room:
         return [list(range(len(sizes)))]
