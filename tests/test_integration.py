@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import pytest
 from small import make_model, make_tokenizer
+from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     ContextTooLongError,
@@ -101,6 +103,17 @@ def test_a_changed_text_or_another_engine_gets_the_text(engine: Engine) -> None:
     assert reference.chunk(TEXTS[0], other) == TEXTS[0]
 
 
+def test_a_model_without_keys_and_values_gets_the_text(engine: Engine) -> None:
+    (key,) = engine.add(TEXTS[:1])
+    reference = Reference.of(key, TEXTS[0], engine)
+    known = References()
+    known.note(reference)
+    mamba = Engine(build("mamba"), byte_tokenizer(), template=engine.template)
+    assert reference.resolve(mamba) is None
+    assert reference.chunk(TEXTS[0], mamba) == TEXTS[0]
+    assert known.chunk(TEXTS[0], mamba) == TEXTS[0]
+
+
 def test_the_wrapper_is_part_of_the_digest(engine: Engine) -> None:
     template = PromptTemplate(system="Read.\n", chunk_start="[")
     other = Engine(make_model(), make_tokenizer(), template=template)
@@ -116,6 +129,15 @@ def test_references_are_found_by_text_and_forgotten_in_order(engine: Engine) -> 
     assert known.chunk(TEXTS[0], engine) == TEXTS[0]
     assert known.chunk(TEXTS[1], engine) == StoredChunk(keys[1], TEXTS[1])
     assert known.chunk(TEXTS[2], engine) == StoredChunk(keys[2], TEXTS[2])
+
+
+def test_a_reference_of_another_model_does_not_push_out_ours(engine: Engine) -> None:
+    known = References()
+    (key,) = engine.add(TEXTS[:1])
+    reference = Reference.of(key, TEXTS[0], engine)
+    known.note(reference)
+    known.note(dataclasses.replace(reference, spec="0" * 64))
+    assert known.chunk(TEXTS[0], engine) == StoredChunk(key, TEXTS[0])
 
 
 # ---------------------------------------------------------------------- writing
@@ -241,6 +263,35 @@ def test_fill_writes_missing_and_outdated_references(
     prefiller.rows.update({"1": {"kv_spec": "0" * 64}})
     assert prefiller.fill(lambda row: row.document) == 1
     assert held(engine, TEXTS) == [True, True, True]
+
+
+def test_fill_leaves_rows_alone_that_were_replaced_meanwhile(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefiller.rows.put(new_rows(TEXTS))
+    other = RowPrefiller(Rows(prefiller.rows.collection), engine, "owner")
+    _once(monkeypatch, engine, "add", lambda: other.write(new_rows(["changed"]), ["changed"]))
+    assert prefiller.fill(lambda row: row.document) == 2
+    (row,) = prefiller.rows.get(ids=["0"])
+    reference = Reference.from_metadata(row.metadata)
+    assert reference is not None
+    assert reference.text == text_digest("changed", engine)
+    assert held(engine, ["changed", *TEXTS[1:]]) == [True, True, True]
+
+
+def test_the_first_error_is_told_when_the_database_is_gone(
+    prefiller: RowPrefiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("first")
+
+    def fail_again(*_: Any, **__: Any) -> None:
+        raise RuntimeError("second")
+
+    monkeypatch.setattr(prefiller.rows, "put", fail)
+    monkeypatch.setattr(prefiller.rows, "holding", fail_again)
+    with pytest.raises(RuntimeError, match="first"):
+        prefiller.write(new_rows(TEXTS), TEXTS)
 
 
 # ---------------------------------------------------------------------- opening

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,9 @@ class RowPrefiller:
         try:
             self.rows.put(written, replaced)
         except BaseException:
-            self.release([*written, *replaced])
+            # What kept the rows from being written may keep them from being looked for as well.
+            with suppress(Exception):
+                self.release([*written, *replaced])
             raise
         # A row of the same text may have been deleted, and the text released, since it was claimed.
         self._claim([one for one in references if one is not None])
@@ -120,9 +123,14 @@ class RowPrefiller:
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
-        self.rows.update({id_: reference.to_metadata() for id_, reference in changed.items()})
-        self.release([row for row in rows if row.id in changed])
-        return len(changed)
+        known = {row.id: row.document for row in rows}
+        # Rows that were replaced in the meantime have references of their own.
+        now = self.rows.get(ids=list(changed))
+        same = {row.id: changed[row.id] for row in now if row.document == known[row.id]}
+        self.rows.update({id_: reference.to_metadata() for id_, reference in same.items()})
+        self._claim(list(same.values()))
+        self.release([row for row in rows if row.id in same])
+        return len(same)
 
 
 def _referring(row: NewRow, reference: Reference | None) -> NewRow:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachetools import LRUCache
 
-from kvcache_rag.errors import FingerprintMismatchError
+from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +78,7 @@ class Reference:
         """The chunk's address; None if another model, codec or prefix computed it."""
         try:
             return engine.reference(self.key, self.spec, self.tokens)
-        except FingerprintMismatchError:
+        except (FingerprintMismatchError, UnsupportedModelError):
             return None
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
@@ -99,18 +99,22 @@ class References:
 
     def __init__(self, limit: int = 65536) -> None:
         """Remember at most `limit` references (about half a kilobyte each)."""
-        self._known: LRUCache[str, Reference] = LRUCache(limit)
+        self._known: LRUCache[tuple[str, str], Reference] = LRUCache(limit)
         self._lock = threading.Lock()
 
     def note(self, reference: Reference) -> None:
-        """Remember a reference, in the place of an older one of the same text."""
+        """Remember a reference, in the place of an older one of the same text and spec."""
         with self._lock:
-            self._known[reference.text] = reference
+            self._known[reference.text, reference.spec] = reference
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
         """What to hand to `engine` for `text`: a reference if one is known, else the text."""
+        try:
+            key = (text_digest(text, engine), engine.spec)
+        except UnsupportedModelError:
+            return text  # it keeps no keys and values
         with self._lock:
-            known = self._known.get(text_digest(text, engine))
+            known = self._known.get(key)
         return text if known is None else known.chunk(text, engine)
 
 

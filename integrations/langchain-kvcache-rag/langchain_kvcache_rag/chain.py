@@ -1,0 +1,56 @@
+"""A whole retrieval chain in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+
+from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag.rag import KVCacheRAG, RagInput
+
+if TYPE_CHECKING:
+    from langchain_core.documents import Document
+    from langchain_core.messages import BaseMessage
+    from langchain_core.runnables import Runnable
+
+
+def create_kvcache_rag_chain(
+    retriever: BaseRetriever | Runnable[dict[str, Any], list[Document]],
+    llm: Runnable[Any, BaseMessage],
+) -> Runnable[dict[str, Any], dict[str, Any]]:
+    """A retrieval chain over cached chunks, with the keys of LangChain's `create_retrieval_chain`.
+
+    Args:
+        retriever: Gets `input`; or a Runnable over the whole input, such as one that puts
+            `chat_history` into its search.
+        llm: A `ChatKVCache`, or one with bound arguments.
+
+    Returns:
+        A Runnable from `{"input"[, "chat_history"]}` to the same with `context`, a list of
+        Documents, and `answer`, a text.
+    """
+    find: Runnable[dict[str, Any], list[Document]]
+    if isinstance(retriever, BaseRetriever):
+        find = RunnableLambda(_searched) | retriever
+    else:
+        find = retriever
+    answer = RunnableLambda(_asked) | KVCacheRAG(llm) | StrOutputParser()
+    chain = RunnablePassthrough.assign(
+        context=find.with_config(run_name="retrieve_documents")
+    ).assign(answer=answer)
+    return chain.with_config(run_name="kvcache_rag_chain")
+
+
+def _searched(given: dict[str, Any]) -> str:
+    if not isinstance(given, dict) or not isinstance(given.get("input"), str):
+        raise InvalidInputError('the chain needs {"input": "a question"}')
+    text: str = given["input"]
+    return text
+
+
+def _asked(given: dict[str, Any]) -> RagInput:
+    history = given.get("chat_history") or []
+    return RagInput(question=_searched(given), context=given["context"], chat_history=history)

@@ -1,0 +1,73 @@
+"""Rows in the columns that Chroma's collections take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chromadb.api.types import validate_metadata
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import REFERENCE_KEYS, NewRow
+
+
+def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[NewRow]:
+    """Columns as rows, with the metadata of their user alone.
+
+    Raises:
+        InvalidInputError: If columns differ in length, or Chroma cannot store a metadata.
+    """
+    ids, texts = listed(ids), listed(documents)
+    vectors = [None] * len(ids) if embeddings is None else list(embeddings)
+    values = [None] * len(ids) if metadatas is None else listed(metadatas)
+    if not len(ids) == len(texts) == len(vectors) == len(values):
+        raise InvalidInputError(
+            f"{len(ids)} ids, {len(texts)} documents, {len(vectors)} embeddings and {len(values)} "
+            "metadatas do not make rows; give one of each per row"
+        )
+    return [
+        NewRow(id_, text, _checked(id_, metadata), vector)
+        for id_, text, metadata, vector in zip(ids, texts, values, vectors, strict=True)
+    ]
+
+
+def _checked(id_: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    own = of_user(metadata or {})
+    try:
+        if own:
+            validate_metadata(own)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{error} in the metadata of {id_!r}; leave it out, for example by "
+            "langchain_community.vectorstores.utils.filter_complex_metadata"
+        ) from error
+    return own
+
+
+def of_user(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's metadata without the reference to its KV."""
+    return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}
+
+
+def listed(values: Any) -> list[Any]:
+    """One value or many as a list, as Chroma takes them."""
+    return [values] if isinstance(values, (str, Mapping)) else list(values)
+
+
+def without_ghosts(found: dict[str, Any]) -> dict[str, Any]:
+    """Query results without hits whose row is gone: neither document nor metadata."""
+    kept = [
+        [at for at, row in enumerate(zip(*columns, strict=True)) if row != (None, None)]
+        for columns in zip(found["documents"], found["metadatas"], strict=True)
+    ]
+    if all(len(ats) == len(ids) for ats, ids in zip(kept, found["ids"], strict=True)):
+        return found
+    columns = ("ids", "documents", "metadatas", "distances", "embeddings", "uris", "data")
+    return {
+        **found,
+        **{
+            name: [[hits[at] for at in ats] for hits, ats in zip(found[name], kept, strict=True)]
+            for name in columns
+            if found.get(name) is not None
+        },
+    }

@@ -1,0 +1,265 @@
+"""The step of a chain that answers a question from retrieved documents.
+
+A stock chain pastes documents into a prompt and so loses where one ends.  `KVCacheRAG` hands them
+to the chat model as content blocks, one chunk each; everything else is the chat model's.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.runnables import (
+    AddableDict,
+    Runnable,
+    RunnableConfig,
+    RunnableSerializable,
+)
+from pydantic import ConfigDict
+from typing_extensions import NotRequired, TypedDict
+
+from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag.blocks import document_block
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+
+class RagInput(TypedDict):
+    """What `KVCacheRAG` answers.
+
+    Attributes:
+        question: What is asked.
+        context: The retrieved documents, best first.
+        chat_history: Earlier turns, oldest first; they stand behind the documents.
+    """
+
+    question: str
+    context: list[Document]
+    chat_history: NotRequired[list[Any]]
+
+
+class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
+    """Answers `{"question", "context"[, "chat_history"]}` from the KV of the documents.
+
+        chain = (
+            {"context": store.as_retriever(), "question": RunnablePassthrough()}
+            | KVCacheRAG(llm=llm)
+            | StrOutputParser()
+        )
+
+    Gives the chat model's message, or its pieces when it is streamed; `response_metadata` and
+    `usage_metadata` say what was reused.  Keywords of a call (`stop`, `policy`, `max_tokens`, ...)
+    go to the chat model; `batch` answers in one padded `generate()`.
+
+    Attributes:
+        llm: A `ChatKVCache`, or one with bound arguments.
+    """
+
+    llm: Runnable[Any, BaseMessage]
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    def __init__(self, llm: Runnable[Any, BaseMessage], **fields: Any) -> None:
+        """Answer with `llm`; `fields` are those of every Runnable, such as `name`."""
+        super().__init__(**{"llm": llm, **fields})
+
+    @property
+    def InputType(self) -> Any:
+        """`RagInput`."""
+        return RagInput
+
+    @property
+    def OutputType(self) -> Any:
+        """A message."""
+        return BaseMessage
+
+    def invoke(
+        self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> BaseMessage:
+        """Answer one question.
+
+        Raises:
+            InvalidInputError: If the question is missing, or the context is no list of documents.
+        """
+        return self._call_with_config(self._answer, input, config, **kwargs)
+
+    async def ainvoke(
+        self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> BaseMessage:
+        """`invoke` that does not block the event loop."""
+        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
+
+    def stream(
+        self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[BaseMessage]:
+        """Answer one question piece by piece; closing the iterator frees the model at once."""
+        return self.transform(iter([input]), config, **kwargs)
+
+    def astream(
+        self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[BaseMessage]:
+        """`stream` that does not block the event loop."""
+
+        async def given() -> AsyncIterator[RagInput]:
+            yield input
+
+        return self.atransform(given(), config, **kwargs)
+
+    def transform(
+        self, input: Iterator[RagInput], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[BaseMessage]:
+        """`stream` for an input that comes in pieces."""
+        return self._transform_stream_with_config(input, self._pieces, config, **kwargs)
+
+    def atransform(
+        self, input: AsyncIterator[RagInput], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[BaseMessage]:
+        """`transform` that does not block the event loop."""
+        return self._atransform_stream_with_config(input, self._apieces, config, **kwargs)
+
+    def batch(
+        self,
+        inputs: list[RagInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Answer several questions in padded batches; `max_concurrency` limits their rows."""
+        return self._batch_with_config(
+            self._answers, inputs, config, return_exceptions=return_exceptions, **kwargs
+        )
+
+    async def abatch(
+        self,
+        inputs: list[RagInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`batch` that does not block the event loop."""
+        return await self._abatch_with_config(
+            self._aanswers, inputs, config, return_exceptions=return_exceptions, **kwargs
+        )
+
+    # What LangChain calls with a run manager takes one; the config has its child callbacks already.
+    def _answer(
+        self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
+    ) -> BaseMessage:
+        return self.llm.invoke(messages_of(input), config, **kwargs)
+
+    async def _aanswer(
+        self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
+    ) -> BaseMessage:
+        return await self.llm.ainvoke(messages_of(input), config, **kwargs)
+
+    def _pieces(
+        self, input: Iterator[RagInput], run_manager: object, config: RunnableConfig, **kwargs: Any
+    ) -> Iterator[BaseMessage]:
+        whole = AddableDict()
+        for piece in input:
+            whole = whole + AddableDict(_checked(piece))
+        with closing(self.llm.stream(messages_of(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # a generator, though it is declared as an iterator
+            yield from pieces
+
+    async def _apieces(
+        self,
+        input: AsyncIterator[RagInput],
+        run_manager: object,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AsyncIterator[BaseMessage]:
+        whole = AddableDict()
+        async for piece in input:
+            whole = whole + AddableDict(_checked(piece))
+        async with aclosing(self.llm.astream(messages_of(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # as above
+            async for message in pieces:
+                yield message
+
+    def _answers(
+        self,
+        inputs: list[RagInput],
+        run_manager: object,
+        config: list[RunnableConfig],
+        **kwargs: Any,
+    ) -> list[Any]:
+        asked = _Asked(inputs, config)
+        return asked.results(
+            self.llm.batch(asked.messages, asked.configs, return_exceptions=True, **kwargs)
+        )
+
+    async def _aanswers(
+        self,
+        inputs: list[RagInput],
+        run_manager: object,
+        config: list[RunnableConfig],
+        **kwargs: Any,
+    ) -> list[Any]:
+        asked = _Asked(inputs, config)
+        return asked.results(
+            await self.llm.abatch(asked.messages, asked.configs, return_exceptions=True, **kwargs)
+        )
+
+
+class _Asked:
+    """The questions of a batch that can be asked; the others have their error already."""
+
+    def __init__(self, inputs: Sequence[RagInput], configs: Sequence[RunnableConfig]) -> None:
+        self.messages: list[list[BaseMessage]] = []
+        self.configs: list[RunnableConfig] = []
+        self._errors: list[InvalidInputError | None] = []
+        for given, config in zip(inputs, configs, strict=True):
+            try:
+                self.messages.append(messages_of(given))
+            except InvalidInputError as error:
+                self._errors.append(error)
+                continue
+            self._errors.append(None)
+            self.configs.append(config)
+
+    def results(self, answered: Sequence[Any]) -> list[Any]:
+        """Answers and errors in the order of the inputs."""
+        answers = iter(answered)
+        return [next(answers) if error is None else error for error in self._errors]
+
+
+def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
+    """The messages for a question: history, then documents and question in one user message.
+
+    Args:
+        given: As `RagInput`.
+
+    Raises:
+        InvalidInputError: If a part is missing or of another type.
+    """
+    given = _checked(given)
+    question, context = given.get("question"), given.get("context")
+    if not isinstance(question, str) or not question.strip():
+        raise InvalidInputError('KVCacheRAG needs a "question", a text that is not empty')
+    if not isinstance(context, (list, tuple)) or not all(
+        isinstance(one, Document) for one in context
+    ):
+        raise InvalidInputError(
+            'KVCacheRAG needs a "context", a list of Documents; give it a retriever\'s output as '
+            "it is, not joined to a text"
+        )
+    history = given.get("chat_history") or []
+    try:
+        turns = convert_to_messages(history)
+    except (NotImplementedError, ValueError, TypeError) as error:
+        raise InvalidInputError(f'"chat_history" must be a list of messages: {error}') from error
+    blocks: list[Any] = [document_block(document) for document in context]
+    return [*turns, HumanMessage(content=[*blocks, {"type": "text", "text": question}])]
+
+
+def _checked(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise InvalidInputError(
+            'KVCacheRAG answers {"question": ..., "context": [...]}, not a '
+            f"{type(given).__name__}"
+        )
+    return given

@@ -1,0 +1,221 @@
+"""LangChain's Chroma store, whose documents are prefilled when they are added."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any, cast
+
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.runnables.config import run_in_executor
+
+from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag.client import EngineSource, PrefilledClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from typing_extensions import Self
+
+    from kvcache_rag import Engine
+    from kvcache_rag.integration import References
+    from langchain_kvcache_rag.collection import KVSource, PrefilledCollection
+
+# SQLite refuses statements with tens of thousands of variables.
+_IDS = 5000
+
+
+class KVCacheChroma(Chroma):
+    """`langchain_chroma.Chroma` that prefills documents when they are added.
+
+    Everything of the stock store works as it does there, over the same collections: those that it
+    wrote can be opened here (`prefill_missing` fills them), and the other way round.  Beside each
+    row stands a reference to its keys and values, which is not part of a document's metadata;
+    documents that were read are known to the chat model by their text.
+
+        llm = ChatKVCache(model="Qwen/Qwen2.5-1.5B-Instruct", kv_dir="./kv")
+        store = KVCacheChroma("docs", embeddings, persist_directory="./chroma", llm=llm)
+        store.add_documents(splits)
+
+    It differs from the stock store where that one fails or forgets: calls of any size, empty ones
+    included; an existing id is replaced with its metadata, not merged; of equal ids in one call the
+    last wins; `delete()` deletes all rows, as LangChain defines it.  One process owns a persistent
+    directory; several share a collection through a Chroma server and `host=`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        llm: KVSource | None = None,
+        engine: Engine | None = None,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> None:
+        """Open a collection.
+
+        Args:
+            args: Those of `langchain_chroma.Chroma`, with `options`.
+            llm: The `ChatKVCache` that will answer; it prefills with its engine, which is loaded
+                when it is first needed.
+            engine: Prefills, if there is no `llm`.  With neither the store only stores.
+            show_progress: Show a bar while prefilling, unless a call says otherwise.
+            options: Those of `langchain_chroma.Chroma`: `collection_name`, `embedding_function`,
+                `persist_directory`, `host`, `client` and so on.
+
+        Raises:
+            InvalidInputError: If `llm` is no `ChatKVCache`, or there are both `llm` and `engine`.
+        """
+        if llm is not None and engine is not None:
+            raise InvalidInputError("give llm= or engine=, not both; a chat model has its engine")
+        if llm is not None and not hasattr(llm, "references"):
+            raise InvalidInputError(
+                f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
+            )
+        super().__init__(*args, **options)
+        self._source = EngineSource(engine) if engine is not None else llm
+        wrapped: Any = PrefilledClient(self._client, self._source, show_progress=show_progress)
+        self._client = wrapped
+        self._chroma_collection = wrapped.wrap(self._chroma_collection)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What prefills: the one given, or that of `llm`, loaded when it is first needed."""
+        return None if self._source is None else self._source.engine
+
+    @property
+    def references(self) -> References | None:
+        """The references of the rows that were read; those of `llm`, if there is one."""
+        return None if self._source is None else self._source.references
+
+    @property
+    def owner(self) -> str:
+        """By this name the collection claims its chunks in the KV store."""
+        return str(self._collection.id)
+
+    @property
+    def _prefilled(self) -> PrefilledCollection:
+        return cast("PrefilledCollection", self._collection)
+
+    # ------------------------------------------------------------------ writing
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: list[str] | None = None,
+        *,
+        show_progress: bool | None = None,
+        **_: Any,
+    ) -> list[str]:
+        """Embed, prefill and write texts; one whose id exists replaces that row.
+
+        Args:
+            texts: Any number.
+            metadatas: At most one per text; the rest have none.
+            ids: One per text; one that is None is made up, and so are all without `ids`.
+            show_progress: Whether to show a bar while prefilling; None for the store's setting.
+
+        Returns:
+            The id of each text.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the model's context window; nothing is
+                written then.
+            InvalidInputError: If Chroma cannot store a metadata (a dictionary in it, for example),
+                or there are not as many ids as texts; nothing is prefilled then.
+        """
+        given = list(texts)
+        wanted = [None] * len(given) if ids is None else ids
+        named = [str(uuid.uuid4()) if one is None else one for one in wanted]
+        values = [*(metadatas or []), *[{}] * (len(given) - len(metadatas or []))]
+        vectors = None
+        if given and self._embedding_function is not None:
+            vectors = self._embedding_function.embed_documents(given)
+        self._prefilled.upsert(named, vectors, values, given, show_progress=show_progress)
+        return named
+
+    def add_images(
+        self,
+        uris: list[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: list[str] | None = None,
+    ) -> list[str]:
+        """As the stock store's; pictures are nothing that a text model could prefill."""
+        client: Any = PrefilledClient(self._client, None, show_progress=False)
+        storing = Chroma(self._collection.name, self._embedding_function, client=client)
+        return storing.add_images(uris, metadatas, ids)
+
+    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        """Replace existing rows, metadata included; ids that are not there are left alone.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the model's context window; nothing is
+                written then.
+            InvalidInputError: If there are not as many ids as documents.
+            ValueError: If the store has no embedding function.
+        """
+        if ids or documents:
+            super().update_documents(ids, documents)
+
+    async def aupdate_document(self, document_id: str, document: Document) -> None:
+        """`update_document` that does not block the event loop."""
+        await self.aupdate_documents([document_id], [document])
+
+    async def aupdate_documents(self, ids: list[str], documents: list[Document]) -> None:
+        """`update_documents` that does not block the event loop."""
+        await run_in_executor(None, self.update_documents, ids, documents)
+
+    def prefill_missing(self, *, show_progress: bool | None = None) -> int:
+        """Prefill every row whose KV is not stored, and write missing or outdated references.
+
+        Args:
+            show_progress: Whether to show a bar; None for the store's setting.
+
+        Returns:
+            Number of rows whose reference was written.
+
+        Raises:
+            ContextTooLongError: If a row does not fit the model's context window; nothing is
+                prefilled then.
+            InvalidInputError: If the store has neither `llm` nor `engine`.
+        """
+        return self._prefilled.prefill_missing(show_progress=show_progress)
+
+    async def aprefill_missing(self, *, show_progress: bool | None = None) -> int:
+        """`prefill_missing` that does not block the event loop."""
+        return await run_in_executor(None, self.prefill_missing, show_progress=show_progress)
+
+    def fork(self, new_name: str) -> Self:
+        """As the stock store's; `prefill_missing` claims the KV for the new collection as well."""
+        forked = self._collection.fork(new_name=new_name)
+        # An engine is handed on as its source, so that both stores know the same references.
+        return type(self)(
+            forked.name, self._embedding_function, client=self._client, llm=self._source
+        )
+
+    # ------------------------------------------------------------------ deleting
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> None:
+        """Delete rows and release their KV, unless another row has the same text.
+
+        Args:
+            ids: Which; ids that are not there are left alone.
+            kwargs: `where` and `where_document`, which rows must meet as well.  With nothing said
+                at all, all rows are deleted.
+        """
+        if ids is None and all(value is None for value in kwargs.values()):
+            self._prefilled.clear()
+        else:
+            self._prefilled.delete(ids, **kwargs)
+
+    # ------------------------------------------------------------------ reading
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Documents by id, in no certain order; ids that are not there are left out."""
+        wanted = list(dict.fromkeys(ids))
+        pages = [self.get(ids=wanted[at : at + _IDS]) for at in range(0, len(wanted), _IDS)]
+        return [
+            Document(page_content=text, metadata=metadata or {}, id=id_)
+            for page in pages
+            for id_, text, metadata in zip(
+                page["ids"], page["documents"], page["metadatas"], strict=True
+            )
+            if text is not None
+        ]

@@ -1,0 +1,448 @@
+"""KVCacheChroma reads and writes what the stock Chroma store does, and where that one fails too."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import numpy as np
+import pytest
+from chromadb.utils.embedding_functions import register_embedding_function
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.indexing import InMemoryRecordManager, index
+from store_helpers import (
+    Geometry,
+    chroma_server,
+    library,
+    memory_store,
+    metadata_of,
+    plain,
+    texts_of,
+)
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import REFERENCE_KEYS
+from langchain_kvcache_rag.vector_store import KVCacheChroma
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from langchain_core.embeddings import Embeddings
+
+    from langchain_kvcache_rag.chat_model import ChatKVCache
+
+NEAR = [0.9, 0.1, 0.0, 0.2, 0.1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    with chroma_server(tmp_path_factory.mktemp("chroma-server")) as address:
+        yield address
+
+
+@pytest.fixture(params=["memory", "persistent", "http"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """How the stock constructor is told where the collections are."""
+    if request.param == "memory":
+        return {}
+    if request.param == "persistent":
+        return {"persist_directory": str(tmp_path / "chroma")}
+    host, port = request.getfixturevalue("server")
+    return {"host": host, "port": port}
+
+
+def pair(
+    llm: ChatKVCache, embedding: Embeddings | None = None, **options: Any
+) -> tuple[Chroma, KVCacheChroma]:
+    """A stock store and one of ours over collections of the same content."""
+    embedding = embedding or Geometry()
+    stock = Chroma(f"c-{uuid.uuid4().hex}", embedding, **options)
+    ours = KVCacheChroma(f"c-{uuid.uuid4().hex}", embedding, llm=llm, **options)
+    for store in (stock, ours):
+        store.add_documents(library())
+    return stock, ours
+
+
+@register_embedding_function
+class Lengths(chromadb.EmbeddingFunction[Any]):
+    """Chroma's own kind of embedding function, which a collection remembers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, input: Any) -> Any:
+        return [np.array([float(len(text)), 1.0]) for text in input]
+
+    @staticmethod
+    def name() -> str:
+        return "lengths"
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def build_from_config(config: dict[str, Any]) -> Lengths:
+        return Lengths()
+
+
+def rows_of(store: Chroma) -> dict[str, tuple[str, Any]]:
+    """Text and metadata by id."""
+    found = store.get()
+    values = zip(found["documents"], found["metadatas"], strict=True)
+    return dict(zip(found["ids"], values, strict=True))
+
+
+# ---------------------------------------------------------------------- equal to the stock store
+READS: dict[str, Callable[[Chroma], Any]] = {
+    "get": lambda store: store.get(),
+    "get page": lambda store: store.get(limit=2, offset=1),
+    "get where": lambda store: store.get(where={"colour": "red"}),
+    "get vectors": lambda store: store.get(include=["embeddings"]),
+    "get documents": lambda store: store.get(ids=["a", "nope"], include=["documents"]),
+    "get metadatas": lambda store: store.get(ids="f", include=["metadatas"]),
+    "ids": lambda store: sorted(store.get_by_ids(["c", "a", "nope"]), key=lambda one: one.id or ""),
+    "search": lambda store: store.similarity_search("red fox"),
+    "search all": lambda store: store.similarity_search("blue", k=50),
+    "by vector": lambda store: store.similarity_search_by_vector(NEAR, k=3),
+    "by vector, scores": lambda store: store.similarity_search_by_vector_with_relevance_scores(
+        NEAR, k=6
+    ),
+    "scores": lambda store: store.similarity_search_with_score("red fox", k=6),
+    "relevance": lambda store: store.similarity_search_with_relevance_scores("red fox", k=6),
+    "threshold": lambda store: store.similarity_search_with_relevance_scores(
+        "red fox", k=6, score_threshold=0.5
+    ),
+    "vectors": lambda store: store.similarity_search_with_vectors("red fox", k=6),
+    "mmr": lambda store: store.max_marginal_relevance_search("red fox", k=3, fetch_k=5),
+    "mmr by vector": lambda store: store.max_marginal_relevance_search_by_vector(
+        NEAR, k=2, lambda_mult=0.1
+    ),
+    "by type": lambda store: store.search("red fox", "mmr", k=2),
+    "retriever": lambda store: store.as_retriever(search_kwargs={"k": 2}).invoke("red fox"),
+    "retriever, mmr": lambda store: store.as_retriever(
+        search_type="mmr", search_kwargs={"k": 2, "fetch_k": 4}
+    ).invoke("red fox"),
+    "retriever, threshold": lambda store: store.as_retriever(
+        search_type="similarity_score_threshold", search_kwargs={"score_threshold": 0.2}
+    ).invoke("red fox"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Relevance scores must be between:UserWarning")
+@pytest.mark.filterwarnings("ignore:legacy embedding function config:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:No relevant docs were retrieved:UserWarning")
+@pytest.mark.parametrize("space", ["l2", "cosine", "ip"])
+def test_every_way_to_read_gives_what_the_stock_store_gives(llm: ChatKVCache, space: Any) -> None:
+    stock, ours = pair(llm, collection_configuration={"hnsw": {"space": space}})
+    assert set(REFERENCE_KEYS) <= set(metadata_of(ours, "a"))
+    for name, read in READS.items():
+        theirs = plain(read(stock))
+        assert plain(read(ours)) == theirs, name
+        assert theirs or "threshold" in name, name
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ({"colour": "red"}, "ace"),
+        ({"colour": {"$eq": "blue"}}, "b"),
+        ({"colour": {"$ne": "red"}}, "bdf"),
+        ({"year": {"$gt": 3}}, "de"),
+        ({"year": {"$gte": 3}}, "cde"),
+        ({"year": {"$lt": 2}}, "a"),
+        ({"year": {"$lte": 2}}, "ab"),
+        ({"year": {"$in": [1, 4, 9]}}, "ad"),
+        ({"year": {"$nin": [1, 2, 3]}}, "def"),
+        ({"tags": {"$contains": "y"}}, "ad"),
+        ({"rare": True}, "b"),
+        ({"share": {"$gt": 0.25}}, "c"),
+        ({"$and": [{"colour": "red"}, {"year": {"$gt": 1}}]}, "ce"),
+        ({"$or": [{"year": 2}, {"year": {"$gte": 5}}]}, "be"),
+    ],
+)
+def test_filters(llm: ChatKVCache, where: dict[str, Any], found: str) -> None:
+    ours = memory_store(llm=llm)
+    ours.add_documents(library())
+    assert sorted(ours.get(where=where)["ids"]) == [*found]
+    for search in (
+        ours.similarity_search,
+        ours.max_marginal_relevance_search,
+        lambda query, k, filter: [
+            document for document, _ in ours.similarity_search_with_score(query, k, filter)
+        ],
+    ):
+        assert sorted(one.id or "" for one in search("red fox", k=9, filter=where)) == [*found]
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ({"$contains": "fox"}, "abe"),
+        ({"$not_contains": "red"}, "bdf"),
+        ({"$and": [{"$contains": "red"}, {"$contains": "house"}]}, "c"),
+        ({"$or": [{"$contains": "lake"}, {"$contains": "known"}]}, "df"),
+        ({"$regex": "^(red|blue) fox$"}, "ab"),
+    ],
+)
+def test_filters_by_document(llm: ChatKVCache, condition: dict[str, Any], found: str) -> None:
+    ours = memory_store(llm=llm)
+    ours.add_documents(library())
+    assert sorted(ours.get(where_document=condition)["ids"]) == [*found]
+    for search in (ours.similarity_search, ours.max_marginal_relevance_search):
+        hits = search("red fox", k=9, where_document=condition)
+        assert sorted(one.id or "" for one in hits) == [*found]
+    retriever = ours.as_retriever(search_kwargs={"k": 9, "where_document": condition})
+    assert sorted(one.id or "" for one in retriever.invoke("red fox")) == [*found]
+
+
+def test_mmr_prefers_variety(llm: ChatKVCache) -> None:
+    vectors = {"near": [1.0, 0.0, 0.0], "twin": [0.99, 0.01, 0.0], "other": [0.6, 0.8, 0.0]}
+    ours = memory_store(Geometry({**vectors, "?": [1.0, 0.0, 0.0]}), llm=llm)
+    ours.add_texts(list(vectors))
+
+    def texts(**options: Any) -> list[str]:
+        found = ours.max_marginal_relevance_search("?", k=2, **options)
+        return [one.page_content for one in found]
+
+    assert [one.page_content for one in ours.similarity_search("?", k=2)] == ["near", "twin"]
+    assert texts(lambda_mult=0.3) == ["near", "other"]
+    assert texts(lambda_mult=1.0) == ["near", "twin"]
+    assert texts(lambda_mult=0.3, fetch_k=2) == ["near", "twin"]
+
+
+def test_what_is_written_is_what_the_stock_store_writes(
+    llm: ChatKVCache, place: dict[str, Any]
+) -> None:
+    stock, ours = pair(llm, **place)
+    for store in (stock, ours):
+        store.add_texts(["plain", "with metadata"], [{}, {"page": 1}], ["g", "h"])
+        store.add_texts(["short of metadata", "none"], [{"page": 2}], ["i", "j"])
+        store.update_document("a", Document("grey fox", metadata={"year": 9, "colour": "grey"}))
+        store.update_documents(["b", "nope"], [Document("x", metadata={"year": 8})] * 2)
+        store.delete(["c", "nope"])
+        store.delete(where={"year": {"$gt": 8}})
+        store.delete(["d", "e"], where_document={"$contains": "lake"})
+    theirs, mine = rows_of(stock), rows_of(ours)
+    # Except for metadata, which the stock store merges.
+    assert theirs["b"] == ("x", {"year": 8, "colour": "blue", "rare": True})
+    assert mine == {**theirs, "b": ("x", {"year": 8})}
+    assert sorted(mine) == [*"befghij"]
+    for store in (stock, ours):
+        store.reset_collection()
+        assert store.get()["ids"] == []
+        store.delete_collection()
+        with pytest.raises(ValueError, match="not initialized"):
+            store.get()
+
+
+def test_it_is_a_stock_store(llm: ChatKVCache) -> None:
+    ours = memory_store(llm=llm, collection_metadata={"made": "here"})
+    assert isinstance(ours, Chroma)
+    assert ours._collection.metadata == {"made": "here"}
+    assert ours._collection.count() == 0
+    assert isinstance(ours._client.heartbeat(), int)
+    assert isinstance(ours.embeddings, Geometry)
+    with pytest.raises(ValueError, match="Only one of"):
+        KVCacheChroma("docs", persist_directory="x", host="h", llm=llm)
+    with pytest.raises(ValueError, match="tenant and database"):
+        KVCacheChroma("docs", chroma_cloud_api_key="k", llm=llm)
+    with pytest.raises(chromadb.errors.NotFoundError):
+        memory_store(llm=llm, create_collection_if_not_exists=False)
+    with pytest.raises(NotImplementedError):
+        ours.hybrid_search(chromadb.Search())
+    assert memory_store(relevance_score_fn=lambda _: 0.5, llm=llm).override_relevance_score_fn
+    assert copy.copy(ours)._collection.name == ours._collection.name
+
+
+def test_stock_store_reads_what_was_written_here(llm: ChatKVCache) -> None:
+    ours = memory_store(llm=llm)
+    ours.add_documents(library())
+    stock = Chroma(ours._collection.name, Geometry(), client=chromadb.EphemeralClient())
+    found = stock.similarity_search("red fox", k=9)
+    assert {one.id: one.page_content for one in found} == texts_of(ours)
+    # And what it hands on can be added again, without the references of those rows.
+    again = memory_store()
+    again.add_documents(found)
+    assert plain(again.get_by_ids(["a"])) == plain(ours.get_by_ids(["a"]))
+    assert not set(REFERENCE_KEYS) & set(metadata_of(again, "a"))
+
+
+# ---------------------------------------------------------------------- where the stock store fails
+def test_empty_lists(llm: ChatKVCache, place: dict[str, Any]) -> None:
+    ours = KVCacheChroma(f"c-{uuid.uuid4().hex}", Geometry(), llm=llm, **place)
+    ours.add_texts(["kept"], ids=["a"])
+    assert ours.add_texts([]) == []
+    assert ours.add_texts([], [], []) == []
+    assert ours.add_documents([]) == []
+    ours.delete([])
+    ours.delete([], where={"x": 1})
+    ours.delete([], where_document={"$contains": "kept"})
+    ours.update_documents([], [])
+    assert ours.get_by_ids([]) == []
+    assert ours.get(ids=[])["ids"] == []
+    assert ours.get(ids=[], include=["documents"])["documents"] == []
+    with pytest.raises(InvalidInputError, match="1 ids, 0 documents"):
+        ours.add_texts([], ids=["b"])
+    assert texts_of(ours) == {"a": "kept"}
+    options = {"llm": llm, **place}
+    empty = KVCacheChroma.from_documents([], Geometry(), collection_name="empty-1", **options)
+    assert (
+        KVCacheChroma.from_texts([], Geometry(), collection_name="empty-1", **options).get()["ids"]
+        == (empty.get()["ids"])
+    )
+    empty.delete_collection()
+
+
+def test_delete_of_nothing_in_particular_deletes_all(llm: ChatKVCache) -> None:
+    ours = memory_store(llm=llm)
+    ours.add_documents(library())
+    with pytest.raises(InvalidInputError, match="say which"):
+        ours._collection.delete()
+    ours.delete()
+    ours.delete(None, where=None)
+    assert texts_of(ours) == {}
+
+
+def test_existing_id_is_replaced_with_its_metadata(llm: ChatKVCache) -> None:
+    ours = memory_store(llm=llm)
+    ours.add_texts(["old", "stays"], [{"year": 1, "colour": "red"}, {"year": 1}], ["a", "b"])
+    ours.add_texts(["new"], [{"year": 2}], ["a"])
+    assert ours.get(ids="a")["metadatas"] == [{"year": 2}]
+    ours.update_documents(["b", "a"], [Document("x", metadata={"z": 1}), Document("y")])
+    assert ours.get()["metadatas"] == [None, {"z": 1}]
+    assert ours.get_by_ids(["a"]) == [Document("y", id="a")]
+    assert "year" not in metadata_of(ours, "a")
+    ours.add_texts(["bare"], ids=["b"])
+    assert ours.get(ids="b")["metadatas"] == [None]
+
+
+def test_same_id_twice_in_one_call_keeps_the_last(llm: ChatKVCache) -> None:
+    ours = memory_store(llm=llm)
+    assert ours.add_texts(["first", "b", "last"], ids=["a", "b", "a"]) == ["a", "b", "a"]
+    assert texts_of(ours) == {"a": "last", "b": "b"}
+    ours.update_documents(["b", "b"], [Document("one"), Document("two")])
+    assert texts_of(ours) == {"a": "last", "b": "two"}
+
+
+def test_ids_are_made_up_where_they_are_missing() -> None:
+    ours = memory_store()
+    one, two = ours.add_texts(text for text in ("first", "second"))
+    missing: Any = [None, "b"]
+    three, four = ours.add_texts(["third", "fourth"], ids=missing)
+    assert (four, len({one, two, three, four})) == ("b", 4)
+    assert sorted(texts_of(ours).values()) == ["first", "fourth", "second", "third"]
+    assert ours.add_documents([Document("fifth", id="e"), Document("sixth")])[0] == "e"
+
+
+@pytest.mark.parametrize(
+    ("metadatas", "ids", "message"),
+    [
+        ([{"x": {"y": 1}}], None, "Expected metadata value to be.*filter_complex_metadata"),
+        ([{"x": [1, "a"]}], None, "filter_complex_metadata"),
+        ([{1: "a"}], None, "metadata key to be a str"),
+        ([{}, {}, {}], None, "2 documents.*3 metadatas"),
+        (None, ["a"], "1 ids, 2 documents"),
+        (None, [], "0 ids, 2 documents"),
+    ],
+)
+def test_what_cannot_be_written_is_told(
+    metadatas: Any, ids: Any, message: str, llm: ChatKVCache, prefilled: Callable[[], int]
+) -> None:
+    ours = memory_store(llm=llm)
+    with pytest.raises(InvalidInputError, match=message):
+        ours.add_texts(["one", "two"], metadatas, ids)
+    assert texts_of(ours) == {}
+    assert prefilled() == 0
+
+
+def test_more_texts_than_chroma_takes_at_once() -> None:
+    count = 5600
+    ours = memory_store()
+    with pytest.raises(chromadb.errors.InternalError):
+        Chroma("stock", Geometry(), client=chromadb.EphemeralClient()).add_texts(["x"] * count)
+    ids = [str(at) for at in range(count)]
+    assert ours.add_texts(["text"] * count, ids=ids) == ids
+    assert ours._collection.count() == count
+    assert len(ours.get_by_ids(ids)) == count
+    ours.update_documents(ids, [Document("new", metadata={"page": 1})] * count)
+    assert len(ours.get(where={"page": 1})["ids"]) == count
+    ours.delete(ids[:5500])
+    assert ours._collection.count() == 100
+    ours.delete()
+    assert ours._collection.count() == 0
+    documents = [Document("text", metadata={"page": 1})] * count
+    copied = KVCacheChroma.from_documents(
+        documents, Geometry(), client=chromadb.EphemeralClient(), collection_name=uuid.uuid4().hex
+    )
+    assert copied._collection.count() == count
+
+
+def test_rows_deleted_by_another_process_are_dropped(tmp_path: Path, llm: ChatKVCache) -> None:
+    ours = KVCacheChroma("docs", Geometry(), persist_directory=str(tmp_path), llm=llm)
+    ours.add_documents(library())
+    assert len(ours.similarity_search("red fox", k=9)) == 6
+    other = (
+        "import sys, chromadb; client = chromadb.PersistentClient(sys.argv[1]); "
+        "client.get_collection('docs', embedding_function=None).delete(ids=['a', 'f'])"
+    )
+    subprocess.run([sys.executable, "-c", other, str(tmp_path)], check=True)
+    # This process's index still has them, without document and metadata.
+    raw: Any = ours._collection
+    hits = raw.collection.query(query_embeddings=[NEAR], n_results=9)
+    assert (None, None) in list(zip(hits["documents"][0], hits["metadatas"][0], strict=True))
+    for search in (ours.similarity_search, ours.max_marginal_relevance_search):
+        assert sorted(one.id or "" for one in search("red fox", k=9)) == [*"bcde"]
+    assert len(ours.similarity_search_with_vectors("red fox", k=9)) == 4
+    # The nearest two are alive, though the nearest of all is not.
+    assert len(ours.max_marginal_relevance_search("red fox", k=2)) == 2
+    bare = ours._collection.query(query_embeddings=[NEAR], n_results=9, include=["distances"])
+    assert len(bare["ids"][0]) == 6
+
+
+# ---------------------------------------------------------------------- others' ways to write
+def test_index_of_langchain(llm: ChatKVCache, prefilled: Callable[[], int]) -> None:
+    ours = memory_store(llm=llm)
+    records = InMemoryRecordManager("docs")
+    records.create_schema()
+
+    def run(*texts: str) -> dict[str, int]:
+        documents = [Document(text, metadata={"source": "file"}) for text in texts]
+        return dict(
+            index(
+                documents,
+                records,
+                ours,
+                cleanup="incremental",
+                source_id_key="source",
+                key_encoder="sha256",
+            )
+        )
+
+    assert run("one", "two", "three")["num_added"] == 3
+    assert prefilled() == 3
+    done = run("one", "2", "three")
+    assert (done["num_added"], done["num_deleted"], done["num_skipped"]) == (1, 1, 2)
+    assert prefilled() == 1
+    assert sorted(texts_of(ours).values()) == ["2", "one", "three"]
+
+
+def test_collection_that_embeds_by_itself(llm: ChatKVCache) -> None:
+    client, found = chromadb.EphemeralClient(), []
+    for kind, options in ((Chroma, {}), (KVCacheChroma, {"llm": llm})):
+        name, embeds = f"c-{uuid.uuid4().hex}", Lengths()
+        client.create_collection(name, embedding_function=embeds)
+        store = kind(name, client=client, **options)
+        store.add_texts(["aaaa", "bb"], [{"page": 1}, {}], ["a", "b"])
+        found.append(store.similarity_search_with_score("cc"))
+        with pytest.raises(ValueError, match="specify an embedding function"):
+            store.update_document("a", Document("x"))
+        with pytest.raises(ValueError, match="specify an embedding function"):
+            store.max_marginal_relevance_search("x")
+    assert found[0] == found[1]
+    assert [document.page_content for document, _ in found[0]] == ["bb", "aaaa"]

@@ -1,0 +1,191 @@
+"""Async forms that leave the event loop alone, and calls from many threads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from langchain_core.documents import Document
+from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
+
+from langchain_kvcache_rag.vector_store import KVCacheChroma
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from small import Ticker
+
+    from kvcache_rag import Engine
+    from langchain_kvcache_rag.chat_model import ChatKVCache
+
+PAUSE = 0.4
+
+
+@pytest.fixture
+def store(llm: ChatKVCache) -> KVCacheChroma:
+    return memory_store(llm=llm)
+
+
+async def test_every_async_form(llm: ChatKVCache, prefilled: Callable[[], int]) -> None:
+    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "llm": llm}
+    name = f"c-{uuid.uuid4().hex}"
+    store = await KVCacheChroma.afrom_documents(
+        library(), Geometry(), collection_name=name, **options
+    )
+    assert prefilled() == 6
+    same = await KVCacheChroma.afrom_texts(
+        ["red fox"], Geometry(), collection_name=name, ids=["h"], **options
+    )
+    assert isinstance(same, KVCacheChroma)
+    assert prefilled() == 0
+    assert await store.aadd_documents([Document("new", id="i")]) == ["i"]
+    assert await store.aadd_texts(["newer"], [{"page": 1}], ids=["j"]) == ["j"]
+    assert await store.aadd_texts([]) == await store.aadd_documents([]) == []
+    assert prefilled() == 2
+    found = await store.aget_by_ids(["j", "nope"])
+    assert found == [Document("newer", id="j", metadata={"page": 1})]
+    assert await store.aget_by_ids([]) == []
+    assert await store.asimilarity_search("newer", k=1) == found
+    assert await store.asimilarity_search("red fox", k=9, filter={"page": 1}) == found
+    assert (await store.asimilarity_search_with_score("newer", k=1))[0][1] < 1e-6
+    assert (await store.asimilarity_search_with_relevance_scores("newer", k=1))[0][0] == found[0]
+    vector = Geometry().embed_query("newer")
+    assert await store.asimilarity_search_by_vector(vector, k=1) == found
+    assert await store.amax_marginal_relevance_search("newer", k=1) == found
+    assert await store.amax_marginal_relevance_search_by_vector(vector, k=1) == found
+    assert await store.as_retriever(search_kwargs={"k": 1}).ainvoke("newer") == found
+    await store.aupdate_document("j", Document("newest"))
+    await store.aupdate_documents(["i"], [Document("newest")])
+    await store.aupdate_documents([], [])
+    assert prefilled() == 1
+    llm.engine.store.delete(llm.engine.keys(["newest"])[0])
+    assert (await store.aprefill_missing(), prefilled()) == (0, 1)
+    await store.adelete([])
+    await store.adelete(["i"])
+    await store.adelete(where={"colour": "red"})
+    assert sorted(texts_of(same)) == [*"bdfhj"]
+    await store.adelete()
+    assert texts_of(same) == {}
+
+
+WAITS: dict[str, Callable[[KVCacheChroma], Awaitable[Any]]] = {
+    "documents": lambda store: store.aadd_documents([Document("one"), Document("two")]),
+    "texts": lambda store: store.aadd_texts(["one", "two"]),
+    "update": lambda store: store.aupdate_document("a", Document("one")),
+    "prefill": lambda store: store.aprefill_missing(),
+    "delete": lambda store: store.adelete(["a"]),
+    "delete all": lambda store: store.adelete(),
+    "search": lambda store: store.asimilarity_search("one"),
+    "scores": lambda store: store.asimilarity_search_with_relevance_scores("one"),
+    "mmr": lambda store: store.amax_marginal_relevance_search("one"),
+    "get": lambda store: store.aget_by_ids(["a"]),
+    "retriever": lambda store: store.as_retriever().ainvoke("one"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+async def test_event_loop_keeps_ticking(
+    name: str,
+    store: KVCacheChroma,
+    ticker: Ticker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store.add_texts(["old"], ids=["a"])
+    raw: Any = store._collection
+    collection, threads = raw.collection, set()
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*args: Any, **options: Any) -> Any:
+            threads.add(threading.get_ident())
+            if len(threads) == 1:
+                time.sleep(PAUSE)
+            return method(*args, **options)
+
+        return slowly
+
+    for method in ("get", "query", "upsert", "delete"):
+        monkeypatch.setattr(collection, method, slow(getattr(collection, method)))
+    async with ticker:
+        await WAITS[name](store)
+    assert threads
+    assert threading.get_ident() not in threads
+    assert ticker.elapsed >= PAUSE
+    assert ticker.worst < PAUSE * 0.75
+
+
+async def test_prefilling_leaves_the_loop_alone(
+    store: KVCacheChroma, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, started, go_on = engine.add, threading.Event(), threading.Event()
+
+    def waits(*args: Any, **options: Any) -> Any:
+        started.set()
+        assert go_on.wait(30)
+        return add(*args, **options)
+
+    monkeypatch.setattr(engine, "add", waits)
+    adding = asyncio.create_task(store.aadd_texts(["Text."], ids=["a"]))
+    while not started.is_set():
+        await asyncio.sleep(0.001)
+    # Embedded, not prefilled: nothing is written yet, and the store can be read meanwhile.
+    assert await store.asimilarity_search("Text.") == []
+    go_on.set()
+    assert await adding == ["a"]
+    assert len(await store.asimilarity_search("Text.")) == 1
+
+
+async def test_many_at_once(store: KVCacheChroma, prefilled: Callable[[], int]) -> None:
+    texts = [f"Fact {at % 5}." for at in range(20)]
+    calls = (store.aadd_texts([text], ids=[str(at)]) for at, text in enumerate(texts))
+    assert [one for (one,) in await asyncio.gather(*calls)] == [str(at) for at in range(20)]
+    assert prefilled() == 5
+    assert texts_of(store) == {str(at): text for at, text in enumerate(texts)}
+    assert all("kv_key" in metadata_of(store, str(at)) for at in range(20))
+
+
+# ---------------------------------------------------------------------- threads
+def test_threads_add_and_delete_the_same_texts(store: KVCacheChroma, engine: Engine) -> None:
+    letters, held = "abcdefgh", survivors(engine)
+
+    def work(worker: int) -> None:
+        for _ in range(4):
+            ids = [f"{worker}{letter}" for letter in letters]
+            store.add_texts([*letters], ids=ids)
+            assert store.similarity_search("a", k=8)
+            store.delete([one for one in ids if one[1] != letters[worker]])
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(switch)
+    assert sorted(texts_of(store)) == [f"{at}{letters[at]}" for at in range(4)]
+    assert held(*letters) == letters[:4]
+
+
+def test_text_that_is_released_while_it_is_added_stays(
+    store: KVCacheChroma, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = survivors(engine)
+    store.add_texts(["t"], ids=["old"])
+    raw: Any = store._collection
+    upsert = raw.collection.upsert
+
+    def after_a_deletion(**values: Any) -> None:
+        monkeypatch.setattr(raw.collection, "upsert", upsert)
+        store.delete(["old"])
+        upsert(**values)
+
+    monkeypatch.setattr(raw.collection, "upsert", after_a_deletion)
+    store.add_texts(["t"], ids=["new"])
+    assert texts_of(store) == {"new": "t"}
+    assert held("t") == "t"

@@ -1,0 +1,204 @@
+"""The collection behind the store, for those who reach through to it."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from chromadb.api.types import SearchResult
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
+
+from kvcache_rag import InvalidInputError, StoredChunk
+from kvcache_rag.integration import REFERENCE_KEYS
+from langchain_kvcache_rag.blocks import document_block
+from langchain_kvcache_rag.chat_model import ChatKVCache
+from langchain_kvcache_rag.vector_store import KVCacheChroma
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag import Engine
+
+
+@pytest.fixture
+def store(llm: ChatKVCache) -> KVCacheChroma:
+    return memory_store(llm=llm)
+
+
+def vectors(count: int) -> list[list[float]]:
+    return [[1.0, float(at), 0.0, 0.0, 0.0] for at in range(count)]
+
+
+def test_add_leaves_existing_rows_as_they_are(
+    store: KVCacheChroma, prefilled: Callable[[], int]
+) -> None:
+    collection: Any = store._collection
+    collection.add(ids=["a"], documents=["one"], embeddings=vectors(1), metadatas=[{"x": 1}])
+    collection.add(ids=["a", "b"], documents=["two", "three"], embeddings=vectors(2))
+    assert texts_of(store) == {"a": "one", "b": "three"}
+    assert store.get(ids="a")["metadatas"] == [{"x": 1}]
+    assert prefilled() == 2
+    collection.add(ids="c", documents="four", embeddings=vectors(1), metadatas={"x": 2})
+    assert store.get_by_ids(["c"]) == [Document("four", id="c", metadata={"x": 2})]
+    assert "kv_key" in metadata_of(store, "c")
+
+
+def test_update_of_texts_alone_keeps_metadata(store: KVCacheChroma, engine: Engine) -> None:
+    held = survivors(engine)
+    store.add_texts(["a"], [{"x": 1}], ["1"])
+    collection: Any = store._collection
+    collection.update(ids=["1", "2"], documents=["b", "c"], embeddings=vectors(2))
+    assert store.get()["metadatas"] == [{"x": 1}]
+    assert texts_of(store) == {"1": "b"}
+    assert held(*"abc") == "b"
+
+
+def test_what_has_no_text_is_chromas_own(
+    store: KVCacheChroma, prefilled: Callable[[], int]
+) -> None:
+    collection: Any = store._collection
+    collection.upsert(ids=["a"], embeddings=vectors(1), metadatas=[{"x": 1}])
+    collection.add(ids=["b"], embeddings=vectors(1), metadatas=[{"x": 2}], uris=["file:b"])
+    assert prefilled() == 0
+    assert store.similarity_search_by_vector(vectors(1)[0]) == []
+    store.add_texts(["text"], [{"x": 3}], ["c"])
+    collection.update(ids=["c"], metadatas=[{"y": 4}])
+    assert store.get(ids="c")["metadatas"] == [{"x": 3, "y": 4}]
+    assert "kv_key" in metadata_of(store, "c")
+    assert store.prefill_missing() == 0
+    assert collection.delete(ids="a") == {"deleted": 1}
+    assert collection.delete(where={"x": {"$gt": 1}}, limit=1) == {"deleted": 1}
+    assert collection.count() == 1
+
+
+def test_client_makes_collections_that_prefill(
+    store: KVCacheChroma, engine: Engine, prefilled: Callable[[], int]
+) -> None:
+    held, client, name = survivors(engine), store._client, f"c-{uuid.uuid4().hex}"
+    made: Any = client.create_collection(name, embedding_function=None)
+    made.upsert(ids=["1"], documents=["a"], embeddings=vectors(1))
+    assert prefilled() == 1
+    same: Any = client.get_collection(name, embedding_function=None)
+    assert same.get()["metadatas"] == [None]
+    client.delete_collection(name)
+    assert held("a") == ""
+    with pytest.raises(chromadb.errors.NotFoundError):
+        client.delete_collection(name)
+
+
+def test_copies_are_not_endless(store: KVCacheChroma) -> None:
+    missing = "nothing_like_it"
+    for one in (store._client, store._collection):
+        twin = copy.copy(one)
+        assert vars(twin) == vars(one)
+        with pytest.raises(AttributeError, match=missing):
+            getattr(twin, missing)
+        assert not hasattr(type(one).__new__(type(one)), "anything")
+
+
+def test_hybrid_search_shows_no_references(
+    store: KVCacheChroma, llm: ChatKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_texts(["Text.", "Bare."], [{"page": 1}, {}], ["a", "b"])
+    rows = [{"page": 1, **metadata_of(store, "a")}, metadata_of(store, "b")]
+    # What a hosted database answers; a local one has no hybrid search.
+    answer = SearchResult(
+        ids=[["a", "b"]],
+        documents=[["Text.", "Bare."]],
+        metadatas=[rows],
+        embeddings=[None],
+        scores=[[0.1, 0.2]],
+        select=[[]],
+    )
+    raw: Any = store._collection
+    monkeypatch.setattr(raw.collection, "search", lambda *_: answer)
+    assert store.hybrid_search(chromadb.Search()) == [
+        Document("Text.", id="a", metadata={"page": 1}),
+        Document("Bare.", id="b"),
+    ]
+    assert isinstance(llm.references.chunk("Bare.", llm.engine), StoredChunk)
+    answer["metadatas"] = [None]
+    assert raw.search(chromadb.Search())["metadatas"] == [None]
+    del answer["metadatas"]
+    assert raw.search(chromadb.Search()).rows()[0][0]["document"] == "Text."
+
+
+def test_fork_prefills_too(
+    store: KVCacheChroma,
+    engine: Engine,
+    prefilled: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = survivors(engine)
+    store.add_texts(["a"], ids=["1"])
+    raw: Any = store._collection
+
+    def fork(new_name: str) -> Any:
+        """What a hosted database does; a local one has no forks."""
+        copied = chromadb.EphemeralClient().create_collection(new_name, embedding_function=None)
+        rows = raw.collection.get(include=["embeddings", "documents", "metadatas"])
+        copied.add(**{name: rows[name] for name in ("ids", *rows["included"])})
+        return copied
+
+    monkeypatch.setattr(raw.collection, "fork", fork)
+    forked = store.fork(f"c-{uuid.uuid4().hex}")
+    assert type(forked) is KVCacheChroma
+    assert (forked.engine, forked.references) == (store.engine, store.references)
+    forked.add_texts(["b"], ids=["2"])
+    assert prefilled() == 2
+    assert forked.prefill_missing() == 0
+    store.delete()
+    assert held(*"ab") == "ab"  # claimed by the fork as well
+    forked.delete()
+    assert held(*"ab") == ""
+
+
+def test_model_that_cannot_be_loaded_is_known_before_rows_go(store: KVCacheChroma) -> None:
+    store.add_texts(["a"], ids=["1"])
+    broken = memory_store(collection_name=store._collection.name, llm=ChatKVCache())
+    for delete in (
+        broken.delete,
+        lambda: broken.delete(["1"]),
+        broken.delete_collection,
+        broken.reset_collection,
+    ):
+        with pytest.raises(InvalidInputError, match="model="):
+            delete()
+    assert texts_of(broken) == {"1": "a"}
+
+
+def test_retrieved_documents_are_answered_from_their_kv(
+    store: KVCacheChroma, llm: ChatKVCache, prefilled: Callable[[], int]
+) -> None:
+    store.add_texts(["The tower is tall.", "The lake is deep."], ids=["a", "b"])
+    prefilled()
+    found = store.as_retriever(search_kwargs={"k": 2}).invoke("tower")
+    question: Any = [*map(document_block, found), {"type": "text", "text": "How tall?"}]
+    usage = llm.invoke([HumanMessage(question)]).usage_metadata
+    assert usage is not None
+    tokens = sum(int(metadata_of(store, id_)["kv_tokens"]) for id_ in "ab")
+    assert usage["input_token_details"]["cache_read"] >= tokens
+    assert prefilled() == 0
+    assert all(not set(REFERENCE_KEYS) & set(one.metadata) for one in found)
+
+
+def test_pictures_are_not_prefilled(
+    llm: ChatKVCache, prefilled: Callable[[], int], tmp_path: Path
+) -> None:
+    class Pictures(Geometry):
+        def embed_image(self, uris: list[str]) -> list[list[float]]:
+            return [[1.0, 0.0] for _ in uris]
+
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"x" * 9000)
+    store = memory_store(Pictures(), llm=llm)
+    assert store.add_images([str(picture)] * 2, [{"page": 1}], ["a", "b"]) == ["a", "b"]
+    assert prefilled() == 0
+    (found,) = store.similarity_search_by_image(str(picture), filter={"page": 1})
+    assert (found.id, found.metadata) == ("a", {"page": 1})

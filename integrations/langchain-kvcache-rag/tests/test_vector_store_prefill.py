@@ -1,0 +1,489 @@
+"""What ingestion prefills, what it notes beside the rows, and what deletion lets go of."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
+
+from kvcache_rag import (
+    ContextTooLongError,
+    DiskStore,
+    InvalidInputError,
+    PromptTemplate,
+    StoredChunk,
+)
+from kvcache_rag.integration import REFERENCE_KEYS, References
+from langchain_kvcache_rag.chat_model import ChatKVCache
+from langchain_kvcache_rag.vector_store import KVCacheChroma
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag import Engine
+
+    Count = Callable[[], int]
+    Held = Callable[..., str]
+
+
+@pytest.fixture
+def held(engine: Engine) -> Held:
+    return survivors(engine)
+
+
+@pytest.fixture
+def store(llm: ChatKVCache) -> KVCacheChroma:
+    return memory_store(llm=llm)
+
+
+# ---------------------------------------------------------------------- references
+def test_reference_stands_in_the_row_and_not_in_the_document(
+    store: KVCacheChroma, llm: ChatKVCache, prefilled: Count
+) -> None:
+    mine = Document("The tower is tall.", id="a", metadata={"page": 3})
+    store.add_documents([mine])
+    assert prefilled() == 1
+    assert mine.metadata == {"page": 3}
+    (key,) = llm.engine.keys(["The tower is tall."])
+    row = metadata_of(store, "a")
+    assert set(row) == {"page", *REFERENCE_KEYS}
+    assert (row["kv_key"], row["kv_spec"]) == (key.digest, llm.engine.spec)
+    assert (row["kv_tokens"], row["kv_bytes"] > 0) == (key.tokens, True)
+    assert all(len(str(row[name])) <= 128 for name in REFERENCE_KEYS)
+    assert llm.engine.store.contains(key)
+    assert store.similarity_search("tower") == [mine]
+    assert store.get()["metadatas"] == [{"page": 3}]
+
+
+READS: dict[str, Callable[[KVCacheChroma], Any]] = {
+    "search": lambda store: store.similarity_search("Text."),
+    "scores": lambda store: store.similarity_search_with_relevance_scores("Text."),
+    "vectors": lambda store: store.similarity_search_with_vectors("Text."),
+    "mmr": lambda store: store.max_marginal_relevance_search("Text."),
+    "get": lambda store: store.get(),
+    "get_by_ids": lambda store: store.get_by_ids(["a"]),
+    "retriever": lambda store: store.as_retriever().invoke("Text."),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_tells_the_chat_model_where_the_kv_is(
+    name: str, engine: Engine, prefilled: Count
+) -> None:
+    writer = memory_store(engine=engine)
+    writer.add_texts(["Text."], ids=["a"])
+    llm = ChatKVCache(engine=engine)
+    options: dict[str, Any] = {"collection_name": writer._collection.name, "llm": llm}
+    reader = memory_store(**options)
+    assert reader.references is llm.references
+    assert llm.references.chunk("Text.", engine) == "Text."
+    READS[name](reader)
+    (key,) = engine.keys(["Text."])
+    assert llm.references.chunk("Text.", engine) == StoredChunk(key, "Text.")
+    assert llm.references.chunk("Text!", engine) == "Text!"
+    assert prefilled() == 1
+
+
+def test_same_text_is_prefilled_once(store: KVCacheChroma, prefilled: Count) -> None:
+    store.add_texts(["One text.", "One text.", "Another."])
+    assert prefilled() == 2
+    store.add_texts(["One text."])
+    assert prefilled() == 0
+
+
+def test_blank_text_has_no_reference(store: KVCacheChroma, prefilled: Count) -> None:
+    store.add_texts(["", " \n", "Text."], [{"page": 1}, {}, {}], ids=["a", "b", "c"])
+    assert prefilled() == 1
+    assert metadata_of(store, "a") == {"page": 1}
+    assert metadata_of(store, "b") == {}
+    assert texts_of(store) == {"a": "", "b": " \n", "c": "Text."}
+    # A row that becomes blank has none any more.
+    store.update_document("c", Document(" ", metadata={"page": 2}))
+    assert metadata_of(store, "c") == {"page": 2}
+
+
+def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
+    store.add_texts(["Old."], [{"page": 1}], ids=["a"])
+    bare = memory_store(collection_name=store._collection.name)
+    assert (bare.engine, bare.references) == (None, None)
+    assert bare.get_by_ids(["a"]) == [Document("Old.", id="a", metadata={"page": 1})]
+    bare.add_texts(["New."], ids=["a"])
+    assert metadata_of(bare, "a") == {}
+    with pytest.raises(InvalidInputError, match="llm= or engine="):
+        bare.prefill_missing()
+
+
+def test_collection_without_references_needs_no_model() -> None:
+    llm: Any = Unloaded()
+    store = memory_store(llm=llm)
+    Chroma(store._collection.name, Geometry(), client=chromadb.EphemeralClient()).add_documents(
+        library()
+    )
+    assert len(store.similarity_search("red fox", k=9)) == 6
+    store.delete(["a"])
+    store.delete(where={"year": 2})
+    store.delete()
+    store.reset_collection()
+    store.delete_collection()
+
+
+class Unloaded:
+    """A chat model that must not be loaded."""
+
+    references = References()
+
+    @property
+    def engine(self) -> Engine:
+        raise AssertionError("the model was loaded")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"llm": ChatKVCache(model="x"), "engine": "y"}, "not both"),
+        ({"llm": "gpt-7"}, "must be a ChatKVCache, not a str"),
+    ],
+)
+def test_engine_is_said_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        memory_store(**options)
+
+
+# ---------------------------------------------------------------------- progress
+def test_bar(store: KVCacheChroma, engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
+    def shown() -> bool:
+        return "prefill" in capfd.readouterr().err
+
+    store.add_documents([Document("One.")])
+    assert not shown()
+    store.add_documents([Document("Two.")], show_progress=True)
+    assert shown()
+    store.add_texts(["Three."], show_progress=True)
+    assert shown()
+    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "engine": engine}
+    name = f"c-{uuid.uuid4().hex}"
+    loud = KVCacheChroma.from_texts(
+        ["Four."], Geometry(), collection_name=name, show_progress=True, **options
+    )
+    assert shown()
+    loud.add_texts(["Five."])
+    assert shown()
+    loud.add_texts(["Six."], show_progress=False)
+    assert not shown()
+    engine.store.delete(engine.keys(["Four."])[0])
+    assert loud.prefill_missing(show_progress=False) == 0
+    assert not shown()
+    engine.store.delete(engine.keys(["Four."])[0])
+    assert loud.prefill_missing() == 0
+    assert shown()
+
+
+def test_from_documents_and_from_texts(llm: ChatKVCache, prefilled: Count) -> None:
+    options: dict[str, Any] = {"client": chromadb.EphemeralClient(), "llm": llm}
+    name = f"c-{uuid.uuid4().hex}"
+    one = KVCacheChroma.from_documents(library(), Geometry(), collection_name=name, **options)
+    assert isinstance(one, KVCacheChroma)
+    assert prefilled() == 6
+    two = KVCacheChroma.from_texts(
+        ["New.", "red fox"], Geometry(), [{"page": 1}, {}], ["n", "m"], name, **options
+    )
+    assert prefilled() == 1
+    assert len(texts_of(two)) == 8
+    assert metadata_of(two, "n")["page"] == 1
+    assert two.prefill_missing() == 0
+
+
+# ---------------------------------------------------------------------- deleting and updating
+def test_delete_releases_what_no_row_uses(store: KVCacheChroma, held: Held) -> None:
+    store.add_texts([*"abcde", "a"], [{"at": at} for at in range(6)], [*"123456"])
+    assert held(*"abcde") == "abcde"
+    store.delete(["1", "nope"])
+    assert held(*"abcde") == "abcde"  # row 6 has the text of row 1
+    store.delete(["6"])
+    assert held(*"abcde") == "bcde"
+    store.delete(where={"at": 1})
+    assert held(*"abcde") == "cde"
+    store.delete(where_document={"$contains": "c"})
+    assert held(*"abcde") == "de"
+    store.delete(["4", "5"], where={"at": 3})
+    assert held(*"abcde") == "e"
+    store.delete()
+    assert held(*"abcde") == ""
+    assert texts_of(store) == {}
+
+
+@pytest.mark.parametrize("way", ["add_texts", "add_documents", "update_document"])
+def test_replaced_row_releases_its_old_text(store: KVCacheChroma, held: Held, way: str) -> None:
+    store.add_texts(["a", "b", "b"], [{"old": 1}] * 3, ids=["1", "2", "3"])
+    for id_ in ("1", "2"):
+        if way == "add_texts":
+            store.add_texts(["n"], ids=[id_])
+        elif way == "add_documents":
+            store.add_documents([Document("n", id=id_)])
+        else:
+            store.update_document(id_, Document("n"))
+    assert held("a", "b", "n") == "bn"
+    assert metadata_of(store, "1").keys() == {*REFERENCE_KEYS}
+    assert metadata_of(store, "1")["kv_key"] == metadata_of(store, "2")["kv_key"]
+
+
+def test_update_keeps_missing_ids_away(store: KVCacheChroma, held: Held) -> None:
+    store.add_texts(["a"], ids=["1"])
+    store.update_documents(["1", "2"], [Document("b"), Document("c")])
+    assert texts_of(store) == {"1": "b"}
+    assert held("a", "b", "c") == "b"
+
+
+@pytest.mark.parametrize("way", ["delete_collection", "reset_collection"])
+def test_collection_that_goes_releases_everything(
+    store: KVCacheChroma, held: Held, way: str
+) -> None:
+    store.add_texts([*"aab"])
+    other = memory_store(engine=store.engine)
+    other.add_texts([*"bc"])
+    getattr(store, way)()
+    assert held(*"abc") == "bc"
+    if way == "reset_collection":
+        store.add_texts(["d"])
+        assert held(*"bcd") == "bcd"
+        assert store.owner != other.owner
+
+
+def test_released_text_is_there_for_the_grace_time(store: KVCacheChroma, prefilled: Count) -> None:
+    store.add_texts(["Text."], ids=["a"])
+    store.delete(["a"])
+    store.add_texts(["Text."], ids=["b"])
+    assert prefilled() == 1
+
+
+def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: Held) -> None:
+    store.add_texts(["a"], ids=["1"])
+    raw: Any = store._collection
+    raw.collection.update(ids=["1"], metadatas=[{"kv_spec": "0" * 64}])
+    store.delete(["1"])
+    assert held("a") == "a"
+
+
+# ---------------------------------------------------------------------- failures
+def test_text_that_is_too_long_writes_nothing(
+    store: KVCacheChroma, held: Held, prefilled: Count
+) -> None:
+    store.add_texts(["b"], [{"page": 1}], ["1"])
+    for texts, metadatas in (
+        (["a", "x" * 5000], None),
+        (["a", "x" * 5000], [{"page": 2}, {}]),
+        (["x" * 5000, "a"], [{}, {"page": 2}]),
+    ):
+        with pytest.raises(ContextTooLongError):
+            store.add_texts(texts, metadatas, ["1", "2"])
+    with pytest.raises(ContextTooLongError):
+        store.update_documents(["1"], [Document("x" * 5000)])
+    with pytest.raises(ContextTooLongError):
+        KVCacheChroma.from_texts(
+            ["a", "x" * 5000],
+            Geometry(),
+            collection_name=store._collection.name,
+            client=chromadb.EphemeralClient(),
+            engine=store.engine,
+        )
+    assert texts_of(store) == {"1": "b"}
+    assert store.get()["metadatas"] == [{"page": 1}]
+    assert (held("a", "b"), prefilled()) == ("b", 1)
+
+
+def test_long_call_fails_as_a_whole(
+    engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = memory_store()._collection._client
+    monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
+    texts = [*"abcd", "x" * 5000]
+    store = memory_store(engine=engine)
+    with pytest.raises(ContextTooLongError):
+        store.from_texts(
+            texts,
+            Geometry(),
+            collection_name=store._collection.name,
+            client=chromadb.EphemeralClient(),
+            engine=engine,
+        )
+    assert texts_of(store) == {}
+    store.add_texts([*"pqrst"], ids=[*"12345"])
+    with pytest.raises(ContextTooLongError):
+        store.update_documents([*"12345"], [Document(text) for text in texts])
+    assert "".join(texts_of(store).values()) == "pqrst"
+    assert held(*"abcdpqrst") == "pqrst"
+
+
+def test_write_that_fails_claims_nothing(
+    store: KVCacheChroma, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_texts([*"ab"], ids=["1", "2"])
+
+    def fails(**_: Any) -> None:
+        raise chromadb.errors.InternalError("disk full")
+
+    raw: Any = store._collection
+    with monkeypatch.context() as patch:
+        patch.setattr(raw.collection, "upsert", fails)
+        with pytest.raises(chromadb.errors.InternalError, match="disk full"):
+            store.add_texts([*"acd"], ids=["1", "3", "4"])
+        with pytest.raises(chromadb.errors.InternalError, match="disk full"):
+            store.update_documents(["1"], [Document("e")])
+    assert texts_of(store) == {"1": "a", "2": "b"}
+    assert held(*"abcde") == "ab"
+
+
+def test_vectors_of_the_wrong_size_claim_nothing(store: KVCacheChroma, held: Held) -> None:
+    store.add_texts(["a"])
+    wrong = memory_store(
+        Geometry({"b": [1.0, 2.0]}),
+        collection_name=store._collection.name,
+        engine=store.engine,
+    )
+    with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
+        wrong.add_texts([*"ab"])
+    assert held(*"ab") == "a"
+
+
+def test_embedding_that_fails_prefills_nothing(store: KVCacheChroma, prefilled: Count) -> None:
+    class Broken(Geometry):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            raise OSError("no embedding today")
+
+    broken = memory_store(Broken(), collection_name=store._collection.name, engine=store.engine)
+    with pytest.raises(OSError, match="today"):
+        broken.add_texts(["a"])
+    assert (texts_of(store), prefilled()) == ({}, 0)
+
+
+def test_failure_in_a_later_batch_keeps_rows_and_claims_in_step(
+    engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = memory_store()._collection._client
+    monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
+    store = memory_store(engine=engine)
+    store.add_texts([*"abcdef"], ids=[*"123456"])
+    raw: Any = store._collection
+    upsert, calls = raw.collection.upsert, []
+
+    def second_fails(**values: Any) -> None:
+        calls.append(len(values["ids"]))
+        if len(calls) == 2:
+            raise chromadb.errors.InternalError("disk full")
+        upsert(**values)
+
+    monkeypatch.setattr(raw.collection, "upsert", second_fails)
+    with pytest.raises(chromadb.errors.InternalError, match="disk full"):
+        store.add_texts([*"uvwxyz"], ids=[*"123456"])
+    assert calls == [2, 2]
+    assert texts_of(store) == dict(zip("123456", "uvcdef", strict=True))
+    assert held(*"abcdefuvwxyz") == "cdefuv"
+
+
+# ---------------------------------------------------------------------- filling up
+def test_prefill_missing_fills_a_collection_of_the_stock_store(
+    store: KVCacheChroma, llm: ChatKVCache, prefilled: Count
+) -> None:
+    name, client = store._collection.name, chromadb.EphemeralClient()
+    Chroma(name, Geometry(), client=client).add_documents(library())
+    before = store.similarity_search_with_score("red fox", k=9)
+    store.add_texts(["added here"], ids=["g"])
+    assert prefilled() == 1
+    assert store.prefill_missing() == 6
+    assert prefilled() == 6
+    found = store.similarity_search_with_score("red fox", k=9)
+    assert [one for one in found if one[0].id != "g"] == before
+    assert all(set(REFERENCE_KEYS) <= set(metadata_of(store, id_)) for id_ in "abcdefg")
+    (key,) = llm.engine.keys(["red fox"])
+    assert llm.references.chunk("red fox", llm.engine) == StoredChunk(key, "red fox")
+    assert (store.prefill_missing(), prefilled()) == (0, 0)
+    # Evicted KV comes back too, though no reference has to be written.
+    llm.engine.store.delete(key)
+    assert (store.prefill_missing(), prefilled()) == (0, 1)
+
+
+def test_references_of_another_prefix_are_rewritten(
+    store: KVCacheChroma, make_engine: Callable[..., Engine]
+) -> None:
+    store.add_texts(["Text."], [{"page": 1}], ["a"])
+    before = metadata_of(store, "a")
+    # As many tokens as the other engine's prefix, so its length does not give it away.
+    engine = make_engine(template=PromptTemplate(system="Rest.\n"))
+    other = memory_store(collection_name=store._collection.name, engine=engine)
+    assert other.references is not None
+    other.similarity_search("Text.")
+    assert other.references.chunk("Text.", engine) == "Text."
+    assert other.prefill_missing() == 1
+    after = metadata_of(other, "a")
+    assert (after["kv_key"], after["page"]) == (engine.keys(["Text."])[0].digest, 1)
+    assert after["kv_key"] != before["kv_key"]
+    other.similarity_search("Text.")
+    assert isinstance(other.references.chunk("Text.", engine), StoredChunk)
+
+
+# ---------------------------------------------------------------------- several stores
+def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, held: Held) -> None:
+    other = memory_store(collection_name=store._collection.name, engine=engine)
+    assert other.owner == store.owner
+    store.add_texts([*"ab"], ids=["1", "2"])
+    other.add_texts(["a"], ids=["3"])
+    store.delete(["1"])
+    assert held(*"ab") == "ab"
+    other.delete(["2", "3"])
+    assert held(*"ab") == ""
+    assert texts_of(store) == {}
+    # A store made from another one's client prefills by its own engine.
+    third = KVCacheChroma(store._collection.name, Geometry(), client=store._client)
+    third.add_texts(["c"], ids=["4"])
+    assert metadata_of(third, "4") == {}
+
+
+def test_text_of_two_collections_is_kept_for_the_other(engine: Engine, held: Held) -> None:
+    one, two = memory_store(engine=engine), memory_store(engine=engine)
+    one.add_texts([*"ab"])
+    two.add_texts([*"bc"])
+    one.delete()
+    assert held(*"abc") == "bc"
+
+
+def test_rows_of_the_other_framework(store: KVCacheChroma, prefilled: Count) -> None:
+    sibling = pytest.importorskip("llama_index.kvcache_rag").KVCacheVectorStore
+    schema = pytest.importorskip("llama_index.core.schema")
+    raw: Any = store._collection
+    theirs = sibling(raw.collection, engine=store.engine)
+    assert theirs.owner == store.owner
+    vector = Geometry().embed_query("Text.")
+    theirs.add([schema.TextNode(id_="a", text="Text.", embedding=vector)])
+    assert prefilled() == 1
+    (found,) = store.similarity_search("Text.")
+    assert found.page_content == "Text."
+    assert not set(REFERENCE_KEYS) & set(found.metadata)
+    store.add_texts(["Text.", "Mine."], ids=["b", "c"])
+    assert prefilled() == 1
+    assert sorted(node.get_content() for node in theirs.get_nodes()) == ["Mine.", "Text.", "Text."]
+
+
+def test_folder_of_kv_outlives_the_process(
+    tmp_path: Path, make_engine: Callable[..., Engine]
+) -> None:
+    def engine_of_today() -> Engine:
+        return make_engine(store=DiskStore(tmp_path / "kv", release_grace=0.0))
+
+    place = {"persist_directory": str(tmp_path / "chroma"), "embedding_function": Geometry()}
+    one = KVCacheChroma("docs", engine=engine_of_today(), **place)
+    one.add_texts(["First.", "Second."], ids=["a", "b"])
+    engine = engine_of_today()
+    two = KVCacheChroma("docs", engine=engine, **place)
+    assert two.prefill_missing() == 0
+    two.delete(["a"])
+    engine.store.sweep()
+    assert [engine.store.contains(key) for key in engine.keys(["First.", "Second."])] == [
+        False,
+        True,
+    ]
