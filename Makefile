@@ -12,7 +12,7 @@ DEMO ?=
 CORE := pyproject.toml constraints.txt
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
-CODE := src tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index)
+CODE := src tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag)
 
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
@@ -21,16 +21,19 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test soak check bench format clean
+.PHONY: help demo test notebooks soak check bench format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
 	$(BIN)/kvcache-rag demo $(DEMO)
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)
+
+notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with their kept outputs
+	$(BIN)/pytest notebooks -q -n 0
 
 soak: $(VENV)/.installed-dev ## Run the long tests
 	@if [ -n "$(wildcard tests/soak/test_*.py)" ]; then $(BIN)/pytest tests/soak -q; \

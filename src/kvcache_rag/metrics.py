@@ -61,8 +61,8 @@ class Metrics:
         return self.prefix_tokens + chunks + self.query_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for response metadata."""
-        return asdict(self)
+        """Plain values, for JSON and for response metadata; with `prompt_tokens`."""
+        return {**asdict(self), "prompt_tokens": self.prompt_tokens}
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.reference import Reference
+from kvcache_rag.integration.rows import NewRow, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.integration.rows import NewRow, Row, Rows
+    from kvcache_rag.integration.rows import Rows
+
+_AnyRow = TypeVar("_AnyRow", Row, NewRow)
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,33 @@ class RowPrefiller:
         Raises:
             ContextTooLongError: If a text does not fit the context window; nothing is written then.
         """
+        if rows and self.engine is not None:
+            self.rows.check(rows[0])  # prefilling may take hours
         references = self.prefill(texts, show_progress=show_progress)
         written = list(map(_referring, rows, references))
         replaced: list[Row] = []
-        try:
+        with self.rows.writing(), self._releasing(written, replaced):
             self.rows.put(written, replaced)
+            # A row of the same text may have been deleted, and the text released, since it was
+            # claimed.
+            self._claim([one for one in references if one is not None])
+
+    def delete(self, rows: Sequence[Row]) -> None:
+        """Delete rows and release their KV; if that fails midway, the KV of those that are gone."""
+        with self._releasing(rows):
+            self.rows.delete([row.id for row in rows])
+
+    @contextmanager
+    def _releasing(self, *changed: Sequence[Row | NewRow]) -> Iterator[None]:
+        """Release in the end what of `changed` is not, or no longer, in the collection."""
+        try:
+            yield
         except BaseException:
             # What kept the rows from being written may keep them from being looked for as well.
             with suppress(Exception):
-                self.release([*written, *replaced])
+                self.release([row for rows in changed for row in rows])
             raise
-        # A row of the same text may have been deleted, and the text released, since it was claimed.
-        self._claim([one for one in references if one is not None])
-        self.release(replaced)
+        self.release([row for rows in changed for row in rows])
 
     def release(self, rows: Sequence[Row | NewRow]) -> None:
         """Let go of the KV of rows that are deleted or replaced, unless another row uses it."""
@@ -118,22 +135,24 @@ class RowPrefiller:
             raise InvalidInputError("prefill_missing needs a store made with llm= or engine=")
         rows = self.rows.get()
         references = self.prefill([text_of(row) for row in rows], show_progress=show_progress)
+        claimed = list(map(_referring, rows, references))
         changed = {
             row.id: reference
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
         known = {row.id: row.document for row in rows}
-        # Rows that were replaced in the meantime have references of their own.
-        now = self.rows.get(ids=list(changed))
-        same = {row.id: changed[row.id] for row in now if row.document == known[row.id]}
-        self.rows.update({id_: reference.to_metadata() for id_, reference in same.items()})
-        self._claim(list(same.values()))
-        self.release([row for row in rows if row.id in same])
+        # Rows may have gone since they were read, and then nobody else lets go of what was claimed.
+        with self.rows.writing(), self._releasing(claimed, rows):
+            # Rows that were replaced in the meantime have references of their own.
+            now = self.rows.get(ids=list(changed))
+            same = {row.id: changed[row.id] for row in now if row.document == known[row.id]}
+            self.rows.update({id_: reference.to_metadata() for id_, reference in same.items()})
+            self._claim(list(same.values()))
         return len(same)
 
 
-def _referring(row: NewRow, reference: Reference | None) -> NewRow:
+def _referring(row: _AnyRow, reference: Reference | None) -> _AnyRow:
     if reference is None:
         return row
     return replace(row, metadata={**row.metadata, **reference.to_metadata()})

@@ -7,11 +7,14 @@ deleted.  `Rows` hides all that; it knows nothing of frameworks or of KV.
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 Scalar = str | int | float | bool
 Where: TypeAlias = dict[str, Any]
@@ -21,6 +24,11 @@ RESERVED: Final = "chroma:document"
 # SQLite refuses statements with tens of thousands of variables; one membership test stays far
 # below.
 _MEMBERS: Final = 500
+# By collection, for all `Rows` of this process over it.
+_WRITERS: Final[dict[str, threading.RLock]] = {}
+if hasattr(os, "register_at_fork"):
+    # The threads that held them do not exist in a forked child.
+    os.register_at_fork(after_in_child=_WRITERS.clear)
 
 _T = TypeVar("_T")
 
@@ -72,6 +80,18 @@ class Rows:
         limit = client.get_max_batch_size() if hasattr(client, "get_max_batch_size") else 0
         self._batch = limit if limit and limit > 0 else 1000
 
+    def writing(self) -> AbstractContextManager[object]:
+        """Keep this process's other writers out, so that what a write replaces is what was read."""
+        return _WRITERS.setdefault(str(self.collection.id), threading.RLock())
+
+    def check(self, row: NewRow) -> None:
+        """Fail as `put` would if the collection is gone or has vectors of another size."""
+        if row.embedding is None:
+            self.collection.count()
+            return
+        vector: Any = [list(row.embedding)]
+        self.collection.query(query_embeddings=vector, n_results=1, include=[])
+
     def get(
         self,
         *,
@@ -94,7 +114,7 @@ class Rows:
                 for id_, document, metadata in found
                 if metadata_only or not (document is None and metadata is None)
             )
-        return rows
+        return rows[:limit]
 
     def _pages(self, ids: Iterable[str] | None, limit: int | None, **options: Any) -> Iterator[Any]:
         if ids is not None:
@@ -111,10 +131,18 @@ class Rows:
             offset += size
 
     def holding(self, key: str, values: Sequence[str]) -> list[Row]:
-        """Rows whose metadata `key` is one of `values`, metadata only."""
+        """Rows whose metadata `key` is one of `values`, metadata only.
+
+        A collection that was deleted holds none.
+        """
+        from chromadb.errors import NotFoundError  # whoever has a collection has loaded it
+
         found: list[Row] = []
-        for batch in _batches(values, _MEMBERS):
-            found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
+        try:
+            for batch in _batches(values, _MEMBERS):
+                found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
+        except NotFoundError:
+            return []
         return found
 
     def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:

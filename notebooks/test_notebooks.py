@@ -1,0 +1,152 @@
+"""Both notebooks run, show what they say, and are kept with the outputs that they give."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebooks.execute import FOLDER, METADATA, NAMES, execute, read
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+ANSWERS = {
+    "Who founded Drenko?": "Osha Grell",
+    "How much does the Fandel cost?": "377",
+    "On which river does the seat of Drenko lie?": "Lispan; Sarn",
+    "What is the population of the birthplace of Osha Grell?": "Tarvo; 90562",
+    "What is the badge number of Mira Toven?": "53017",
+    "Where was Jarno Belk born?": "not found",
+}
+REUSED = {"llamaindex": "reused_tokens", "langchain": "cache_read"}
+PREFILLED = {"llamaindex": "prefilled_tokens", "langchain": "cache_creation"}
+LARGEST = 150_000
+TIMES = re.compile(r"\d+(\.\d+)?( ms| x)")
+PROGRESS = re.compile(r"[\w ]+: 100%\|[^|]*\| (\d+)/\1 \[.*\]")
+FOREIGN = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt|usr|var|Users)/|[A-Z]:\\|\w+://")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A notebook as it is kept, and as it has just come out."""
+
+    name: str
+    kept: NotebookNode
+    new: NotebookNode
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def run(request: pytest.FixtureRequest) -> Run:
+    return Run(request.param, read(request.param), execute(request.param))
+
+
+@pytest.fixture(params=NAMES)
+def kept(request: pytest.FixtureRequest) -> NotebookNode:
+    return read(request.param)
+
+
+def texts(notebook: NotebookNode, stream: str = "stdout") -> dict[str, str]:
+    """What each code cell printed and, with stdout, what its last expression was."""
+    found = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            printed = [one.text for one in cell.outputs if one.get("name") == stream]
+            results = [one.data["text/plain"] for one in cell.outputs if "data" in one]
+            found[cell.id] = "".join(printed + (results if stream == "stdout" else []))
+    return found
+
+
+def pictures(notebook: NotebookNode) -> list[bytes]:
+    outputs = [one for cell in notebook.cells for one in cell.get("outputs", ())]
+    found = [one.data["image/png"] for one in outputs if "image/png" in one.get("data", {})]
+    return [b64decode(one) for one in found]
+
+
+def steady(text: str) -> str:
+    """A text without times, and without the spaces that depend on how long they are."""
+    return re.sub(r"[ \t]+", " ", TIMES.sub("#", text)).strip()
+
+
+def counts(text: str) -> dict[str, list[int]]:
+    """Rows of a table of costs that count something."""
+    rows = re.findall(r"^(\w+)((?: +\d+)+)$", text, re.M)
+    return {name: [int(value) for value in values.split()] for name, values in rows}
+
+
+def test_outputs_are_the_kept_ones(run: Run) -> None:
+    new = {name: steady(text) for name, text in texts(run.new).items()}
+    assert new == {name: steady(text) for name, text in texts(run.kept).items()}
+
+
+def test_stock_and_stitched_answers_are_right(run: Run) -> None:
+    header, *rows = texts(run.new)["side-by-side"].strip().splitlines()
+    assert header.split() == ["question", "stock", "stitched"]
+    found = [re.split(r"  +", row.strip()) for row in rows]
+    assert found == [[question, answer, answer] for question, answer in ANSWERS.items()]
+
+
+def test_a_question_prefills_what_is_new_and_reuses_the_rest(run: Run) -> None:
+    cost = counts(texts(run.new)["metrics"])
+    assert cost["misses"] == [3, 0]
+    (first, again), (computed, nothing) = cost[REUSED[run.name]], cost[PREFILLED[run.name]]
+    assert first > 0
+    assert computed > 0
+    assert (again, nothing) == (first + computed, 0)
+
+
+@pytest.mark.parametrize("cell", ["third-line-query", "streaming", "chat"])
+def test_what_the_store_prefilled_is_not_computed_again(run: Run, cell: str) -> None:
+    cost = counts(texts(run.new)[cell])
+    assert all(value > 0 for value in cost[REUSED[run.name]])
+    assert not any(cost[PREFILLED[run.name]] + cost["misses"])
+
+
+def test_plot_shows_that_stitching_is_sooner(run: Run) -> None:
+    (picture,) = pictures(run.new)
+    assert picture.startswith(b"\x89PNG")
+    sooner = re.search(r"([\d.]+) x sooner", texts(run.new)["plot"])
+    assert sooner is not None
+    assert float(sooner[1]) > 1
+
+
+def test_nothing_but_finished_progress_bars_is_on_stderr(run: Run) -> None:
+    for notebook in (run.kept, run.new):
+        lines = "\n".join(texts(notebook, "stderr").values()).split("\n")
+        assert [line for line in lines if line.strip() and not PROGRESS.fullmatch(line)] == []
+
+
+def test_kept_notebook_was_run_from_top_to_bottom(kept: NotebookNode) -> None:
+    cells = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {one.output_type for cell in cells for one in cell.outputs}
+    assert {"stream", "display_data"} <= kinds <= {"stream", "display_data", "execute_result"}
+    assert len(pictures(kept)) == 1
+
+
+def test_kept_notebook_names_no_machine(kept: NotebookNode) -> None:
+    assert kept.metadata == METADATA
+    assert not any(cell.metadata for cell in kept.cells)
+    for stream in ("stdout", "stderr"):
+        assert not FOREIGN.search("\n".join(texts(kept, stream).values()))
+    assert not FOREIGN.search("\n".join(cell.source for cell in kept.cells))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_file_is_small(name: str) -> None:
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < LARGEST
+
+
+def test_links_lead_to_headings_of_the_readme(kept: NotebookNode) -> None:
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+        for title in re.findall(r"^#+ (.+)$", readme, re.M)
+    }
+    sources = "\n".join(cell.source for cell in kept.cells)
+    links = set(re.findall(r"\]\(\.\./README\.md#([\w-]+)\)", sources))
+    assert links
+    assert links <= headings
