@@ -72,7 +72,8 @@ def test_metrics_add_up_over_hits_and_misses() -> None:
         assert metrics.generated_tokens == 3
         assert metrics.rounds == 1
     assert (second.policy, full.policy) == ("Reuse(positions='reordered')", "FullRecompute()")
-    assert second.to_dict() == dataclasses.asdict(second)
+    fields = dataclasses.asdict(second)
+    assert second.to_dict() == {**fields, "prompt_tokens": second.prompt_tokens}
 
 
 def test_hits_are_counted_per_tier() -> None:
@@ -324,3 +325,13 @@ def test_a_cancelled_batch_stops_at_the_next_token(engine: Engine) -> None:
 def test_prompt_tokens_are_those_of_the_prompt(engine: Engine) -> None:
     metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
     assert metrics.prompt_tokens == len(engine.tokenize(QUESTION, TEXTS).all)
+
+
+@pytest.mark.parametrize("cut", ["time", "cancelled"])
+def test_an_answer_that_is_cut_says_so(engine: Engine, cut: str) -> None:
+    cancelled = threading.Event()
+    options: dict[str, Any] = {"max_time": 1e-6} if cut == "time" else {"cancelled": cancelled}
+    cancelled.set()
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=50, min_new_tokens=50, **options)
+    assert len(answer.token_ids) <= 1
+    assert answer.finish_reason == "length"

@@ -115,7 +115,8 @@ class Answerer:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        last, answer = len(request.rounds) - 1, Answer("", Metrics(policy=repr(request.policy)))
+        nothing = Answer("", Metrics(policy=repr(request.policy)), finish_reason="length")
+        last, answer = len(request.rounds) - 1, nothing
         begun = request.started
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():

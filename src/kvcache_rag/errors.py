@@ -46,6 +46,6 @@ class InvalidInputError(KVCacheRagError, ValueError):
 class MissingExtraError(KVCacheRagError, ImportError):
     """An optional dependency is missing."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        """Say which package is missing and which extra of this project installs it."""
-        super().__init__(f"{package} is not installed: pip install 'kvcache-rag[{extra}]'")
+    def __init__(self, package: str, extra: str, dist: str = "kvcache-rag") -> None:
+        """Say which package is missing, and which extra of which distribution installs it."""
+        super().__init__(f"{package} is not installed: pip install '{dist}[{extra}]'")

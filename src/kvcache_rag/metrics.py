@@ -73,8 +73,8 @@ class Answer:
         text: Without special tokens.
         metrics: Times and counts.
         token_ids: Ids of the generated tokens, stop token included.
-        finish_reason: "stop" at an end-of-sequence token or stop string, "length" at
-            `max_new_tokens`.
+        finish_reason: "stop" at an end-of-sequence token or stop string, "length" where the answer
+            was cut: at `max_new_tokens` or `max_time`, or when it was cancelled.
     """
 
     text: str

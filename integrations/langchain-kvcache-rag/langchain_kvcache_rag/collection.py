@@ -7,7 +7,7 @@ wrote.  The references to KV that stand beside that metadata are seen here alone
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import Reference, RowPrefiller, Rows
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
     from kvcache_rag.integration import NewRow, References, Row
+
+_T = TypeVar("_T")
 
 
 class KVSource(Protocol):
@@ -160,38 +162,53 @@ class PrefilledCollection:
         Raises:
             InvalidInputError: If it is not said which; `clear` deletes all.
         """
-        if ids is None and where is None and where_document is None:
-            raise InvalidInputError("say which rows to delete by ids, where or where_document")
-        rows = self._rows.get(
+        if where is None and where_document is None:
+            if ids is None:
+                raise InvalidInputError("say which rows to delete by ids, where or where_document")
+            if options.get("limit") is not None:
+                raise InvalidInputError("limit= needs where= or where_document=; ids are the limit")
+        return self._drop(
             ids=None if ids is None else listed(ids),
             where=where,
             where_document=where_document,
-            metadata_only=True,
             **options,
         )
-        return self._drop(rows)
 
     def clear(self) -> None:
         """Delete every row."""
-        self._drop(self._rows.get(metadata_only=True))
+        self._drop()
 
-    def _drop(self, rows: Sequence[Row]) -> dict[str, int]:
-        prefiller = self._prefiller_of(rows)
-        self._rows.delete([row.id for row in rows])
-        if prefiller is not None:
-            prefiller.release(rows)
+    def _drop(self, **which: Any) -> dict[str, int]:
+        with self._rows.writing():
+            rows = self._rows.get(metadata_only=True, **which)
+            prefiller = self._prefiller_of(rows)
+            if prefiller is None:
+                self._rows.delete([row.id for row in rows])
+            else:
+                prefiller.delete(rows)
         return {"deleted": len(rows)}
 
     def drop_by(self, delete: Callable[[], None]) -> None:
         """Run `delete`, which drops the collection, and release everything that it claimed."""
-        rows = self._rows.get(metadata_only=True)
-        prefiller = self._prefiller_of(rows)
-        delete()
+        with self._rows.writing():
+            rows = self._rows.get(metadata_only=True)
+            prefiller = self._prefiller_of(rows)
+            delete()
         engine = None if prefiller is None else prefiller.engine
         if engine is not None:
             held = {Reference.from_metadata(row.metadata) for row in rows}
             keys = [one.resolve(engine) for one in held if one is not None]
             engine.release([key for key in keys if key is not None], str(self.collection.id))
+
+    def replace_by(self, ids: Sequence[str], write: Callable[[], _T]) -> _T:
+        """Run `write`, which may replace rows without prefilling, and release what they held."""
+        with self._rows.writing():
+            rows = self._rows.get(ids=ids, metadata_only=True)
+            prefiller = self._prefiller_of(rows)
+            written = write()
+            if prefiller is not None:
+                prefiller.release(rows)
+        return written
 
     def _prefiller_of(self, rows: Sequence[Row]) -> RowPrefiller | None:
         """What releases the rows' KV, loaded before they go; None if there is nothing to release.

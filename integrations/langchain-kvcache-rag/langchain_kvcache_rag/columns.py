@@ -8,14 +8,15 @@ from typing import Any
 from chromadb.api.types import validate_metadata
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import REFERENCE_KEYS, NewRow
+from kvcache_rag.integration import REFERENCE_KEYS, NewRow, Reference
 
 
 def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[NewRow]:
     """Columns as rows, with the metadata of their user alone.
 
     Raises:
-        InvalidInputError: If columns differ in length, or Chroma cannot store a metadata.
+        InvalidInputError: If columns differ in length, or Chroma cannot store an id, a document or
+            a metadata.
     """
     ids, texts = listed(ids), listed(documents)
     vectors = [None] * len(ids) if embeddings is None else list(embeddings)
@@ -25,6 +26,16 @@ def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[
             f"{len(ids)} ids, {len(texts)} documents, {len(vectors)} embeddings and {len(values)} "
             "metadatas do not make rows; give one of each per row"
         )
+    for id_, text in zip(ids, texts, strict=True):
+        if not isinstance(id_, str) or not id_ or not _is_unicode(id_):
+            raise InvalidInputError(f"an id must be a text that is not empty, not {id_!r}")
+        if not isinstance(text, str):
+            raise InvalidInputError(f"the document of {id_!r} must be a text, not {text!r}")
+        if not _is_unicode(text):
+            raise InvalidInputError(
+                f"the document of {id_!r} is not valid Unicode; clean it, for example by "
+                'text.encode("utf-8", "replace").decode()'
+            )
     return [
         NewRow(id_, text, _checked(id_, metadata), vector)
         for id_, text, metadata, vector in zip(ids, texts, values, vectors, strict=True)
@@ -32,7 +43,15 @@ def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[
 
 
 def _checked(id_: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(metadata or {}, Mapping):
+        raise InvalidInputError(f"the metadata of {id_!r} must be a dictionary, not {metadata!r}")
     own = of_user(metadata or {})
+    taken = sorted(set(own) & set(REFERENCE_KEYS))
+    if taken:
+        raise InvalidInputError(
+            f"the metadata of {id_!r} has {taken[0]!r}, which is where a reference to KV is "
+            "written; rename it"
+        )
     try:
         if own:
             validate_metadata(own)
@@ -41,11 +60,33 @@ def _checked(id_: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"{error} in the metadata of {id_!r}; leave it out, for example by "
             "langchain_community.vectorstores.utils.filter_complex_metadata"
         ) from error
+    # Chroma finds out about these only when it writes.
+    for key, value in own.items():
+        if not key or not all(map(_is_unicode, _texts(key, value))):
+            raise InvalidInputError(
+                f"{key!r}: {value!r} in the metadata of {id_!r} cannot be stored: keys must not be "
+                "empty, and texts must be valid Unicode"
+            )
     return own
 
 
+def _texts(*values: Any) -> list[str]:
+    flat = (one for value in values for one in (value if isinstance(value, list) else [value]))
+    return [one for one in flat if isinstance(one, str)]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False  # a lone surrogate, as some PDF readers make them
+    return True
+
+
 def of_user(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's metadata without the reference to its KV."""
+    """A row's metadata without the reference to its KV; keys that are none are their user's."""
+    if Reference.from_metadata(metadata) is None:
+        return dict(metadata)
     return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}
 
 

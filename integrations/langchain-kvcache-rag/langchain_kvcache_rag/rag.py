@@ -252,7 +252,8 @@ def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
         turns = convert_to_messages(history)
     except (NotImplementedError, ValueError, TypeError) as error:
         raise InvalidInputError(f'"chat_history" must be a list of messages: {error}') from error
-    blocks: list[Any] = [document_block(document) for document in context]
+    # With nothing retrieved it is still a question over documents, under the same instruction.
+    blocks: list[Any] = [document_block(document) for document in context or [Document("")]]
     return [*turns, HumanMessage(content=[*blocks, {"type": "text", "text": question}])]
 
 

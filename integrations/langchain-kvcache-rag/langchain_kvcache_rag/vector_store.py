@@ -13,8 +13,11 @@ from kvcache_rag import InvalidInputError
 from langchain_kvcache_rag.client import EngineSource, PrefilledClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from chromadb.api import CreateCollectionConfiguration
+    from chromadb.config import Settings
+    from langchain_core.embeddings import Embeddings
     from typing_extensions import Self
 
     from kvcache_rag import Engine
@@ -45,25 +48,56 @@ class KVCacheChroma(Chroma):
 
     def __init__(
         self,
-        *args: Any,
+        collection_name: str = Chroma._LANGCHAIN_DEFAULT_COLLECTION_NAME,
+        embedding_function: Embeddings | None = None,
+        persist_directory: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        headers: dict[str, str] | None = None,
+        chroma_cloud_api_key: str | None = None,
+        tenant: str | None = None,
+        database: str | None = None,
+        client_settings: Settings | None = None,
+        collection_metadata: dict[str, Any] | None = None,
+        collection_configuration: CreateCollectionConfiguration | None = None,
+        client: Any = None,
+        relevance_score_fn: Callable[[float], float] | None = None,
+        create_collection_if_not_exists: bool | None = True,
+        *,
+        ssl: bool = False,
         llm: KVSource | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
         **options: Any,
     ) -> None:
-        """Open a collection.
+        """Open a collection; arguments that are not said here are those of the stock store.
 
         Args:
-            args: Those of `langchain_chroma.Chroma`, with `options`.
+            collection_name: Made if it does not exist.
+            embedding_function: Embeds documents and questions.
+            persist_directory: Folder of a local database.
+            host: Chroma server, with `port`, `headers` and `ssl`.
+            port: Of the server.
+            headers: For the server.
+            chroma_cloud_api_key: For Chroma Cloud, with `tenant` and `database`.
+            tenant: Of the database.
+            database: Its name.
+            client_settings: Of Chroma's client.
+            collection_metadata: Of a new collection.
+            collection_configuration: Of a new collection, such as `{"hnsw": {"space": "cosine"}}`.
+            client: An open Chroma client, instead of the above.
+            relevance_score_fn: Makes a score of a distance; None for that of the space.
+            create_collection_if_not_exists: Whether to make the collection.
+            ssl: Whether the server is spoken to by HTTPS.
             llm: The `ChatKVCache` that will answer; it prefills with its engine, which is loaded
                 when it is first needed.
             engine: Prefills, if there is no `llm`.  With neither the store only stores.
             show_progress: Show a bar while prefilling, unless a call says otherwise.
-            options: Those of `langchain_chroma.Chroma`: `collection_name`, `embedding_function`,
-                `persist_directory`, `host`, `client` and so on.
+            options: What a newer `langchain_chroma.Chroma` takes beside these.
 
         Raises:
-            InvalidInputError: If `llm` is no `ChatKVCache`, or there are both `llm` and `engine`.
+            InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, or there are
+                both.
         """
         if llm is not None and engine is not None:
             raise InvalidInputError("give llm= or engine=, not both; a chat model has its engine")
@@ -71,7 +105,30 @@ class KVCacheChroma(Chroma):
             raise InvalidInputError(
                 f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
             )
-        super().__init__(*args, **options)
+        if engine is not None and not hasattr(type(engine), "release"):
+            raise InvalidInputError(
+                f"engine= must be a kvcache_rag.Engine, not a {type(engine).__name__}; "
+                'make one by Engine.from_pretrained("...")'
+            )
+        super().__init__(
+            collection_name=collection_name,
+            embedding_function=embedding_function,
+            persist_directory=persist_directory,
+            host=host,
+            port=port,
+            headers=headers,
+            chroma_cloud_api_key=chroma_cloud_api_key,
+            tenant=tenant,
+            database=database,
+            client_settings=client_settings,
+            collection_metadata=collection_metadata,
+            collection_configuration=collection_configuration,
+            client=client,
+            relevance_score_fn=relevance_score_fn,
+            create_collection_if_not_exists=create_collection_if_not_exists,
+            ssl=ssl,
+            **options,
+        )
         self._source = EngineSource(engine) if engine is not None else llm
         wrapped: Any = PrefilledClient(self._client, self._source, show_progress=show_progress)
         self._client = wrapped
@@ -120,8 +177,8 @@ class KVCacheChroma(Chroma):
         Raises:
             ContextTooLongError: If a text does not fit the model's context window; nothing is
                 written then.
-            InvalidInputError: If Chroma cannot store a metadata (a dictionary in it, for example),
-                or there are not as many ids as texts; nothing is prefilled then.
+            InvalidInputError: If Chroma cannot store an id or a metadata (a dictionary in it, for
+                example), or there are not as many ids as texts; nothing is prefilled then.
         """
         given = list(texts)
         wanted = [None] * len(given) if ids is None else ids
@@ -142,7 +199,8 @@ class KVCacheChroma(Chroma):
         """As the stock store's; pictures are nothing that a text model could prefill."""
         client: Any = PrefilledClient(self._client, None, show_progress=False)
         storing = Chroma(self._collection.name, self._embedding_function, client=client)
-        return storing.add_images(uris, metadatas, ids)
+        known = [one for one in ids or [] if one is not None]
+        return self._prefilled.replace_by(known, lambda: storing.add_images(uris, metadatas, ids))
 
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
         """Replace existing rows, metadata included; ids that are not there are left alone.

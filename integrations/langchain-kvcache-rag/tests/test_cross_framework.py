@@ -6,8 +6,7 @@ Every application has an engine of its own, as two processes would have.
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
@@ -25,6 +24,9 @@ from llama_index.kvcache_rag import (
     KVCacheQueryEngine,
     KVCacheVectorStore,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home.", "It rained for three days."]
 QUESTION = "Who sat on the mat?"

@@ -308,6 +308,38 @@ def test_a_closed_stream_frees_the_model_at_once(
     assert len(forwards) <= computed + 7
 
 
+@pytest.mark.parametrize("read", [1, 3])
+def test_a_closed_retrieval_chain_frees_the_model_at_once(
+    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]], read: int
+) -> None:
+    engine.add(TEXTS)
+    endless = llm.bind(max_tokens=2000, min_new_tokens=2000)
+    chain = create_kvcache_rag_chain(Fixed(), endless)
+    answers = 0
+    with closing(chain.stream({"input": "Who sat?"})) as pieces:  # type: ignore[type-var]
+        for piece in pieces:
+            answers += "answer" in piece
+            if answers == read:
+                break
+    computed = len(forwards)
+    assert computed < 500
+    assert expected(engine)
+    assert len(forwards) <= computed + 7
+
+
+async def test_a_closed_async_stream_frees_the_model_at_once(
+    llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
+) -> None:
+    engine.add(TEXTS)
+    async with aclosing(_endless(llm).astream("Who sat?")) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            break
+    computed = len(forwards)
+    assert computed < 500
+    assert (await KVCacheRAG(llm=llm).ainvoke(ASKED)).content
+    assert len(forwards) <= computed + 8
+
+
 async def test_a_cancelled_task_frees_the_model_at_once(
     llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
 ) -> None:

@@ -106,7 +106,11 @@ class RowPrefiller:
         self._claim([one for key, one in gone.items() if key not in unused])
 
     def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
-        used = {row.metadata["kv_key"] for row in self.rows.holding("kv_key", list(references))}
+        from chromadb.errors import NotFoundError  # whoever has a collection has loaded it
+
+        used: set[str] = set()
+        with suppress(NotFoundError):  # a collection that was deleted uses nothing
+            used = {row.metadata["kv_key"] for row in self.rows.holding("kv_key", [*references])}
         return {key: one for key, one in references.items() if key not in used}
 
     def _claim(self, references: Sequence[Reference]) -> None:

@@ -131,18 +131,10 @@ class Rows:
             offset += size
 
     def holding(self, key: str, values: Sequence[str]) -> list[Row]:
-        """Rows whose metadata `key` is one of `values`, metadata only.
-
-        A collection that was deleted holds none.
-        """
-        from chromadb.errors import NotFoundError  # whoever has a collection has loaded it
-
+        """Rows whose metadata `key` is one of `values`, metadata only."""
         found: list[Row] = []
-        try:
-            for batch in _batches(values, _MEMBERS):
-                found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
-        except NotFoundError:
-            return []
+        for batch in _batches(values, _MEMBERS):
+            found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
         return found
 
     def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:

@@ -204,8 +204,13 @@ def generate(
     ended = time.perf_counter()
     stops = _stop_ids(config.eos_token_id)
     rows = tuple(_trim(row, stops) for row in output[:, ids.shape[1] :].tolist())
+    # Without a stop token, an answer was cut, by its length or its time or a cancellation, unless
+    # the caller gave reasons of its own to end it.
+    own = bool(options.get("stop_strings") or options.get("stopping_criteria"))
     reasons = tuple(
-        "length" if len(row) >= max_new_tokens and row[-1:] and row[-1] not in stops else "stop"
+        "stop"
+        if row[-1:] and (row[-1] in stops or (own and len(row) < max_new_tokens))
+        else "length"
         for row in rows
     )
     return Generated(rows, watch.first_at or ended, ended, reasons)

@@ -1,0 +1,216 @@
+"""A JSON schema as a grammar over a model's tokens, and as a logits processor of `generate()`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag import InvalidInputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache_rag import Engine
+
+_TOKENIZER: Final = "tokenizer"
+_KEPT: Final = 64  # compiled schemas
+# As json.dumps writes, which is what models have read most; free white space would have no end.
+_WRITING: Final[dict[str, Any]] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+
+
+class JsonProcessor:
+    """Rules out every token that cannot go on to a JSON text of the schema.
+
+    One for each call of the model; several `generate()`s of it (rounds) each begin anew.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        """Start every row from a copy of `matcher`."""
+        self._start = matcher
+        self._rows: list[Any] = []
+        self._seen: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits `(rows, vocabulary)` with -inf for what is ruled out.
+
+        Args:
+            input_ids: `(rows, n)`, prompt and what has been generated.
+            scores: `(rows, vocabulary)`.
+        """
+        import torch
+
+        if self._goes_on(input_ids):
+            for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
+                if not row.is_stopped():
+                    row.consume_token(token)
+        else:
+            self._rows = [self._start.deep_copy() for _ in range(input_ids.shape[0])]
+        self._seen = input_ids
+        masks = [
+            torch.frombuffer(bytearray(row.compute_logit_bias()), dtype=torch.uint8)
+            for row in self._rows
+        ]
+        width = scores.shape[1]
+        allowed = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, mask in enumerate(masks):
+            allowed[row, : len(mask)] = mask[:width] > 0
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _goes_on(self, input_ids: Tensor) -> bool:
+        """Whether these ids are the last ones and one more token."""
+        seen = self._seen
+        return (
+            seen is not None
+            and seen.shape[0] == input_ids.shape[0]
+            and seen.shape[1] + 1 == input_ids.shape[1]
+            and bool((input_ids[:, :-1] == seen).all())
+        )
+
+
+def compiled(schema: dict[str, Any]) -> str:
+    """The grammar of a JSON schema.
+
+    Raises:
+        MissingExtraError: If llguidance is not installed.
+        InvalidInputError: If the schema cannot be used.
+    """
+    matcher = _llguidance().LLMatcher
+    try:
+        text: str = matcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=_WRITING)
+    except (TypeError, ValueError) as error:
+        raise _unusable(str(error)) from error
+    failed, messages = matcher.validate_grammar_with_warnings(text)
+    if failed:
+        raise _unusable("; ".join(messages))
+    return text
+
+
+def processor(schema: dict[str, Any], engine: Engine, known: dict[str, Any]) -> JsonProcessor:
+    """A processor that holds one call to a schema.
+
+    Args:
+        schema: A JSON schema.
+        engine: Its tokenizer and end-of-sequence tokens count.
+        known: Keeps what is costly to make, for one engine.
+
+    Raises:
+        MissingExtraError: If llguidance is not installed.
+        InvalidInputError: If schema or tokenizer cannot be used.
+    """
+    name = json.dumps(schema, sort_keys=True)
+    if name not in known:
+        text = compiled(schema)
+        if _TOKENIZER not in known:
+            known[_TOKENIZER] = _tokenizer(engine)
+        matcher = _llguidance().LLMatcher(known[_TOKENIZER], text, log_level=0)
+        if matcher.is_error():
+            raise _unusable(matcher.get_error())
+        if len(known) > _KEPT:
+            known.pop(next(one for one in known if one != _TOKENIZER))
+        known[name] = matcher
+    return JsonProcessor(known[name])
+
+
+def closed(schema: Any) -> Any:
+    """The schema, with objects that list their properties having no others.
+
+    JSON Schema allows any others where nothing is said, and a model could go on with them for ever.
+    """
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = dict(schema)
+    for key in ("$defs", "definitions", "properties", "patternProperties"):
+        if isinstance(inner.get(key), dict):
+            inner[key] = {name: closed(one) for name, one in inner[key].items()}
+    for key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
+        if key in inner:
+            inner[key] = closed(inner[key])
+    if isinstance(inner.get("properties"), dict) and not {"allOf", "patternProperties"} & {*inner}:
+        inner.setdefault("additionalProperties", False)
+    return inner
+
+
+def _tokenizer(engine: Engine) -> Any:
+    stops = engine.model.generation_config.eos_token_id
+    if stops is None:
+        stops = engine.tokenizer.eos_token_id
+    if stops is None:
+        raise InvalidInputError(
+            "structured output needs a model with an end-of-sequence token; set "
+            "model.generation_config.eos_token_id"
+        )
+    ends = stops if isinstance(stops, list) else [stops]
+    library = _llguidance()
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(engine.tokenizer, eos_token=ends)
+    except ValueError:  # a decoder that it does not know, or no fast tokenizer
+        wrapped = library.TokenizerWrapper(_Pieces(engine.tokenizer, ends))
+        return library.LLTokenizer(wrapped, eos_token=ends)
+
+
+class _Pieces:
+    """What llguidance asks of a tokenizer, by what each token adds to a text."""
+
+    def __init__(self, tokenizer: Any, ends: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *ends})
+        anchor = self._ids("a")  # so that no space is lost at the beginning of a text
+        before = self._text(anchor)
+        self.tokens = [
+            self._bytes(token, self._text([*anchor, token])[len(before) :])
+            for token in range(len(tokenizer))
+        ]
+        self._named = {piece: token for token, piece in enumerate(self.tokens)}
+        self._longest = max(map(len, self._named))
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids that are exactly this text; a tokenizer may put a space before it."""
+        left = text.encode()
+        ids = self._ids(text)
+        if b"".join(self.tokens[token] for token in ids) == left:
+            return ids
+        ids = []
+        while left:
+            lengths = range(min(len(left), self._longest), 0, -1)
+            length = next((one for one in lengths if left[:one] in self._named), 0)
+            if not length:
+                break  # what the vocabulary cannot write is not forced
+            ids.append(self._named[left[:length]])
+            left = left[length:]
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        # 0xff begins the name of a token that is no text; half a character is none either.
+        if token in self.special_token_ids or not text or "\ufffd" in text:
+            return b"\xff" + f"[{token}]".encode()
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError("llguidance", "structured", "langchain-kvcache-rag") from error
+    return llguidance
+
+
+def _unusable(reason: str) -> InvalidInputError:
+    first = reason.strip().splitlines()[0] if reason.strip() else "unknown reason"
+    return InvalidInputError(f"decoding cannot be held to this schema: {first}")

@@ -1,0 +1,234 @@
+"""The settings of `ChatKVCache`, and the engine that they describe."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from langchain_core.language_models.chat_models import BaseChatModel
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
+
+from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
+from kvcache_rag.integration import open_engine
+from langchain_kvcache_rag.responses import PROVIDER
+from langchain_kvcache_rag.shared import Shared
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from langchain_core.language_models.base import LangSmithParams
+    from typing_extensions import Self
+
+    from kvcache_rag import Engine
+    from kvcache_rag.integration import References
+
+# Only a new engine could use them, so they are refused beside `engine=`.
+_OF_THE_ENGINE: Final = ("context_window", "device", "kv_dir", "kv_max_bytes", "model_kwargs")
+_OF_THE_TEMPLATE: Final = ("system_prompt", "template")
+# What of the settings changes an answer, and is plain.
+_NAMED: Final = (
+    "model",
+    "temperature",
+    "max_tokens",
+    "stop",
+    "timeout",
+    "top_p",
+    "top_k",
+    "overflow",
+    "device",
+    "context_window",
+    "system_prompt",
+)
+
+
+class ChatSettings(BaseChatModel):
+    """What `ChatKVCache` can be told.
+
+    Attributes:
+        model: Hub id, folder, or "tiny" for the small reader that comes with kvcache-rag; also
+            `model_name`.  Beside `engine=` it is only a name.
+        temperature: Above 0 samples, 0 and None do not.
+        max_tokens: Of an answer.
+        stop: Strings before which an answer ends.
+        timeout: Seconds after which an answer ends where it is.
+        top_p: Nucleus of sampling, read when sampling.
+        top_k: Candidates of sampling, read when sampling.
+        generate_kwargs: Further arguments of `generate()`.
+        overflow: What to do with documents that do not fit the context window: "refine" answers in
+            several rounds, "drop_lowest" leaves out the last, "error" refuses.
+        policy: What is reused of cached chunks; None for the engine's policy.
+        max_batch_size: Most prompts in one padded `generate()` of `batch` and `abatch`.
+        device: "cpu", "cuda", ...; None for CUDA if there is one.
+        model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype` and
+            `revision`.
+        context_window: Lower it to keep prompts short; None for the model's own.
+        kv_dir: Folder of the chunks' KV, None to keep it in memory only.
+        kv_max_bytes: Limit of that folder; the least recently used chunks go first.
+        system_prompt: Instruction before the documents, instead of the template's; part of every
+            chunk's KV.  A chat without documents and without a system message begins with it too.
+        template: How prompts are written; None for the one the model brings, else the default.
+        streaming: As LangChain defines it: True streams `invoke` too, False streams nothing.
+        max_retries: Taken and ignored: a local model has nothing to retry.
+        api_key: Taken and ignored: a local model needs none.
+        engine_source: The loaded engine, which copies hand on; not for callers.
+    """
+
+    model: str = ""
+    temperature: float | None = Field(default=None, ge=0)
+    max_tokens: int = Field(default=256, gt=0)
+    stop: list[str] | None = None
+    timeout: float | None = Field(default=None, gt=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, gt=0)
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    overflow: Literal["refine", "drop_lowest", "error"] = "refine"
+    policy: InstanceOf[ReusePolicy] | None = Field(default=None, exclude=True)
+    max_batch_size: int = Field(default=16, gt=0)
+    device: str | None = None
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    context_window: int | None = Field(default=None, gt=0)
+    kv_dir: Annotated[str, BeforeValidator(os.fspath)] | None = None
+    kv_max_bytes: int | None = Field(default=None, gt=0)
+    system_prompt: str | None = None
+    template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
+    streaming: bool | None = None
+    max_retries: int | None = Field(default=None, exclude=True)
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    engine_source: Any = Field(default=None, exclude=True, repr=False)
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+    def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None:
+        """Take an engine, or the name of a model.
+
+        Args:
+            engine: Answers; then nothing is loaded, and where its KV is kept and how its prompts
+                are written is its own affair.
+            fields: The attributes of the class, and those of every LangChain chat model (`cache`,
+                `callbacks`, `tags`, `metadata`, `rate_limiter`, `disable_streaming`, ...).
+
+        Raises:
+            InvalidInputError: If an argument is unknown or of no use, or `engine` comes with what
+                only a new engine could use.
+        """
+        if "model_name" in fields:
+            named = fields.pop("model_name")
+            if fields.setdefault("model", named) != named:
+                raise InvalidInputError("model and model_name differ; give one of them")
+        known = set(type(self).model_fields)
+        for name in fields:
+            if name not in known:
+                close = difflib.get_close_matches(name, [*known, "engine"], 1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise InvalidInputError(f"{name} is no argument of ChatKVCache{hint}")
+        clash = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if fields.get(name)]
+        if engine is not None and clash:
+            raise InvalidInputError(
+                f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
+            )
+        # Code for other models often hands on None for "nothing said".
+        given = {name: one for name, one in fields.items() if one is not None}
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidInputError(
+                f"{where} of ChatKVCache cannot be used: {first['msg']}"
+            ) from error
+        if self.engine_source is None:
+            self.engine_source = Shared(engine)
+        if engine is not None and not self.model:
+            loaded = engine.model
+            self.model = str(getattr(loaded, "name_or_path", "") or type(loaded).__name__)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded with the first use.
+
+        Raises:
+            InvalidInputError: If it is not said which model, or it cannot be loaded.
+        """
+        settings = repr([getattr(self, name) for name in ("model", *_OF_THE_ENGINE)])
+        settings += repr([getattr(self, name) for name in _OF_THE_TEMPLATE])
+        if not self._shared.serves(settings):
+            self.engine_source = Shared()
+        return self._shared.engine(settings, self._open_engine)
+
+    @property
+    def model_name(self) -> str:
+        """`model`, under the name that other chat models have for it."""
+        return self.model
+
+    @property
+    def references(self) -> References:
+        """References of texts that a vector store has prefilled; documents are looked up here."""
+        return self._shared.references
+
+    @property
+    def _shared(self) -> Shared:
+        shared: Shared = self.engine_source
+        return shared
+
+    @property
+    def _llm_type(self) -> str:
+        return PROVIDER
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        # LangChain's cache of answers tells models apart by this, so whatever changes an answer is
+        # part of it; a key for the hub does not.
+        private = ("token", "use_auth_token")
+        kwargs = {name: str(one) for name, one in self.model_kwargs.items() if name not in private}
+        return {
+            **{name: getattr(self, name) for name in _NAMED},
+            "model_name": self.model,
+            "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
+            "model_kwargs": kwargs,
+            "policy": repr(self.policy),
+            "template": repr(self.template),
+        }
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of a text by the model's own tokenizer, for everything that counts tokens."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _open_engine(self) -> Engine:
+        if not self.model:
+            raise InvalidInputError("ChatKVCache needs model= or engine=")
+        return open_engine(
+            self.model,
+            kv_dir=self.kv_dir,
+            kv_max_bytes=self.kv_max_bytes,
+            system_prompt=self.system_prompt,
+            template=self.template,
+            device_map=self.device,
+            model_kwargs=self.model_kwargs,
+            context_window=self.context_window,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Settings of its own, the same engine: a model is not copied by accident."""
+        return self.model_copy()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Settings only; the model is loaded again by its name where it is needed."""
+        if self._shared.is_given:
+            raise InvalidInputError(
+                "a ChatKVCache with engine= cannot be pickled; give it model= and the settings"
+            )
+        given = self.model_fields_set - {"engine_source"}
+        return {name: one for name, one in self.__dict__.items() if name in given}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Without an engine; it is loaded with the first use."""
+        type(self).__init__(self, **state)

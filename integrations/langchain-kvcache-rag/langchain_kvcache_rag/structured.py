@@ -1,0 +1,166 @@
+"""Structured output: decoding is held to a JSON schema, so every model gives objects that fit it.
+
+A tokenizer and a schema make a grammar (llguidance); before each token, what the grammar does not
+allow is ruled out.
+"""
+
+from __future__ import annotations
+
+import json
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration
+from langchain_core.runnables import RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+
+from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag import grammar
+
+if TYPE_CHECKING:
+    from langchain_core.language_models import LanguageModelInput
+    from langchain_core.outputs import Generation
+    from langchain_core.runnables import Runnable
+
+    from kvcache_rag import Engine
+    from langchain_kvcache_rag.chat_model import ChatKVCache
+    from langchain_kvcache_rag.shared import Shared
+
+_METHODS: Final = ("json_schema", "function_calling", "json_mode")
+
+
+def structured_output(
+    llm: ChatKVCache, schema: Any, include_raw: bool, kwargs: dict[str, Any]
+) -> Runnable[LanguageModelInput, Any]:
+    """A chain of the chat model, held to a schema, and a parser of its answers.
+
+    Args:
+        llm: Answers.
+        schema: A pydantic class, a TypedDict or a JSON schema.
+        include_raw: Whether errors of parsing are handed on beside the message.
+        kwargs: `method`, `strict`, and arguments of each call.
+
+    Raises:
+        MissingExtraError: If llguidance is not installed.
+        InvalidInputError: If method or schema cannot be used.
+    """
+    method = kwargs.pop("method", None) or "json_schema"
+    kwargs.pop("strict", None)
+    if method not in _METHODS:
+        raise InvalidInputError(f"method must be one of {', '.join(_METHODS)}, not {method!r}")
+    plain = json_schema(schema)
+    grammar.compiled(plain)
+    bound = llm.bind(
+        json_schema=plain,
+        ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
+        **kwargs,
+    )
+    parser: Runnable[Any, Any]
+    parser = _PydanticParser(pydantic_object=schema) if _is_pydantic(schema) else _JsonParser()
+    if not include_raw:
+        return bound | parser
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    """The JSON schema that a pydantic class, a TypedDict, or an OpenAI function stands for.
+
+    Raises:
+        InvalidInputError: If it is none of these.
+    """
+    try:
+        if _is_pydantic(schema):
+            written = getattr(schema, "model_json_schema", None) or schema.schema  # pydantic.v1
+            return dict(written())
+        if isinstance(schema, dict):
+            function = schema.get("function") if schema.get("type") == "function" else schema
+            if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
+                return dict(function["parameters"])
+            return dict(schema)
+        return dict(convert_to_json_schema(schema))
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"a schema is a pydantic class, a TypedDict or a JSON schema: {error}"
+        ) from error
+
+
+def _is_pydantic(schema: Any) -> bool:
+    return isinstance(schema, type) and (
+        hasattr(schema, "model_json_schema") or hasattr(schema, "parse_obj")
+    )
+
+
+def instruction(schema: Any) -> str:
+    """What the model is told behind the question.
+
+    Raises:
+        InvalidInputError: If it is no JSON schema.
+    """
+    if not isinstance(schema, dict):
+        raise InvalidInputError(f"json_schema must be a JSON schema, a dict, not {schema!r}")
+    return f"\n\nAnswer with JSON that fits this schema: {json.dumps(schema, ensure_ascii=False)}"
+
+
+def constrained(
+    options: dict[str, Any], schema: dict[str, Any], engine: Engine, shared: Shared
+) -> dict[str, Any]:
+    """The options of a call, with decoding held to a schema.
+
+    Raises:
+        InvalidInputError: If model, schema or options do not allow it.
+        MissingExtraError: If llguidance is not installed.
+    """
+    if int(options.get("num_beams") or 1) > 1:
+        raise InvalidInputError("json_schema does not go with beam search; leave num_beams out")
+    with shared.guard:
+        processor = grammar.processor(schema, engine, shared.grammars)
+    return {**options, "logits_processor": [*(options.get("logits_processor") or ()), processor]}
+
+
+class _JsonParser(JsonOutputParser):
+    """Parses pieces as far as they go, and an answer that has ended only if it is whole."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """The object so far, or the whole one."""
+        ended = _check_whole(result)
+        return super().parse_result(result, partial=partial and not ended)
+
+
+class _PydanticParser(PydanticOutputParser[Any]):
+    """The same, as objects of a class."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """The object; None for pieces that are none yet."""
+        ended = _check_whole(result)
+        return super().parse_result(result, partial=partial and not ended)
+
+
+def _check_whole(result: list[Generation]) -> bool:
+    """Whether the answer has ended; raises if it has without its JSON being whole.
+
+    LangChain's parsers complete what has been cut, which would give an object with parts missing.
+    """
+    generation = result[0]
+    if not isinstance(generation, ChatGeneration):
+        return False
+    reason = generation.message.response_metadata.get("finish_reason")
+    if reason is None:
+        return False
+    try:
+        json.loads(generation.text)
+    except ValueError as error:
+        why = (
+            "max_tokens were used up before its JSON ended; raise max_tokens"
+            if reason == "length"
+            else "a stop string or the timeout ended it before its JSON; leave them out"
+        )
+        raise OutputParserException(
+            f"the answer is cut: {why}", llm_output=generation.text
+        ) from error
+    return True

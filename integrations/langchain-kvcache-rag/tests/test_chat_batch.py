@@ -1,0 +1,247 @@
+"""`batch` and `abatch`: answered together, reported apart."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import langchain_core.globals
+import pytest
+from chat_model_helpers import LONG, Recorder, Steps, details, over
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import get_usage_metadata_callback
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableLambda
+
+from kvcache_rag import ContextTooLongError, Engine, InvalidInputError
+from langchain_kvcache_rag.chat_model import ChatKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from small import Ticker
+
+QUESTIONS = [over("what?", "one"), over("who is it?", "two", "three"), over("why?", "one", "four")]
+
+
+@pytest.fixture
+def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each padded batch, 1 for each single answer."""
+    rows: list[int] = []
+    together, alone = engine.generate_batch, engine.generate
+
+    def batch(questions: Any, **options: Any) -> Any:
+        rows.append(len(questions))
+        return together(questions, **options)
+
+    def single(*arguments: Any, **options: Any) -> Any:
+        rows.append(1)
+        return alone(*arguments, **options)
+
+    monkeypatch.setattr(engine, "generate_batch", batch)
+    monkeypatch.setattr(engine, "generate", single)
+    return rows
+
+
+def test_a_batch_equals_its_singles_in_one_generate(llm: ChatKVCache, batches: list[int]) -> None:
+    singles = [llm.invoke(question) for question in QUESTIONS]
+    batches.clear()
+    answers = llm.batch(QUESTIONS)
+    assert batches == [3]
+    assert [one.text for one in answers] == [one.text for one in singles]
+    for answer, single in zip(answers, singles, strict=True):
+        assert answer.usage_metadata is not None
+        assert single.usage_metadata is not None
+        assert answer.usage_metadata["input_tokens"] == single.usage_metadata["input_tokens"]
+        assert details(answer)["cache_read"] > 0
+    assert [one.id for one in answers] != [None] * 3
+    assert len({one.id for one in answers}) == 3
+
+
+async def test_abatch_equals_batch(llm: ChatKVCache, batches: list[int]) -> None:
+    answers = await llm.abatch(QUESTIONS)
+    assert batches == [3]
+    assert [one.text for one in answers] == [one.text for one in llm.batch(QUESTIONS)]
+
+
+async def test_abatch_does_not_block_the_loop(llm: ChatKVCache, ticker: Ticker) -> None:
+    await llm.abatch(QUESTIONS)  # what is loaded once does not count
+    async with ticker:
+        await llm.abatch(QUESTIONS, **LONG)
+    assert ticker.elapsed > 0.3, ticker.elapsed
+    assert ticker.worst < ticker.elapsed / 2, (ticker.worst, ticker.elapsed)
+
+
+def test_questions_without_documents_are_answered_alone(
+    llm: ChatKVCache, batches: list[int]
+) -> None:
+    inputs = ["Hello", QUESTIONS[0], [HumanMessage("who?")], over("why?", ""), QUESTIONS[2]]
+    answers = llm.batch(inputs)
+    assert batches == [3]
+    assert [one.text for one in answers] == [llm.invoke(one).text for one in inputs]
+
+
+def test_history_and_instruction_are_each_rows_own(llm: ChatKVCache, batches: list[int]) -> None:
+    spoken = [("human", "a"), ("ai", "b"), *QUESTIONS[0]]
+    told = [SystemMessage("Be brief."), *QUESTIONS[1]]
+    with pytest.warns(UserWarning, match="system message"):
+        answers = llm.batch([spoken, told, QUESTIONS[2]])
+    assert batches == [3]
+    assert [one.text for one in answers] == [
+        llm.invoke(one).text for one in (spoken, told, QUESTIONS[2])
+    ]
+    mismatches = [one.response_metadata["kv_cache"]["prefix_mismatch"] for one in answers]
+    assert mismatches == [False, True, False]
+
+
+def test_rows_are_limited(llm: ChatKVCache, batches: list[int]) -> None:
+    five = [over(f"what {index}?", "one") for index in range(5)]
+    llm.batch(five, config={"max_concurrency": 2})
+    assert batches == [2, 2, 1]
+    batches.clear()
+    small = llm.model_copy(update={"max_batch_size": 3})
+    assert [one.text for one in small.batch(five)] == [llm.invoke(one).text for one in five]
+    assert batches[:2] == [3, 2]
+
+
+def test_each_input_is_reported_as_a_call_of_its_own(llm: ChatKVCache, batches: list[int]) -> None:
+    recorders = [Recorder() for _ in QUESTIONS]
+    ids = [uuid.uuid4() for _ in QUESTIONS]
+    configs: list[Any] = [
+        {
+            "callbacks": [recorder],
+            "run_name": f"run {index}",
+            "run_id": ids[index],
+            "tags": [f"tag {index}"],
+            "metadata": {"index": index},
+        }
+        for index, recorder in enumerate(recorders)
+    ]
+    answers = llm.batch(QUESTIONS, config=configs)
+    assert batches == [3]
+    for index, (recorder, answer) in enumerate(zip(recorders, answers, strict=True)):
+        (start,), (end,) = recorder.starts, recorder.ends
+        assert (start["name"], start["run_id"]) == (f"run {index}", ids[index])
+        assert start["tags"] == [f"tag {index}"]
+        assert start["metadata"]["index"] == index
+        assert end.generations[0][0].message == answer
+        assert recorder.errors == recorder.tokens == []
+
+
+async def test_usage_of_a_batch_adds_up(llm: ChatKVCache) -> None:
+    llm.batch(QUESTIONS)
+    with get_usage_metadata_callback() as usage:
+        answers = [*llm.batch(QUESTIONS), *await llm.abatch(QUESTIONS)]
+    counted = usage.usage_metadata[llm.model]
+    read = sum(details(one)["cache_read"] for one in answers)
+    assert counted["input_token_details"]["cache_read"] == read > 0
+
+
+async def test_one_error_leaves_the_others_their_answers(llm: ChatKVCache) -> None:
+    inputs = [QUESTIONS[0], over("x" * 5000, "one"), QUESTIONS[1], over(" ", "one")]
+    recorder = Recorder()
+    for answers in (
+        llm.batch(inputs, config={"callbacks": [recorder]}, return_exceptions=True),
+        await llm.abatch(inputs, return_exceptions=True),
+    ):
+        assert answers[0].text == llm.invoke(inputs[0]).text
+        assert isinstance(answers[1], ContextTooLongError)
+        assert answers[2].text == llm.invoke(inputs[2]).text
+        assert isinstance(answers[3], InvalidInputError)
+    assert len(recorder.errors) == 2
+    assert len(recorder.ends) == 2
+
+
+async def test_an_error_is_raised_unless_asked_for(llm: ChatKVCache) -> None:
+    inputs = [QUESTIONS[0], over("x" * 5000, "one")]
+    with pytest.raises(ContextTooLongError):
+        llm.batch(inputs)
+    with pytest.raises(ContextTooLongError):
+        await llm.abatch(inputs)
+    with pytest.raises(InvalidInputError, match="needs model="):
+        ChatKVCache().batch(QUESTIONS)
+
+
+def test_what_breaks_generation_reaches_every_row(
+    llm: ChatKVCache, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine, "generate_batch", broken)
+    recorder = Recorder()
+    answers = llm.batch(QUESTIONS, config={"callbacks": [recorder]}, return_exceptions=True)
+    assert [str(one) for one in answers] == ["out of memory"] * 3
+    assert len(recorder.errors) == 3
+
+
+def test_several_rounds_are_answered_alone(make_engine: Callable[..., Engine]) -> None:
+    llm = ChatKVCache(engine=make_engine(context_window=400), max_tokens=6)
+    inputs = [over("what?", "a" * 150, "b" * 150, "c" * 150), over("who?", "a")]
+    answers = llm.batch(inputs)
+    assert [one.response_metadata["kv_cache"]["rounds"] > 1 for one in answers] == [True, False]
+    assert [one.text for one in answers] == [llm.invoke(one).text for one in inputs]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_cache_of_answers_works_as_for_single_calls(
+    llm: ChatKVCache, batches: list[int], monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    cached = llm if shared else llm.model_copy(update={"cache": InMemoryCache()})
+    if shared:
+        monkeypatch.setattr(langchain_core.globals, "_llm_cache", InMemoryCache())
+    first = cached.batch(QUESTIONS)
+    assert batches == [1, 1, 1]
+    assert [one.text for one in cached.batch(QUESTIONS)] == [one.text for one in first]
+    assert batches == [1, 1, 1]
+
+
+def test_what_watches_one_answer_is_not_shared(llm: ChatKVCache, batches: list[int]) -> None:
+    steps = Steps(0)
+    llm.batch(QUESTIONS, logits_processor=[steps])
+    assert batches == [1, 1, 1]
+    assert steps.count == 18
+
+
+def test_a_model_that_streams_reports_each_rows_tokens(engine: Engine, batches: list[int]) -> None:
+    streaming = ChatKVCache(engine=engine, max_tokens=6, streaming=True)
+    recorder = Recorder()
+    answers = streaming.batch(QUESTIONS, config={"callbacks": [recorder]})
+    assert sorted("".join(recorder.tokens)) == sorted("".join(one.text for one in answers))
+    assert batches == []
+
+
+class _Refusing(Recorder):
+    raise_error = True
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+        raise RuntimeError("not this one")
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+async def test_a_row_that_never_arrives_holds_nobody_up(
+    llm: ChatKVCache, batches: list[int], refused: int
+) -> None:
+    configs: list[Any] = [{} for _ in QUESTIONS]
+    configs[refused] = {"callbacks": [_Refusing()]}
+    for answers in (
+        llm.batch(QUESTIONS, config=configs, return_exceptions=True),
+        await llm.abatch(QUESTIONS, config=configs, return_exceptions=True),
+    ):
+        assert str(answers.pop(refused)) == "not this one"
+        others = [one for index, one in enumerate(QUESTIONS) if index != refused]
+        assert [one.text for one in answers] == [llm.invoke(one).text for one in others]
+    assert batches == [2, 2, 1, 1, 1, 1]
+
+
+async def test_a_batch_of_none_is_empty(llm: ChatKVCache) -> None:
+    assert llm.batch([]) == await llm.abatch([]) == []
+
+
+async def test_a_batch_in_a_chain_streams_events(llm: ChatKVCache, batches: list[int]) -> None:
+    async def ask(questions: Any) -> Any:
+        return await llm.abatch(questions)
+
+    events = [event async for event in RunnableLambda(ask).astream_events(QUESTIONS)]
+    names = [event["event"] for event in events]
+    assert names.count("on_chat_model_start") == names.count("on_chat_model_end") == 3

@@ -1,0 +1,176 @@
+"""How messages become documents, an instruction, a history and a question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag.blocks import document_block
+from langchain_kvcache_rag.messages import Conversation, Grounded, read_messages
+
+SYSTEM = "Read.\n"
+
+
+def block(text: str) -> dict[str, Any]:
+    return document_block(Document(text))
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+def grounded(*messages: BaseMessage) -> Grounded:
+    asked = read_messages(messages, SYSTEM)
+    assert isinstance(asked, Grounded)
+    return asked
+
+
+def conversation(*messages: BaseMessage) -> Conversation:
+    asked = read_messages(messages, SYSTEM)
+    assert isinstance(asked, Conversation)
+    return asked
+
+
+def test_a_document_is_a_standard_block() -> None:
+    with_id = document_block(Document("text", id="7", metadata={"title": "T", "page": 3}))
+    assert with_id == {
+        "type": "text-plain",
+        "mime_type": "text/plain",
+        "text": "text",
+        "id": "7",
+        "title": "T",
+    }
+    assert HumanMessage([with_id]).content_blocks == [with_id]
+
+
+def test_a_document_without_an_id_gets_one_of_its_text() -> None:
+    first, again, other = (block(one)["id"] for one in ("text", "text", "other"))
+    assert first == again != other
+    assert first.startswith("kv:sha256:")
+    assert len(first) == len("kv:sha256:") + 32
+
+
+def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
+    asked = grounded(
+        SystemMessage([block("a")]),
+        HumanMessage([block("b"), text("first?")]),
+        AIMessage("answer"),
+        ToolMessage([block("c"), block("a")], tool_call_id="1"),
+        HumanMessage([block(" "), block("b"), text("second?")]),
+    )
+    assert asked.texts == ("a", "b", "c")
+    assert asked.question == "second?"
+    assert asked.turns == (("user", "first?"), ("assistant", "answer"))
+    assert not asked.prefix_mismatch
+
+
+def test_a_question_over_nothing_is_still_one_over_documents() -> None:
+    assert grounded(HumanMessage([block(""), text("what?")])) == Grounded("what?", ())
+
+
+def test_a_message_of_documents_alone_is_no_turn() -> None:
+    asked = grounded(HumanMessage([block("a")]), HumanMessage("what?"))
+    assert asked == Grounded("what?", ("a",))
+
+
+def test_consecutive_turns_of_one_role_are_joined() -> None:
+    asked = grounded(
+        HumanMessage("one"),
+        AIMessage("two"),
+        HumanMessage("three"),
+        HumanMessage([block("a"), text("four")]),
+    )
+    assert asked.turns == (("user", "one"), ("assistant", "two"))
+    assert asked.question == "three\n\nfour"
+    plain = conversation(HumanMessage("one"), HumanMessage("two"), AIMessage("three"))
+    assert plain.turns == (("user", "one\n\ntwo"), ("assistant", "three"))
+
+
+def test_a_system_message_of_ones_own_stands_in_the_question() -> None:
+    asked = grounded(SystemMessage("Be brief."), HumanMessage([block("a"), text("what?")]))
+    assert asked.question == "Be brief.\n\nwhat?"
+    assert asked.prefix_mismatch
+
+
+@pytest.mark.parametrize("instruction", ["Read.", " Read.\n\n", SYSTEM])
+def test_the_engines_own_system_message_is_there_already(instruction: str) -> None:
+    asked = grounded(SystemMessage(instruction), HumanMessage([block("a"), text("what?")]))
+    assert asked == Grounded("what?", ("a",))
+
+
+def test_what_a_tool_said_is_a_user_turn_behind_chunks_and_a_tool_turn_without() -> None:
+    call = {"name": "find", "args": {"x": 1}, "id": "1", "type": "tool_call"}
+    history = [
+        HumanMessage("look"),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("found", tool_call_id="1"),
+    ]
+    asked = grounded(*history, AIMessage("so"), HumanMessage([block("a"), text("what?")]))
+    assert asked.turns == (
+        ("user", "look"),
+        ("assistant", '[call of find({"x": 1})]'),
+        ("user", "found"),
+        ("assistant", "so"),
+    )
+    assert conversation(*history).turns[-1] == ("tool", "found")
+
+
+def test_thoughts_are_not_repeated() -> None:
+    content: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, text("answer")]
+    asked = conversation(HumanMessage("what?"), AIMessage(content), HumanMessage("and?"))
+    assert asked.turns[1] == ("assistant", "answer")
+
+
+def test_roles_have_many_names() -> None:
+    asked = conversation(
+        ChatMessage("a", role="developer"), ChatMessage("b", role="user"), HumanMessage(["c", "d"])
+    )
+    assert asked.turns == (("system", "a"), ("user", "b\n\nc\nd"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "there is no message with text"),
+        ([HumanMessage(" ")], "there is no message with text"),
+        (
+            [HumanMessage("a"), HumanMessage([{"type": "image", "url": "http://x/y.png"}])],
+            "message 1 has a block of type 'image'",
+        ),
+        (
+            [HumanMessage([{"type": "audio", "base64": "", "mime_type": "audio/wav"}])],
+            "message 0 has a block of type 'audio'",
+        ),
+        (
+            [HumanMessage([{"type": "text-plain", "file_id": "7", "mime_type": "text/plain"}])],
+            "message 0 has a block of type 'text-plain' without a text",
+        ),
+        ([HumanMessage([block("a")])], "the last message has no text"),
+        ([HumanMessage([block("a"), text("?")]), AIMessage("b")], "must end with a human message"),
+        ([ChatMessage("a", role="poet")], "message 0 has the role 'poet'"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_one_sentence(
+    messages: list[BaseMessage], sentence: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        read_messages(messages, SYSTEM)
+
+
+def test_an_instruction_for_the_answer_stands_last() -> None:
+    over = read_messages([HumanMessage([block("a"), text("what?")])], SYSTEM, " In JSON.")
+    assert isinstance(over, Grounded)
+    assert over.question == "what? In JSON."
+    plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
+    assert plain == Conversation((("user", "what? In JSON."),))

@@ -1,0 +1,117 @@
+"""LangChain's own suites for chat models, over a folder with the tiny random model.
+
+It samples: a random model that is greedy repeats itself, so the JSON texts that the suite asks for
+would never end.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
+from small import CHAT_TEMPLATE, make_model, make_tokenizer
+
+from langchain_kvcache_rag.blocks import document_block
+from langchain_kvcache_rag.chat_model import ChatKVCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings(
+    # LangChain's streaming protocol says so of itself.
+    "ignore::langchain_core._api.beta_decorator.LangChainBetaWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class TestChatKVCacheUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self) -> type[ChatKVCache]:
+        return ChatKVCache
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "tiny"}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+
+class TestChatKVCacheIntegration(ChatModelIntegrationTests):
+    folder: Path
+
+    @pytest.fixture(autouse=True)
+    def use(self, saved_model: Path) -> None:
+        self.folder = saved_model
+
+    @property
+    def chat_model_class(self) -> type[ChatKVCache]:
+        return ChatKVCache
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": str(self.folder), "temperature": 1.0, "max_tokens": 1000}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False
+
+    @property
+    def supported_usage_metadata_details(self) -> dict[Any, list[Any]]:
+        kinds = ["cache_read_input", "cache_creation_input"]
+        return {"invoke": kinds, "stream": kinds}
+
+    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
+        message = _ask(ChatKVCache(**self.chat_model_params), stream)
+        assert _details(message)["cache_creation"] > 0
+        assert _details(message)["cache_read"] == 0
+        return message
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        llm = ChatKVCache(**self.chat_model_params)
+        created = _details(_ask(llm, stream))["cache_creation"]
+        message = _ask(llm, stream)
+        assert _details(message)["cache_read"] == created > 0
+        assert _details(message)["cache_creation"] == 0
+        return message
+
+
+def _ask(llm: ChatKVCache, stream: bool) -> AIMessage:
+    text = "The ship Mora was built in Kiel. The captain of Mora is Dr. Vug."
+    blocks = [document_block(Document(text)), {"type": "text", "text": "Who is the captain?"}]
+    messages = [HumanMessage(blocks)]
+    if not stream:
+        return llm.invoke(messages)
+    full: AIMessageChunk | None = None
+    for chunk in llm.stream(messages):
+        full = chunk if full is None else full + chunk
+    assert full is not None
+    return full
+
+
+def _details(message: AIMessage) -> Any:
+    assert message.usage_metadata is not None
+    return message.usage_metadata["input_token_details"]

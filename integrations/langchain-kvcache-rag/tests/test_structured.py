@@ -1,0 +1,232 @@
+"""Structured output: whatever the model would say, its answer fits the schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pytest
+import torch
+from chat_model_helpers import details, over
+from langchain_core.exceptions import OutputParserException
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
+
+from kvcache_rag import Engine, InvalidInputError, MissingExtraError
+from langchain_kvcache_rag import grammar
+from langchain_kvcache_rag.chat_model import ChatKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Mood(Enum):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Part(BaseModel):
+    size: int = Field(ge=1, le=9)
+
+
+class Finding(BaseModel):
+    """What was found."""
+
+    mood: Mood
+    count: int = Field(ge=-5, le=5)
+    name: str = Field(max_length=8)
+    parts: list[Part] = Field(max_length=2)
+    kind: Literal["a", "b"] | None = None
+
+
+class FindingDict(TypedDict):
+    """What was found."""
+
+    mood: Annotated[Literal["good", "bad"], ..., "how it is"]
+    sure: Annotated[bool, ..., "whether it is certain"]
+
+
+@pytest.fixture
+def patient(engine: Engine) -> ChatKVCache:
+    return ChatKVCache(engine=engine, max_tokens=200)
+
+
+@pytest.mark.parametrize("question", ["what?", over("what?", "one", "two")])
+def test_objects_fit_the_class(patient: ChatKVCache, question: Any) -> None:
+    found = patient.with_structured_output(Finding).invoke(question)
+    assert isinstance(found, Finding)
+    assert Finding.model_validate(found.model_dump()) == found
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5, 3.0])
+def test_samples_fit_too(patient: ChatKVCache, temperature: float) -> None:
+    chain = patient.with_structured_output(Finding, temperature=temperature)
+    found = [chain.invoke("what?") for _ in range(5)]
+    assert all(isinstance(one, Finding) for one in found)
+    assert len({one.model_dump_json() for one in found}) > 1
+
+
+def test_dictionaries_fit_their_schemas(patient: ChatKVCache) -> None:
+    found = patient.with_structured_output(FindingDict).invoke("what?")
+    assert found.keys() == {"mood", "sure"}
+    assert found["mood"] in ("good", "bad")
+    assert isinstance(found["sure"], bool)
+    schema = {"type": "object", "properties": {"n": {"enum": [3, 5]}}, "required": ["n"]}
+    assert patient.with_structured_output(schema).invoke("what?")["n"] in (3, 5)
+    function = {"name": "f", "description": "d", "parameters": schema}
+    assert patient.with_structured_output(function).invoke("what?")["n"] in (3, 5)
+
+
+def test_cached_chunks_are_reused(patient: ChatKVCache) -> None:
+    question = over("what?", "one")
+    patient.invoke(question, max_tokens=1)
+    found = patient.with_structured_output(Finding, include_raw=True).invoke(question)
+    assert details(found["raw"])["cache_read"] > 0
+    assert found["parsed"] == Finding.model_validate_json(found["raw"].text)
+    assert found["parsing_error"] is None
+    assert found["raw"].response_metadata["finish_reason"] == "stop"
+
+
+def test_the_schema_stands_at_the_end_of_the_question(
+    patient: ChatKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = patient.engine.generate
+
+    def spy(question: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(question)
+        return real(question, *arguments, **options)
+
+    monkeypatch.setattr(patient.engine, "generate", spy)
+    patient.with_structured_output(Finding).invoke(over("what?", "one"))
+    before, _, schema = asked[0].partition("\n\nAnswer with JSON that fits this schema: ")
+    assert before == "what?"
+    assert json.loads(schema) == Finding.model_json_schema()
+
+
+async def test_it_works_on_an_event_loop_and_in_batches(patient: ChatKVCache) -> None:
+    chain = patient.with_structured_output(Finding)
+    questions = [over(f"what {index}?", "one") for index in range(3)]
+    single = [chain.invoke(question) for question in questions]
+    assert [await chain.ainvoke(question) for question in questions] == single
+    assert chain.batch(questions) == await chain.abatch(questions) == single
+
+
+async def test_a_stream_grows_to_the_whole(patient: ChatKVCache) -> None:
+    chain = patient.with_structured_output(FindingDict)
+    whole = chain.invoke("what?")
+    pieces = list(chain.stream("what?"))
+    assert pieces[-1] == whole
+    assert len(pieces) > 1
+    assert [piece async for piece in chain.astream("what?")] == pieces
+    objects = list(patient.with_structured_output(Finding).stream("what?"))
+    assert objects[-1] == patient.with_structured_output(Finding).invoke("what?")
+
+
+def test_what_is_cut_is_an_error(patient: ChatKVCache) -> None:
+    chain = patient.with_structured_output(Finding, max_tokens=9)
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        chain.invoke("what?")
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        list(chain.stream("what?"))
+    raw = patient.with_structured_output(FindingDict, include_raw=True, max_tokens=9)
+    found = raw.invoke("what?")
+    assert found["parsed"] is None
+    assert "raise max_tokens" in str(found["parsing_error"])
+    stopped = patient.with_structured_output(FindingDict, stop=[":"])
+    with pytest.raises(OutputParserException, match="a stop string or the timeout"):
+        stopped.invoke("what?")
+
+
+def test_several_rounds_fit_each(make_engine: Callable[..., Engine]) -> None:
+    llm = ChatKVCache(engine=make_engine(context_window=800), max_tokens=60)
+    chain = llm.with_structured_output(FindingDict, include_raw=True)
+    found = chain.invoke(over("what?", "a" * 200, "b" * 200, "c" * 200))
+    assert found["raw"].response_metadata["kv_cache"]["rounds"] > 1
+    assert found["parsed"].keys() == {"mood", "sure"}
+
+
+def test_a_prompt_that_is_one_token_longer_begins_anew(patient: ChatKVCache) -> None:
+    processor = grammar.processor({"enum": [1]}, patient.engine, {})
+    scores = torch.zeros(1, 99)
+    first = processor(torch.tensor([[5, 6, 7]]), scores)
+    again = processor(torch.tensor([[8, 6, 7, 9]]), scores)
+    assert torch.equal(first, again)
+    (one,) = patient.engine.tokenizer("1", add_special_tokens=False)["input_ids"]
+    assert first.isfinite().nonzero().tolist() == [[0, one]]
+    ended = processor(torch.tensor([[8, 6, 7, 9, one]]), scores)
+    assert ended.isfinite().nonzero().tolist() == [[0, patient.engine.tokenizer.eos_token_id]]
+
+
+def test_a_schema_is_compiled_once(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = ChatKVCache(engine=make_engine(), max_tokens=200)
+    made: list[str] = []
+    tokenizer, compiled = grammar._tokenizer, grammar.compiled
+    monkeypatch.setattr(
+        grammar, "_tokenizer", lambda engine: made.append("tokenizer") or tokenizer(engine)
+    )
+    monkeypatch.setattr(
+        grammar, "compiled", lambda schema: made.append("schema") or compiled(schema)
+    )
+    bound = llm.bind(json_schema=Finding.model_json_schema())
+    assert bound.invoke("what?").text == bound.invoke("what?").text
+    other = llm.bind(json_schema={"enum": [1, 2]}).invoke("what?").text
+    assert json.loads(other) in (1, 2)
+    assert made == ["schema", "tokenizer", "schema"]
+
+
+def test_every_token_of_a_real_vocabulary_is_known() -> None:
+    llm = ChatKVCache(model="tiny", max_tokens=200, temperature=1.0)
+    found = llm.with_structured_output(Finding).invoke("what?")
+    assert isinstance(found, Finding)
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        (3, "a schema is a pydantic class"),
+        ({"type": "nothing"}, "cannot be held to this schema"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "cannot be held to this schema"),
+    ],
+)
+def test_a_schema_of_no_use_is_said(patient: ChatKVCache, schema: Any, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        patient.with_structured_output(schema)
+
+
+def test_options_of_no_use_are_said(patient: ChatKVCache) -> None:
+    with pytest.raises(InvalidInputError, match="method must be one of"):
+        patient.with_structured_output(Finding, method="prayer")
+    with pytest.raises(InvalidInputError, match="beam search"):
+        patient.with_structured_output(Finding, num_beams=2).invoke("what?")
+    with pytest.raises(InvalidInputError, match="json_schema must be"):
+        patient.invoke("what?", json_schema=Finding)
+
+
+def test_the_extra_is_named(patient: ChatKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError) as error:
+        patient.with_structured_output(Finding)
+    assert "pip install 'langchain-kvcache-rag[structured]'" in str(error.value)
+
+
+def test_only_objects_that_say_nothing_are_closed() -> None:
+    schema = {
+        "properties": {
+            "properties": {"properties": {"a": {}}, "additionalProperties": True},
+            "b": {"items": {"properties": {"c": {}}}},
+        },
+        "$defs": {"d": {"type": "object"}},
+    }
+    assert grammar.closed(schema) == {
+        "properties": {
+            "properties": {"properties": {"a": {}}, "additionalProperties": True},
+            "b": {"items": {"properties": {"c": {}}, "additionalProperties": False}},
+        },
+        "$defs": {"d": {"type": "object"}},
+        "additionalProperties": False,
+    }
