@@ -279,6 +279,55 @@ def test_fill_leaves_rows_alone_that_were_replaced_meanwhile(
     assert held(engine, ["changed", *TEXTS[1:]]) == [True, True, True]
 
 
+def test_rows_deleted_while_they_are_written_are_not_claimed(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = prefiller.rows
+    other = RowPrefiller(Rows(rows.collection), engine, "owner")
+    prefiller.write(new_rows(TEXTS), TEXTS)
+    _once(monkeypatch, engine, "add", lambda: other.delete(rows.get(ids=["0"])))
+    assert prefiller.fill(lambda row: row.document) == 0
+    # Another process deletes between the row and its claim.
+    _once(monkeypatch, engine.store, "claim", lambda: other.delete(rows.get(ids=["new0"])))
+    monkeypatch.setattr(engine, "add", lambda texts, **_: engine.keys(texts))
+    prefiller.write(new_rows(TEXTS[:1], "new"), TEXTS[:1])
+    assert sorted(row.id for row in rows.get()) == ["1", "2"]
+    assert held(engine, TEXTS) == [False, True, True]
+
+
+def test_a_collection_that_is_gone_is_known_first_and_claims_nothing(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop() -> None:
+        chromadb.EphemeralClient().delete_collection(prefiller.rows.collection.name)
+
+    _once(monkeypatch, engine, "add", drop)
+    with pytest.raises(chromadb.errors.NotFoundError):
+        prefiller.write(new_rows(TEXTS), TEXTS)
+    assert held(engine, TEXTS) == [False, False, False]
+    puts = engine.store.stats().puts
+    with pytest.raises(chromadb.errors.NotFoundError):
+        prefiller.write(new_rows(TEXTS), TEXTS)
+    assert engine.store.stats().puts == puts
+
+
+def test_writers_of_one_collection_wait_for_each_other(rows: Rows) -> None:
+    client = chromadb.EphemeralClient()
+    other = Rows(client.create_collection(f"c{uuid.uuid4().hex}", embedding_function=None))
+    entered = threading.Event()
+
+    def enter() -> None:
+        with Rows(rows.collection).writing():
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with rows.writing(), other.writing():
+        thread.start()
+        assert not entered.wait(0.1)
+    thread.join(10)
+    assert entered.is_set()
+
+
 def test_the_first_error_is_told_when_the_database_is_gone(
     prefiller: RowPrefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,8 +111,7 @@ class PrefilledCollection:
             self.collection.add(ids, embeddings, metadatas, documents, **others)
             return
         rows = new_rows(ids, embeddings, metadatas, documents)
-        known = self._by_id(rows)
-        self._write([row for row in rows if row.id not in known])
+        self._write(self._absent(rows), select=self._absent)
 
     def update(
         self,
@@ -131,17 +130,28 @@ class PrefilledCollection:
         rows = [row for row in rows if row.id in known]
         if metadatas is None:
             rows = [replace(row, metadata=of_user(known[row.id].metadata)) for row in rows]
-        self._write(rows)
+        # A row that was deleted while its new text was prefilled stays deleted.
+        self._write(rows, select=self._present)
+
+    def _absent(self, rows: Sequence[NewRow]) -> list[NewRow]:
+        known = self._by_id(rows)
+        return [row for row in rows if row.id not in known]
+
+    def _present(self, rows: Sequence[NewRow]) -> list[NewRow]:
+        known = self._by_id(rows)
+        return [row for row in rows if row.id in known]
 
     def _by_id(self, rows: Sequence[NewRow]) -> dict[str, Row]:
         found = self._rows.get(ids=[row.id for row in rows], metadata_only=True)
         return {row.id: row for row in found}
 
-    def _write(self, rows: Sequence[NewRow], show_progress: bool | None = None) -> None:
+    def _write(
+        self, rows: Sequence[NewRow], show_progress: bool | None = None, **options: Any
+    ) -> None:
         last = list({row.id: row for row in rows}.values())
         if last:
             shows = self._shows(show_progress)
-            self.prefiller.write(last, [*map(_text, last)], show_progress=shows)
+            self.prefiller.write(last, [*map(_text, last)], show_progress=shows, **options)
 
     def prefill_missing(self, *, show_progress: bool | None = None) -> int:
         """Prefill every row whose KV is not stored; returns how many references were written."""

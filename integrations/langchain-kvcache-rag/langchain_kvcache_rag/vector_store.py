@@ -42,7 +42,8 @@ class KVCacheChroma(Chroma):
 
     It differs from the stock store where that one fails or forgets: calls of any size, empty ones
     included; an existing id is replaced with its metadata, not merged; of equal ids in one call the
-    last wins; `delete()` deletes all rows, as LangChain defines it.  One process owns a persistent
+    last wins; `delete()` deletes all rows, as LangChain defines it.  Metadata must not use the keys
+    of a reference (`kvcache_rag.integration.REFERENCE_KEYS`).  One process owns a persistent
     directory; several share a collection through a Chroma server and `host=`.
     """
 
@@ -99,17 +100,7 @@ class KVCacheChroma(Chroma):
             InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, or there are
                 both.
         """
-        if llm is not None and engine is not None:
-            raise InvalidInputError("give llm= or engine=, not both; a chat model has its engine")
-        if llm is not None and not hasattr(llm, "references"):
-            raise InvalidInputError(
-                f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
-            )
-        if engine is not None and not hasattr(type(engine), "release"):
-            raise InvalidInputError(
-                f"engine= must be a kvcache_rag.Engine, not a {type(engine).__name__}; "
-                'make one by Engine.from_pretrained("...")'
-            )
+        self._source = _source(llm, engine)
         super().__init__(
             collection_name=collection_name,
             embedding_function=embedding_function,
@@ -129,7 +120,6 @@ class KVCacheChroma(Chroma):
             ssl=ssl,
             **options,
         )
-        self._source = EngineSource(engine) if engine is not None else llm
         wrapped: Any = PrefilledClient(self._client, self._source, show_progress=show_progress)
         self._client = wrapped
         self._chroma_collection = wrapped.wrap(self._chroma_collection)
@@ -277,3 +267,19 @@ class KVCacheChroma(Chroma):
             )
             if text is not None
         ]
+
+
+def _source(llm: KVSource | None, engine: Engine | None) -> KVSource | None:
+    """What prefills, if it is said once and can."""
+    if llm is not None and engine is not None:
+        raise InvalidInputError("give llm= or engine=, not both; a chat model has its engine")
+    if llm is not None and not hasattr(llm, "references"):
+        raise InvalidInputError(
+            f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
+        )
+    if engine is not None and not hasattr(type(engine), "release"):
+        raise InvalidInputError(
+            f"engine= must be a kvcache_rag.Engine, not a {type(engine).__name__}; "
+            'make one by Engine.from_pretrained("...")'
+        )
+    return llm if engine is None else EngineSource(engine)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import pytest
 from langchain_chroma import Chroma
+from langchain_core.documents import Document
 from store_helpers import Geometry, memory_store, metadata_of, survivors, texts_of
 
-from kvcache_rag import InvalidInputError
+from kvcache_rag import ContextTooLongError, InvalidInputError
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 if TYPE_CHECKING:
@@ -164,6 +165,23 @@ def test_picture_in_the_place_of_a_text_releases_it(
     assert metadata_of(store, "1") == {}
 
 
+def test_row_deleted_while_its_update_is_prefilled_stays_deleted(
+    store: KVCacheChroma, engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_texts([*"ab"], ids=["1", "2"])
+    add = engine.add
+
+    def deleting(*args: Any, **options: Any) -> Any:
+        store.delete(["1"])
+        return add(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add", deleting)
+        store.update_documents(["1", "2"], [Document("c"), Document("d")])
+    assert texts_of(store) == {"2": "d"}
+    assert held(*"abcd") == "d"
+
+
 # ---------------------------------------------------------------------- too late
 def test_collection_that_is_gone_is_known_before_prefilling(
     store: KVCacheChroma, prefilled: Count
@@ -183,6 +201,23 @@ def test_vectors_of_another_size_are_known_before_prefilling(
     )
     with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
         other.add_texts(["b"])
+    assert prefilled() == 0
+
+
+def test_embedding_of_chroma_itself_fails_before_prefilling(
+    engine: Engine, prefilled: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Offline:
+        def embed_query(self, **_: Any) -> None:
+            raise OSError("no download today")
+
+        __call__ = embed_query
+
+    store = KVCacheChroma("plain", client=chromadb.EphemeralClient(), engine=engine)
+    raw: Any = store._collection
+    monkeypatch.setattr(raw.collection, "_embedding_function", Offline())
+    with pytest.raises(OSError, match="no download today"):
+        store.add_texts(["a"])
     assert prefilled() == 0
 
 
@@ -208,15 +243,23 @@ def test_what_chroma_cannot_store_is_known_before_prefilling(
 
 
 def test_document_that_is_no_text(store: KVCacheChroma, prefilled: Count) -> None:
-    columns: dict[str, Any] = {"ids": ["1", "2"], "embeddings": [[1.0, 2.0]] * 2}
+    documents: list[Any] = ["a", None]
     with pytest.raises(InvalidInputError, match="the document of '2' must be a text, not None"):
-        store._collection.upsert(documents=["a", None], **columns)
+        store._collection.upsert(["1", "2"], [[1.0, 2.0]] * 2, documents=documents)
     assert prefilled() == 0
+
+
+def test_row_that_is_too_long_is_named(store: KVCacheChroma) -> None:
+    stock(store).add_texts(["", "a", "x" * 5000], ids=["first", "second", "third"])
+    with pytest.raises(ContextTooLongError, match=r"row 'third': .* 50.. tokens"):
+        store.prefill_missing()
+    with pytest.raises(ContextTooLongError, match="row 'fourth': "):
+        store.add_texts(["", "y" * 5000], ids=["0", "fourth"])
 
 
 # ---------------------------------------------------------------------- surprises
 def test_metadata_under_the_names_of_references_is_not_lost(store: KVCacheChroma) -> None:
-    with pytest.raises(InvalidInputError, match="'kv_key', which is where a reference .* rename"):
+    with pytest.raises(InvalidInputError, match=r"'kv_key', which is where .* rename"):
         store.add_texts(["a"], [{"kv_key": "mine"}])
     store.add_texts(["a"], [{"kv_source": "mine"}], ["1"])
     stock(store).add_texts(["b"], [{"kv_text": "mine"}], ["2"])

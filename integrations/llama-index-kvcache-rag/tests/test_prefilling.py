@@ -210,6 +210,26 @@ def test_rows_that_cannot_be_written_let_go_of_their_chunks(
     assert len(released) == 1  # that of "Second."; "First." is in use
 
 
+def test_nodes_that_are_gone_are_released_though_others_stay(
+    store: KVCacheVectorStore, released: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add([node("a", "First."), node("b", "Second.")])
+    monkeypatch.setattr(store._rows, "_batch", 1)
+    delete, calls = store.client.delete, []
+
+    def second_fails(**which: Any) -> None:
+        calls.append(which)
+        if len(calls) == 2:
+            raise OSError("disk full")
+        delete(**which)
+
+    monkeypatch.setattr(store.client, "delete", second_fails)
+    with pytest.raises(OSError, match="disk full"):
+        store.delete_nodes(["a", "b"])
+    assert [one.node_id for one in store.get_nodes()] == ["b"]
+    assert len(released) == 1
+
+
 def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: Engine) -> None:
     store.add([node("a", "First.", pages=(1, 2), share=float("nan"), names={1: "x"})])
     (found,) = store.get_nodes(["a"])

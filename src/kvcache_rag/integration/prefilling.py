@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.reference import Reference
-from kvcache_rag.integration.rows import NewRow, Row
+from kvcache_rag.integration.rows import NewRow, Row, is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,12 @@ class RowPrefiller:
         return [Reference.of(next(keys), text, engine) if text.strip() else None for text in texts]
 
     def write(
-        self, rows: Sequence[NewRow], texts: Sequence[str], *, show_progress: bool = False
+        self,
+        rows: Sequence[NewRow],
+        texts: Sequence[str],
+        *,
+        show_progress: bool = False,
+        select: Callable[[Sequence[NewRow]], Sequence[NewRow]] = list,
     ) -> None:
         """Prefill, write rows with their references, and release what they replaced.
 
@@ -59,20 +64,42 @@ class RowPrefiller:
             rows: Rows of different ids, without references.
             texts: The text of each, as it will stand in prompts.
             show_progress: Whether to show a bar while prefilling.
+            select: Chooses, when they are prefilled, which are still to be written.
 
         Raises:
             ContextTooLongError: If a text does not fit the context window; nothing is written then.
         """
         if rows and self.engine is not None:
             self.rows.check(rows[0])  # prefilling may take hours
-        references = self.prefill(texts, show_progress=show_progress)
-        written = list(map(_referring, rows, references))
+        references = self._prefill(rows, texts, show_progress=show_progress)
+        claimed = list(map(_referring, rows, references))
         replaced: list[Row] = []
-        with self.rows.writing(), self._releasing(written, replaced):
+        with self.rows.writing(), self._releasing(claimed, replaced):
+            written = select(claimed)
             self.rows.put(written, replaced)
             # A row of the same text may have been deleted, and the text released, since it was
             # claimed.
-            self._claim([one for one in references if one is not None])
+            held = [Reference.from_metadata(row.metadata) for row in written]
+            self._claim([one for one in held if one is not None])
+
+    def _prefill(
+        self, rows: Sequence[Row | NewRow], texts: Sequence[str], *, show_progress: bool
+    ) -> list[Reference | None]:
+        try:
+            return self.prefill(texts, show_progress=show_progress)
+        except ContextTooLongError as error:
+            # The engine counts texts, which nobody could find again among rows.
+            found = zip(rows, texts, strict=True)
+            named = next((row.id for row, text in found if self._is_too_long(text)), "?")
+            raise ContextTooLongError(f"row {named!r}: {error}") from error
+
+    def _is_too_long(self, text: str) -> bool:
+        try:
+            if self.engine is not None and text.strip():
+                self.engine.keys([text])
+        except ContextTooLongError:
+            return True
+        return False
 
     def delete(self, rows: Sequence[Row]) -> None:
         """Delete rows and release their KV; if that fails midway, the KV of those that are gone."""
@@ -106,11 +133,12 @@ class RowPrefiller:
         self._claim([one for key, one in gone.items() if key not in unused])
 
     def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
-        from chromadb.errors import NotFoundError  # whoever has a collection has loaded it
-
-        used: set[str] = set()
-        with suppress(NotFoundError):  # a collection that was deleted uses nothing
+        try:
             used = {row.metadata["kv_key"] for row in self.rows.holding("kv_key", [*references])}
+        except Exception as error:
+            if not is_gone(error):
+                raise
+            used = set()
         return {key: one for key, one in references.items() if key not in used}
 
     def _claim(self, references: Sequence[Reference]) -> None:
@@ -138,7 +166,8 @@ class RowPrefiller:
         if self.engine is None:
             raise InvalidInputError("prefill_missing needs a store made with llm= or engine=")
         rows = self.rows.get()
-        references = self.prefill([text_of(row) for row in rows], show_progress=show_progress)
+        texts = [text_of(row) for row in rows]
+        references = self._prefill(rows, texts, show_progress=show_progress)
         claimed = list(map(_referring, rows, references))
         changed = {
             row.id: reference

@@ -85,12 +85,11 @@ class Rows:
         return _WRITERS.setdefault(str(self.collection.id), threading.RLock())
 
     def check(self, row: NewRow) -> None:
-        """Fail as `put` would if the collection is gone or has vectors of another size."""
-        if row.embedding is None:
-            self.collection.count()
-            return
-        vector: Any = [list(row.embedding)]
-        self.collection.query(query_embeddings=vector, n_results=1, include=[])
+        """Fail as `put` would: the collection is gone, or a vector has the wrong size or none."""
+        asked: dict[str, Any] = {"query_texts": [row.document]}
+        if row.embedding is not None:
+            asked = {"query_embeddings": [list(row.embedding)]}
+        self.collection.query(**asked, n_results=1, include=[])
 
     def get(
         self,
@@ -218,6 +217,11 @@ class Rows:
             # Another process deleted the row, and this one's index does not know yet.
             if not (document is None and metadata is None)
         ]
+
+
+def is_gone(error: Exception) -> bool:
+    """Whether an error says that the collection was deleted; by name, as Chroma is not needed."""
+    return type(error).__name__ == "NotFoundError"
 
 
 def flat(metadata: Mapping[str, Any]) -> dict[str, Any]:

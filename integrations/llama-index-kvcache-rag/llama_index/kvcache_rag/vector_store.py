@@ -30,7 +30,7 @@ from llama_index.kvcache_rag.retrieval import Retrieval
 from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
     from os import PathLike
 
     from chromadb.api import ClientAPI
@@ -197,8 +197,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     def delete_documents(self, ref_doc_ids: Sequence[str], keep: Container[str] = ()) -> None:
         """`delete` for many documents in few calls; nodes of the ids in `keep` stay."""
-        rows = self._rows.holding(DOCUMENT_KEY, ref_doc_ids)
-        self._drop([row for row in rows if row.id not in keep])
+        self._drop(lambda: self._rows.holding(DOCUMENT_KEY, ref_doc_ids), keep)
 
     async def adelete(self, ref_doc_id: str, **_: Any) -> None:
         """`delete` that does not block the event loop."""
@@ -209,7 +208,8 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     ) -> None:
         """Delete nodes by id, by filters, or by both together; with neither nothing is deleted."""
         if node_ids or (filters is not None and filters.filters):
-            self._drop(Retrieval(self._rows).select(node_ids=node_ids, filters=filters))
+            found = Retrieval(self._rows)
+            self._drop(lambda: found.select(node_ids=node_ids, filters=filters))
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
@@ -219,16 +219,19 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     def clear(self) -> None:
         """Delete every node."""
-        self._drop(self._rows.get(metadata_only=True))
+        self._drop(lambda: self._rows.get(metadata_only=True))
 
     async def aclear(self) -> None:
         """`clear` that does not block the event loop."""
         await asyncio.to_thread(self.clear)
 
-    def _drop(self, rows: Sequence[Row]) -> None:
-        self._rows.delete([row.id for row in rows])
-        if any("kv_key" in row.metadata for row in rows):
-            self._prefilling.release(rows)
+    def _drop(self, select: Callable[[], Sequence[Row]], keep: Container[str] = ()) -> None:
+        with self._rows.writing():
+            rows = [row for row in select() if row.id not in keep]
+            if any("kv_key" in row.metadata for row in rows):
+                self._prefilling.delete(rows)
+            else:
+                self._rows.delete([row.id for row in rows])
 
     # ------------------------------------------------------------------ reading
     def get_nodes(
