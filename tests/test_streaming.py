@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate
-from kvcache_rag.streaming import AnswerStream, TextDecoder
+from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, TextDecoder
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterator
 
 QUESTION, TEXTS = "Who?", ["The cat sat on the mat.", "A dog ran away."]
@@ -236,6 +236,30 @@ async def test_cancelling_the_consumer_stops_the_model(engine: Engine, steps: St
     answer = await asyncio.wait_for(engine.agenerate(QUESTION, TEXTS, max_new_tokens=2), PATIENCE)
     assert answer.metrics.generated_tokens == 2
     assert steps.count < LONG / 2
+
+
+async def test_a_stream_cancelled_while_it_is_started_stops_too(
+    engine: Engine, steps: Steps
+) -> None:
+    going, proceed = threading.Event(), threading.Event()
+
+    def start() -> AnswerStream:
+        going.set()
+        proceed.wait(PATIENCE)
+        return engine.stream(QUESTION, TEXTS, max_new_tokens=LONG)
+
+    stream = AsyncAnswerStream(start)  # held, so not dropped
+    task = asyncio.create_task(anext(stream))
+    while not going.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    proceed.set()
+    answer = await asyncio.wait_for(engine.agenerate(QUESTION, TEXTS, max_new_tokens=2), PATIENCE)
+    assert answer.metrics.generated_tokens == 2
+    assert steps.count < LONG / 2
+    await stream.aclose()
 
 
 async def test_closing_an_async_stream_stops_the_model(engine: Engine, steps: Steps) -> None:

@@ -195,25 +195,33 @@ class AsyncAnswerStream(AsyncIterator[str]):
         """Take what starts the stream; it may block, so it runs in a thread."""
         self._start = start
         self._stream: AnswerStream | None = None
+        self._closed = False
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
 
     async def __anext__(self) -> str:
-        if self._stream is None:
-            self._stream = await in_thread(self._start)
-        stream = self._stream
         try:
+            stream = self._stream or await in_thread(self._open)
             piece: str | None = await in_thread(next, stream, None)
         except asyncio.CancelledError:
-            stream._cancelled.set()
+            self._closed = True
+            if self._stream is not None:
+                self._stream._cancelled.set()
             raise
         if piece is None:
             raise StopAsyncIteration
         return piece
 
+    def _open(self) -> AnswerStream:
+        self._stream = stream = self._start()
+        if self._closed:  # while it was being started
+            stream._cancelled.set()
+        return stream
+
     async def aclose(self) -> None:
         """Stop generating at the next token."""
+        self._closed = True
         if self._stream is not None:
             await in_thread(self._stream.close)
 

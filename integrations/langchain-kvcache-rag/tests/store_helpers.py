@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import subprocess
-import sys
-import time
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -20,7 +14,7 @@ from kvcache_rag import MemoryStore
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvcache_rag import Engine
 
@@ -102,26 +96,3 @@ def library() -> list[Document]:
         Document("red foxes", id="e", metadata={"year": 5, "colour": "red"}),
         Document("nothing is known of this one", id="f"),
     ]
-
-
-@contextlib.contextmanager
-def chroma_server(folder: Path) -> Iterator[tuple[str, int]]:
-    """A Chroma server on a free port, stopped in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = Path(sys.executable).parent / "chroma"
-    process = subprocess.Popen(
-        [command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(300):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.1)
-        yield "127.0.0.1", port
-    finally:
-        process.terminate()
-        process.wait(timeout=20)

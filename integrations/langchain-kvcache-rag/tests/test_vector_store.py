@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import numpy as np
 import pytest
+from chroma_server import chroma_server
 from chromadb.utils.embedding_functions import register_embedding_function
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, index
 from store_helpers import (
     Geometry,
-    chroma_server,
     library,
     memory_store,
     metadata_of,

@@ -84,3 +84,16 @@ def recorder() -> Iterator[Recorder]:
 @pytest.fixture
 def ticker() -> Ticker:
     return Ticker()
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for every forward pass from now on."""
+    forward, seen = make_model().forward, list[int]()
+
+    def note(*args: Any, **options: Any) -> Any:
+        seen.append(1)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(make_model(), "forward", note)
+    return seen

@@ -1,7 +1,8 @@
-"""A recorder for what LlamaIndex reports."""
+"""A recorder for what LlamaIndex reports, and when a model has come to rest."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -23,3 +24,12 @@ class Recorder(BaseEventHandler):
 
     def of(self, name: str) -> list[Any]:
         return [event for event in self.events if event.class_name() == name]
+
+
+def settled(forwards: list[int]) -> int:
+    """How many forward passes there have been when no more come."""
+    count = -1
+    while count != len(forwards):
+        count = len(forwards)
+        time.sleep(0.2)
+    return count

@@ -13,11 +13,12 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer, Memory
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor, SimilarityPostprocessor
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from small import CHAT_TEMPLATE, make_model, make_tokenizer
 
 from kvcache_rag import ContextTooLongError, Engine, FullRecompute, InvalidInputError, MemoryStore
 from kvcache_rag import PromptTemplate as EngineTemplate
-from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
+from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM, KVCacheQueryEngine
 from llama_index.kvcache_rag.chat_engine import KVCacheChatEngine
 
 if TYPE_CHECKING:
@@ -124,6 +125,16 @@ def test_policy_generation_and_template_are_options(
     assert metrics["policy"] == "FullRecompute()"
     assert metrics["generated_tokens"] == len(str(response)) == 3
     assert len(response.source_nodes) == 1
+
+
+@pytest.mark.parametrize("kind", [KVCacheChatEngine, KVCacheQueryEngine])
+def test_arguments_of_the_retriever_may_stand_among_the_options(
+    index: VectorStoreIndex, llm: KVCacheLLM, kind: Any
+) -> None:
+    filters = MetadataFilters(filters=[MetadataFilter(key="nobody", value="has this")])
+    made = kind.from_index(index, llm, filters=filters)
+    answering = made.chat if kind is KVCacheChatEngine else made.query
+    assert answering(QUESTION).source_nodes == []
 
 
 # ---------------------------------------------------------------------- condensing

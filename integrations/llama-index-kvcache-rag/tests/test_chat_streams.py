@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chat_helpers import HISTORY, NEXT, QUESTION, WAYS, ask, make_index, said
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index_helpers import settled
 from small import Ticker, make_model
 
 from kvcache_rag import InvalidInputError
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llama_index.core import VectorStoreIndex
+    from llama_index.core.base.llms.types import ChatMessage
+    from llama_index.core.instrumentation.events.base import BaseEvent
     from llama_index_helpers import Recorder
 
     from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
@@ -47,19 +52,6 @@ def talkative(index: VectorStoreIndex, llm: KVCacheLLM) -> KVCacheChatEngine:
         skip_condense=True,
         generate_kwargs={"max_new_tokens": LONG, "min_new_tokens": LONG},
     )
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One item for every forward pass from now on."""
-    forward, seen = make_model().forward, list[int]()
-
-    def note(*args: Any, **options: Any) -> Any:
-        seen.append(1)
-        return forward(*args, **options)
-
-    monkeypatch.setattr(make_model(), "forward", note)
-    return seen
 
 
 @pytest.fixture
@@ -156,15 +148,6 @@ async def test_reader_of_the_other_kind_is_told(chat: KVCacheChatEngine) -> None
 
 
 # ---------------------------------------------------------------------- readers who leave
-def settled(forwards: list[int]) -> int:
-    """How many forward passes there have been when no more come."""
-    count = -1
-    while count != len(forwards):
-        count = len(forwards)
-        time.sleep(0.2)
-    return count
-
-
 @pytest.mark.parametrize("with_handler", [False, True])
 def test_leaving_a_stream_stops_it(
     talkative: KVCacheChatEngine,
@@ -284,6 +267,34 @@ async def test_closing_from_another_task_ends_the_reader(
     assert said(talkative.chat_history) == [("user", QUESTION), ("assistant", "".join(seen))]
 
 
+class Impatient(BaseEventHandler):
+    """Closes a stream as soon as it says something."""
+
+    response: Any
+
+    def handle(self, event: BaseEvent, **_: Any) -> None:
+        if event.class_name() == "StreamChatDeltaReceivedEvent":
+            self.response.close()
+
+
+def test_closing_by_an_event_handler_ends_the_reader(
+    talkative: KVCacheChatEngine, forwards: list[int]
+) -> None:
+    response = talkative.stream_chat(QUESTION)
+    handler = Impatient(response=response)
+    get_dispatcher().add_event_handler(handler)
+    seen: list[str] = []
+    reader = threading.Thread(target=lambda: seen.extend(response.response_gen), daemon=True)
+    reader.start()
+    reader.join(10)
+    get_dispatcher().event_handlers.remove(handler)
+    assert not reader.is_alive()
+    assert len(seen) == 1
+    assert settled(forwards) < LONG / 2
+    assert (response.is_done, str(response)) == (True, seen[0])
+    assert said(talkative.chat_history) == [("user", QUESTION), ("assistant", seen[0])]
+
+
 async def test_streams_nobody_reads_are_closed(
     talkative: KVCacheChatEngine, forwards: list[int], recorder: Recorder
 ) -> None:
@@ -320,6 +331,68 @@ def test_second_reader_of_a_failed_stream_is_told_too(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             list(response.response_gen)
+
+
+# ---------------------------------------------------------------------- memories that fail or wait
+class Forgetful(ChatMemoryBuffer):
+    """Cannot be written."""
+
+    def put_messages(self, messages: list[ChatMessage]) -> None:
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("way", STREAMS)
+async def test_stream_that_cannot_be_remembered_is_an_error(
+    index: VectorStoreIndex, llm: KVCacheLLM, recorder: Recorder, way: str
+) -> None:
+    made = KVCacheChatEngine.from_index(index, llm, memory=Forgetful(token_limit=9))
+    with pytest.raises(OSError, match="disk full"):
+        await ask(made, way, QUESTION)
+    ends = ("StreamChatErrorEvent", "StreamChatEndEvent")
+    assert [name for name in recorder.names() if name in ends] == ["StreamChatErrorEvent"]
+
+
+async def test_stream_that_cannot_be_remembered_ends_when_it_is_left(
+    index: VectorStoreIndex, llm: KVCacheLLM
+) -> None:
+    made = KVCacheChatEngine.from_index(index, llm, memory=Forgetful(token_limit=9))
+    response = made.stream_chat(QUESTION)
+    reader = response.response_gen
+    piece = next(reader)
+    with pytest.raises(OSError, match="disk full"):
+        reader.close()
+    assert (response.is_done, str(response)) == (True, piece)
+    awaited = await made.astream_chat(QUESTION)
+    pieces = awaited.async_response_gen()
+    piece = await anext(pieces)
+    with pytest.raises(OSError, match="disk full"):
+        await pieces.aclose()
+    assert (awaited.is_done, str(awaited)) == (True, piece)
+
+
+class Slow(ChatMemoryBuffer):
+    """Waits between two messages, as a database does."""
+
+    async def aput_messages(self, messages: list[ChatMessage]) -> None:
+        for message in messages:
+            self.put(message)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", ["achat", "astream_chat"])
+async def test_turn_is_remembered_whole_or_not_at_all(
+    index: VectorStoreIndex, llm: KVCacheLLM, way: str
+) -> None:
+    memory = Slow(token_limit=2000, tokenizer_fn=list)
+    made = KVCacheChatEngine.from_index(index, llm, memory=memory)
+    task = asyncio.create_task(ask(made, way, QUESTION))
+    while not memory.get_all():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.1)
+    assert [role for role, _ in said(memory.get_all())] == ["user", "assistant"]
 
 
 # ---------------------------------------------------------------------- event loop

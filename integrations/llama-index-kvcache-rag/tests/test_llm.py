@@ -12,6 +12,8 @@ import pytest
 import torch
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.span_handlers import SimpleSpanHandler
 from llama_index.core.prompts import PromptTemplate as LlamaPrompt
 from small import CHAT_TEMPLATE, Ticker, make_model, make_tokenizer
 
@@ -216,6 +218,22 @@ async def test_stream_events_once_each(llm: KVCacheLLM, recorder: Recorder) -> N
     assert recorder.of("LLMCompletionEndEvent")[0].response.raw["usage"]["completion_tokens"] == 6
 
 
+async def test_every_call_is_a_span(llm: KVCacheLLM) -> None:
+    handler, asked = SimpleSpanHandler(), ("p", Grounded("q?", ("text",)))
+    get_dispatcher().add_span_handler(handler)
+    try:
+        llm.answer(*asked)
+        list(llm.stream_answer(*asked))
+        await llm.aanswer(*asked)
+        await llm.astream_answer(*asked)
+        llm.complete("a")
+    finally:
+        get_dispatcher().span_handlers.remove(handler)
+    calls = [span.id_.partition("-")[0] for span in handler.completed_spans]
+    names = ["answer", "stream_answer", "aanswer", "astream_answer", "complete"]
+    assert calls == [f"KVCacheLLM.{name}" for name in names]
+
+
 # ---------------------------------------------------------------------- failure, abandonment, loop
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,22 +264,6 @@ async def test_failure_while_streaming_reaches_the_async_consumer(llm: KVCacheLL
     with pytest.raises(RuntimeError, match="out of memory"):
         async for _ in await llm.astream_complete("a"):
             pass
-
-
-def test_abandoned_stream_stops_generating(engine: Engine) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=3000)
-    stream = llm.stream_complete("a")
-    next(stream)
-    stream.close()
-    assert len(llm.complete("a", max_new_tokens=2).text) == 2
-
-
-async def test_abandoned_async_stream_stops_generating(engine: Engine) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=3000)
-    stream: Any = await llm.astream_complete("a")
-    await anext(stream)
-    await stream.aclose()
-    assert len((await llm.acomplete("a", max_new_tokens=2)).text) == 2
 
 
 @pytest.mark.parametrize(

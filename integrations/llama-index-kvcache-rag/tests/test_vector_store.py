@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
+from chroma_server import chroma_server
 from llama_index.core.schema import ImageNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import (
     FilterOperator,
@@ -58,26 +57,8 @@ def query(store: KVCacheVectorStore, count: int = 10, **values: Any) -> list[str
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """A Chroma server on a free port, stopped in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("chroma-server")
-    command = Path(sys.executable).parent / "chroma"
-    process = subprocess.Popen(
-        [command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(300):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.1)
-        yield "127.0.0.1", port
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
+    with chroma_server(tmp_path_factory.mktemp("chroma-server")) as address:
+        yield address
 
 
 @pytest.fixture(params=["memory", "persistent", "http"])

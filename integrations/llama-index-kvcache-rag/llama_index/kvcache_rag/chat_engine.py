@@ -7,6 +7,7 @@ conversation has become.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag.chat_memory import new_memory
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse, aspeak, speak
 from llama_index.kvcache_rag.defaults import kv_llm
+from llama_index.kvcache_rag.options import of_retriever
 from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
     Every prompt is the engine's instruction, the chunks, the history and the question, in this
     order.  `response.metadata["kv_cache"]` has the metrics of an answer, for a stream as soon as it
     has ended.  Memory takes whole turns only: a question whose answer failed is not in it.
+
+    One engine is one conversation.  Give every other one an engine of its own over the same LLM and
+    index: where `chat_history` is given with each call, calls at the same time get each other's.
     """
 
     def __init__(
@@ -173,12 +178,12 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
                 already.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
             similarity_top_k: Nodes per question.
-            retriever_kwargs: Further arguments of `index.as_retriever`, such as `filters`.
+            retriever_kwargs: Further arguments of `index.as_retriever`; the usual ones, such as
+                `filters`, may also stand among `options`.
             options: As for `from_defaults`.
         """
-        retriever = index.as_retriever(
-            similarity_top_k=similarity_top_k, **(retriever_kwargs or {})
-        )
+        found = {**(retriever_kwargs or {}), **of_retriever(options)}
+        retriever = index.as_retriever(similarity_top_k=similarity_top_k, **found)
         return cls.from_defaults(retriever, llm, **options)
 
     # ------------------------------------------------------------------ the four ways to ask
@@ -258,7 +263,10 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
         self._memory.put_messages(_turn(message, answer))
 
     async def _aremember(self, message: str, answer: str) -> None:
-        await self._memory.aput_messages(_turn(message, answer))
+        # Whoever waits may be cancelled, by some frameworks at every await; half a turn would be
+        # worse than one that nobody waited for.
+        turn = self._memory.aput_messages(_turn(message, answer))
+        await asyncio.shield(asyncio.ensure_future(turn))
 
 
 def _own(chat_history: list[ChatMessage] | None) -> list[ChatMessage] | None:

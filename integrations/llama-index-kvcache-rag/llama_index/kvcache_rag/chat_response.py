@@ -8,8 +8,9 @@ its end is what is remembered.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from llama_index.core.instrumentation.events.chat_engine import (
 from kvcache_rag import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 
 dispatcher = get_dispatcher(__name__)
 
@@ -48,8 +49,9 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
     is_writing_to_memory: bool = False
     metadata: dict[str, Any] | None = None
     # A generator that is closed while it runs for somebody else raises.
-    _turns_of_threads: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _turns_of_threads: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _turns_of_tasks: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    _left: bool = field(default=False, repr=False)
 
     @property
     def response_gen(self) -> Generator[str, None, None]:
@@ -81,24 +83,33 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
 
     def close(self) -> None:
         """Stop the answer of `stream_chat`; its reader, in whatever thread, comes to an end."""
-        if self.chat_stream is not None:
-            with self._turns_of_threads:
+        if self.chat_stream is None:
+            return
+        with self._turns_of_threads:
+            self._left = True
+            # An event handler that closes the stream is called by it; its reader then ends it.
+            if inspect.getgeneratorstate(self.chat_stream) == inspect.GEN_RUNNING:
+                return
+            try:
                 self.chat_stream.close()
-            self._end()
+            finally:
+                self._end()
 
     async def aclose(self) -> None:
         """Stop the answer of `astream_chat`; its reader, in whatever task, comes to an end."""
         if self.achat_stream is not None:
             async with self._turns_of_tasks:
-                await self.achat_stream.aclose()
-            self._end()
+                try:
+                    await self.achat_stream.aclose()
+                finally:
+                    self._end()
 
     def _read(self) -> Generator[str, None, None]:
         if self.chat_stream is None or self._is_over():
             yield self.response
             return
         try:
-            while True:
+            while not self._left:
                 with self._turns_of_threads:
                     chat = next(self.chat_stream, None)
                 if chat is None:
@@ -146,53 +157,57 @@ async def aspeak(
     return speaking
 
 
-def _speak(
-    pieces: Generator[str, None, None], remember: Callable[[str], None]
-) -> Generator[ChatResponse, None, None]:
+@contextmanager
+def _told() -> Iterator[None]:
+    """Events of beginning and end."""
     dispatcher.event(StreamChatStartEvent())
-    text = ""
     try:
-        with closing(pieces):
-            yield _said(text, "")
-            for piece in pieces:
-                text += piece
-                dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
-                yield _said(text, piece)
-    except GeneratorExit:
-        if text:
-            remember(text)
-        dispatcher.event(StreamChatEndEvent())
-        raise
+        yield
     except Exception as error:
         dispatcher.event(StreamChatErrorEvent(exception=error))
         raise
-    remember(text)
+    except BaseException:  # somebody left
+        dispatcher.event(StreamChatEndEvent())
+        raise
     dispatcher.event(StreamChatEndEvent())
+
+
+def _speak(
+    pieces: Generator[str, None, None], remember: Callable[[str], None]
+) -> Generator[ChatResponse, None, None]:
+    text = ""
+    with _told():
+        try:
+            with closing(pieces):
+                yield _said(text, "")
+                for piece in pieces:
+                    text += piece
+                    dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
+                    yield _said(text, piece)
+        except GeneratorExit:
+            if text:
+                remember(text)
+            raise
+        remember(text)
 
 
 async def _aspeak(
     pieces: AsyncGenerator[str, None], remember: Callable[[str], Awaitable[None]]
 ) -> AsyncGenerator[ChatResponse, None]:
-    dispatcher.event(StreamChatStartEvent())
     text = ""
-    try:
-        async with aclosing(pieces):
-            yield _said(text, "")
-            async for piece in pieces:
-                text += piece
-                dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
-                yield _said(text, piece)
-    except (GeneratorExit, asyncio.CancelledError):
-        dispatcher.event(StreamChatEndEvent())
-        if text:
-            # Frameworks cancel again at every await; what was said has to be remembered even so.
-            await asyncio.shield(asyncio.ensure_future(remember(text)))
-        raise
-    except Exception as error:
-        dispatcher.event(StreamChatErrorEvent(exception=error))
-        raise
-    await remember(text)
-    dispatcher.event(StreamChatEndEvent())
+    with _told():
+        try:
+            async with aclosing(pieces):
+                yield _said(text, "")
+                async for piece in pieces:
+                    text += piece
+                    dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
+                    yield _said(text, piece)
+        except (GeneratorExit, asyncio.CancelledError):
+            if text:
+                await remember(text)
+            raise
+        await remember(text)
 
 
 def _said(text: str, piece: str) -> ChatResponse:

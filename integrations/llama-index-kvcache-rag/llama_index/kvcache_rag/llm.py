@@ -43,6 +43,7 @@ from llama_index.kvcache_rag.responses import (
     open_stream,
     responses,
 )
+from llama_index.kvcache_rag.stopping import spanned, stoppable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -188,14 +189,14 @@ class KVCacheLLM(CustomLLM):
         """`complete` that does not block the event loop."""
         return await cancellable(self._answer, self._formatted(prompt, formatted), kwargs)
 
-    @llm_completion_callback()
+    @stoppable(llm_completion_callback())
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """`complete`, as a generator; its last item carries usage and metrics."""
         return responses(self._open(self._formatted(prompt, formatted), kwargs))
 
-    @llm_completion_callback()
+    @stoppable(llm_completion_callback())
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
@@ -213,14 +214,14 @@ class KVCacheLLM(CustomLLM):
         """`chat` that does not block the event loop."""
         return await cancellable(self._chat, messages, kwargs)
 
-    @llm_chat_callback()
+    @stoppable(llm_chat_callback())
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat`, as a generator; its last item carries usage and metrics."""
         return stream_completion_response_to_chat_response(
             responses(self._open(self.chat_prompt(messages), kwargs))
         )
 
-    @llm_chat_callback()
+    @stoppable(llm_chat_callback())
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
@@ -236,22 +237,22 @@ class KVCacheLLM(CustomLLM):
         return self.engine.render_chat([turn(message) for message in messages])
 
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
-    @llm_completion_callback()
+    @spanned(llm_completion_callback())
     def answer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponse:
         """Answer a question over chunks; LlamaIndex sees a completion of `prompt`."""
         return self._answer(request, kwargs)
 
-    @llm_completion_callback()
+    @spanned(llm_completion_callback())
     async def aanswer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponse:
         """`answer` that does not block the event loop."""
         return await cancellable(self._answer, request, kwargs)
 
-    @llm_completion_callback()
+    @spanned(stoppable(llm_completion_callback()))
     def stream_answer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponseGen:
         """`answer`, as a generator; its last item carries usage and metrics."""
         return responses(self._open(request, kwargs))
 
-    @llm_completion_callback()
+    @spanned(stoppable(llm_completion_callback()))
     async def astream_answer(
         self, prompt: str, request: Prompt, **kwargs: Any
     ) -> CompletionResponseAsyncGen:

@@ -22,11 +22,27 @@ _ROLES: Final = {
     MessageRole.DEVELOPER: "system",
 }
 
+_OF_RETRIEVERS: Final = (
+    "alpha",
+    "doc_ids",
+    "filters",
+    "hybrid_top_k",
+    "node_ids",
+    "sparse_top_k",
+    "vector_store_kwargs",
+    "vector_store_query_mode",
+)
+
 
 def turn(message: ChatMessage) -> dict[str, str]:
     """A message as chat templates read it; what is not text in it is left out."""
     role = _ROLES.get(message.role, message.role.value)
     return {"role": role, "content": message.content or ""}
+
+
+def of_retriever(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of `index.as_retriever` out of those of an engine, as LlamaIndex does."""
+    return {name: options.pop(name) for name in _OF_RETRIEVERS if name in options}
 
 
 def ending_with(stopping_ids: Sequence[int], model: Any) -> list[int]:

@@ -11,6 +11,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.settings import Settings
 
 from kvcache_rag import InvalidInputError
+from llama_index.kvcache_rag.options import of_retriever
 from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
 from llama_index.kvcache_rag.vector_store import KVCacheVectorStore
 
@@ -99,12 +100,12 @@ class KVCacheQueryEngine(RetrieverQueryEngine):
                 already.
             llm: A `KVCacheLLM`; None for `Settings.llm`.
             similarity_top_k: Nodes per question.
-            retriever_kwargs: Further arguments of `index.as_retriever`, such as `filters`.
+            retriever_kwargs: Further arguments of `index.as_retriever`; the usual ones, such as
+                `filters`, may also stand among `options`.
             options: As for `from_args`.
         """
-        retriever = index.as_retriever(
-            similarity_top_k=similarity_top_k, **(retriever_kwargs or {})
-        )
+        found = {**(retriever_kwargs or {}), **of_retriever(options)}
+        retriever = index.as_retriever(similarity_top_k=similarity_top_k, **found)
         return cls.from_args(retriever, llm, **options)
 
     @classmethod

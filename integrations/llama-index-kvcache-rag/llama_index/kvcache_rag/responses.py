@@ -85,16 +85,20 @@ def responses(stream: AnswerStream) -> CompletionResponseGen:
 
 
 async def aresponses(stream: AnswerStream) -> CompletionResponseAsyncGen:
-    """`responses` that does not block the event loop."""
-    text = ""
-    pieces = AsyncAnswerStream(lambda: stream)
+    """`responses` that does not block the event loop; closing it drops, so stops, the stream."""
+    # Closing it awaits nothing: an event loop that ends closes all its generators at once, and what
+    # another one is still closing cannot be closed.
+    text, held = "", [stream]
+    del stream
+    pieces = AsyncAnswerStream(held.pop)
     try:
         async for piece in pieces:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
         yield _finished(pieces.answer, delta="")
     finally:
-        await pieces.aclose()
+        # An event handler that keeps the exception of a cancelled reader keeps this frame.
+        held.clear()
 
 
 def _finished(answer: Answer, delta: str | None = None) -> CompletionResponse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
@@ -28,7 +29,6 @@ from llama_index.kvcache_rag.events import KVCacheReuseEvent
 from llama_index.kvcache_rag.prompts import Task, own_template, plain_prompt, written_prompt
 from llama_index.kvcache_rag.references import chunks_of
 from llama_index.kvcache_rag.responses import Grounded
-from llama_index.kvcache_rag.stopping import astopping, stopping
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
@@ -249,7 +249,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         self, task: Task, responses: CompletionResponseGen, report: dict[str, Any]
     ) -> Generator[str, None, None]:
         last = None
-        with stopping(responses):
+        with closing(responses):
             for response in responses:
                 last = response
                 if response.delta:
@@ -260,7 +260,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         self, task: Task, responses: CompletionResponseAsyncGen, report: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
         last = None
-        async with astopping(responses):
+        async with aclosing(responses):
             async for response in responses:
                 last = response
                 if response.delta:
