@@ -152,7 +152,7 @@ def test_each_round_of_refine_is_a_prompt_of_its_own(
     for number in range(1, len(seen)):
         assert f"Before: {seen[number - 1][1].text}" in decoded[number]
     assert final.text == seen[-1][1].text
-    for name in ("query_tokens", "generated_tokens", "reused_tokens", "misses"):
+    for name in ("query_tokens", "generated_tokens", "reused_tokens", "misses", "prompt_tokens"):
         parts = [getattr(answer.metrics, name) for _, answer in seen]
         assert getattr(final.metrics, name) == sum(parts), name
 

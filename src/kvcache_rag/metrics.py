@@ -58,7 +58,7 @@ class Metrics:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt (of all prompts, if there were several rounds)."""
         chunks = self.reused_tokens + self.prefilled_tokens
-        return self.prefix_tokens + chunks + self.query_tokens
+        return self.prefix_tokens * self.rounds + chunks + self.query_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for response metadata; with `prompt_tokens`."""

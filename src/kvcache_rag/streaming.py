@@ -223,6 +223,7 @@ class AsyncAnswerStream(AsyncIterator[str]):
         """Stop generating at the next token."""
         self._closed = True
         if self._stream is not None:
+            self._stream._cancelled.set()  # now; its end may have to wait for a thread
             await in_thread(self._stream.close)
 
     @property

@@ -97,7 +97,11 @@ def batch(
         table = Table(list(group.values()))
         with ContextThreadPoolExecutor(max_workers=len(group)) as pool:
             run = job.seated(table)
-            found = list(pool.map(run, group, range(len(group))))
+            try:
+                found = list(pool.map(run, group, range(len(group))))
+            except BaseException:  # an interrupt; the pool waits for its threads
+                table.stop()
+                raise
         results.update(job.checked(group, found, return_exceptions))
     alone = job.others(results)
     answers = BaseChatModel.batch(
@@ -191,6 +195,9 @@ class _Job:
             return await self.llm.ainvoke(self.inputs[index], self.configs[index], **self.kwargs)
         except Exception as error:
             return error
+        except asyncio.CancelledError:
+            table.stop()  # a row is cancelled with the whole batch
+            raise
         finally:
             if table.leave(seat):
                 await table.aanswer()
@@ -222,6 +229,6 @@ class _Job:
         try:
             messages = self.llm._convert_input(given).to_messages()
             asked = read_messages(messages, self.llm.engine.template.system)
-        except ValueError:
+        except Exception:  # LangChain refuses messages with errors of many types
             return None  # it will say so when it is asked
         return asked if isinstance(asked, Grounded) else None

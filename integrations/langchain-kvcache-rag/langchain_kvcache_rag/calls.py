@@ -73,7 +73,13 @@ class Call:
         return [self.references.chunk(text, self.engine) for text in asked.texts]
 
     def _prompt(self, asked: Conversation) -> str:
-        return self.engine.render_chat(asked.as_dicts())
+        try:
+            return self.engine.render_chat(asked.as_dicts())
+        except InvalidInputError:
+            plain = asked.in_two_roles()
+            if plain == asked:
+                raise
+            return self.engine.render_chat(plain.as_dicts())
 
 
 def call_options(

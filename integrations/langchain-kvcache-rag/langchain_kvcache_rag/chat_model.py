@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcache_rag import cancellable, in_thread
 from langchain_kvcache_rag import batching, structured
@@ -12,7 +12,7 @@ from langchain_kvcache_rag.responses import AsyncChunks, chunks, result
 from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
@@ -37,12 +37,13 @@ class ChatKVCache(ChatSettings):
     model.  Keywords of a call or of `bind` win over the settings: those that concern an answer,
     `json_schema`, and every argument of transformers' `generate()`.
 
-    Tools are not supported, so `bind_tools` is left as LangChain has it: model families write tool
-    calls differently, and nothing in a checkpoint says how to read them.  Structured output works
-    with every model, because decoding is held to the schema (`with_structured_output`).
+    Tools are not supported, so `bind_tools` raises: model families write tool calls differently,
+    and nothing in a checkpoint says how to read them.  Structured output works with every model,
+    because decoding is held to the schema (`with_structured_output`).
 
     The constructor takes `engine=`, or `model=`, with the settings of `ChatSettings`.  The model is
-    loaded when it is first needed; copies share it.
+    loaded when it is first needed; copies share it, and what a copy with another model or template
+    loads is kept for the next such copy (a config's `configurable` makes one for each call).
     """
 
     def _generate(
@@ -113,6 +114,18 @@ class ChatKVCache(ChatSettings):
     ) -> list[AIMessage]:
         """`batch` that does not block the event loop; cancelling it stops generation."""
         return await batching.abatch(self, inputs, config, return_exceptions, kwargs)
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "ChatKVCache does not support tools, because a checkpoint does not say how its tool "
+            "calls are read; retrieve in a step of the chain or graph and pass the documents, or "
+            "use with_structured_output"
+        )
 
     def with_structured_output(
         self, schema: Any, *, include_raw: bool = False, **kwargs: Any

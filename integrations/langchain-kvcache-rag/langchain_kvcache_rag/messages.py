@@ -61,6 +61,11 @@ class Conversation:
             return self
         return replace(self, turns=(("system", system_prompt), *self.turns))
 
+    def in_two_roles(self) -> Conversation:
+        """The same for chat templates that know users and assistants only."""
+        turns = ((role if role == "assistant" else "user", text) for role, text in self.turns)
+        return replace(self, turns=tuple(_joined(turns)))
+
 
 @dataclass(frozen=True)
 class Grounded:
@@ -82,6 +87,17 @@ class Grounded:
     def history(self) -> list[dict[str, str]]:
         """The earlier turns as the engine reads them."""
         return _dicts(self.turns)
+
+
+def documents_of(message: BaseMessage) -> list[str]:
+    """Texts of the document blocks in a message."""
+    return [
+        block["text"]
+        for block in message.content
+        if isinstance(block, dict)
+        and block.get("type") == DOCUMENT_TYPE
+        and isinstance(block.get("text"), str)
+    ]
 
 
 Asked: TypeAlias = Conversation | Grounded

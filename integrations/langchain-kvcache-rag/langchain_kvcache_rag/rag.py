@@ -63,7 +63,21 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     def __init__(self, llm: Runnable[Any, BaseMessage], **fields: Any) -> None:
-        """Answer with `llm`; `fields` are those of every Runnable, such as `name`."""
+        """Answer with `llm`; `fields` are those of every Runnable, such as `name`.
+
+        Raises:
+            InvalidInputError: If `llm` is no chat model, or an argument is unknown.
+        """
+        if not isinstance(llm, Runnable):
+            raise InvalidInputError(
+                f"KVCacheRAG needs a chat model such as ChatKVCache, not a {type(llm).__name__}"
+            )
+        unknown = [name for name in fields if name not in type(self).model_fields]
+        if unknown:
+            raise InvalidInputError(
+                f"{' and '.join(unknown)} is no argument of KVCacheRAG; settings belong to the "
+                "chat model"
+            )
         super().__init__(**{"llm": llm, **fields})
 
     @property
@@ -249,9 +263,12 @@ def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
         )
     history = given.get("chat_history") or []
     try:
+        if not isinstance(history, (list, tuple)):
+            raise TypeError(f"it is a {type(history).__name__}")
         turns = convert_to_messages(history)
     except (NotImplementedError, ValueError, TypeError) as error:
-        raise InvalidInputError(f'"chat_history" must be a list of messages: {error}') from error
+        reason = str(error).partition("\n")[0]
+        raise InvalidInputError(f'"chat_history" must be a list of messages: {reason}') from error
     # With nothing retrieved it is still a question over documents, under the same instruction.
     blocks: list[Any] = [document_block(document) for document in context or [Document("")]]
     return [*turns, HumanMessage(content=[*blocks, {"type": "text", "text": question}])]

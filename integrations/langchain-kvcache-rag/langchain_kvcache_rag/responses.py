@@ -33,7 +33,9 @@ def usage(answer: Answer) -> UsageMetadata:
         output_tokens=metrics.generated_tokens,
         total_tokens=metrics.prompt_tokens + metrics.generated_tokens,
         input_token_details=InputTokenDetails(
-            cache_read=metrics.reused_tokens, cache_creation=metrics.prefilled_tokens
+            cache_read=metrics.reused_tokens,
+            # A policy that reuses nothing computes chunks and keeps nothing of them.
+            cache_creation=metrics.prefilled_tokens if metrics.misses else 0,
         ),
     )
 

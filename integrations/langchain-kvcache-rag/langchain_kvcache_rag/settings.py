@@ -11,13 +11,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, 
 
 from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
 from kvcache_rag.integration import open_engine
+from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.shared import Shared
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from langchain_core.language_models.base import LangSmithParams
+    from langchain_core.messages import BaseMessage
     from typing_extensions import Self
 
     from kvcache_rag import Engine
@@ -122,11 +124,8 @@ class ChatSettings(BaseChatModel):
                 close = difflib.get_close_matches(name, [*known, "engine"], 1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise InvalidInputError(f"{name} is no argument of ChatKVCache{hint}")
-        clash = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if fields.get(name)]
-        if engine is not None and clash:
-            raise InvalidInputError(
-                f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
-            )
+        if engine is not None:
+            _refuse_beside_engine(fields)
         # Code for other models often hands on None for "nothing said".
         given = {name: one for name, one in fields.items() if one is not None}
         try:
@@ -148,13 +147,13 @@ class ChatSettings(BaseChatModel):
         """The engine, loaded with the first use.
 
         Raises:
-            InvalidInputError: If it is not said which model, or it cannot be loaded.
+            InvalidInputError: If it is not said which model, it cannot be loaded, or a copy of a
+                chat model with `engine=` was given what only a new engine could use.
         """
-        settings = repr([getattr(self, name) for name in ("model", *_OF_THE_ENGINE)])
-        settings += repr([getattr(self, name) for name in _OF_THE_TEMPLATE])
-        if not self._shared.serves(settings):
-            self.engine_source = Shared()
-        return self._shared.engine(settings, self._open_engine)
+        shared = self._shared
+        if shared.is_given:
+            _refuse_beside_engine(self.__dict__)
+        return shared.engine(self._open_engine)
 
     @property
     def model_name(self) -> str:
@@ -169,7 +168,8 @@ class ChatSettings(BaseChatModel):
     @property
     def _shared(self) -> Shared:
         shared: Shared = self.engine_source
-        return shared
+        names = ("model", *_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
+        return shared.of(repr([getattr(self, name) for name in names]))
 
     @property
     def _llm_type(self) -> str:
@@ -181,13 +181,19 @@ class ChatSettings(BaseChatModel):
         # part of it; a key for the hub does not.
         private = ("token", "use_auth_token")
         kwargs = {name: str(one) for name, one in self.model_kwargs.items() if name not in private}
+        named = {name: getattr(self, name) for name in _NAMED}
+        policy, template = self.policy, self.template
+        if self._shared.is_given:
+            engine = self.engine
+            policy, template = policy or engine.policy, engine.template
+            named["context_window"] = engine.context_window
         return {
-            **{name: getattr(self, name) for name in _NAMED},
+            **named,
             "model_name": self.model,
             "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
             "model_kwargs": kwargs,
-            "policy": repr(self.policy),
-            "template": repr(self.template),
+            "policy": repr(policy),
+            "template": repr(template),
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -201,6 +207,15 @@ class ChatSettings(BaseChatModel):
             return self.custom_get_token_ids(text)
         ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of messages, with those of the documents in them, which LangChain leaves out."""
+        wrap = str if self.custom_get_token_ids is not None else self.engine.template.wrap
+        texts = [wrap(text) for message in messages for text in documents_of(message)]
+        spoken = super().get_num_tokens_from_messages(messages, tools)
+        return spoken + sum(map(self.get_num_tokens, texts))
 
     def _open_engine(self) -> Engine:
         if not self.model:
@@ -232,3 +247,11 @@ class ChatSettings(BaseChatModel):
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
         type(self).__init__(self, **state)
+
+
+def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:
+    clash = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if settings.get(name)]
+    if clash:
+        raise InvalidInputError(
+            f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
+        )

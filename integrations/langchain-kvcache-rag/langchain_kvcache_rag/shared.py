@@ -29,20 +29,39 @@ class Shared:
         self.references = References()
         self.grammars: dict[str, Any] = {}
         self.guard = threading.RLock()
+        # Not the guard, which is held while a model is loaded: the event loop asks here too.
+        self._choice = threading.Lock()
         self._engine = engine
         self._settings: str | None = None
+        self._others: dict[str, Shared] = {}
         self._warned: set[str] = set()
 
-    def serves(self, settings: str) -> bool:
-        """Whether the engine is, or can become, the one that `settings` describe."""
-        return self.is_given or self._settings in (None, settings)
+    def of(self, settings: str) -> Shared:
+        """The one for the engine that `settings` describe.
 
-    def engine(self, settings: str, load: Callable[[], Engine]) -> Engine:
+        A copy with other settings lives for one call only where they come from a config, so
+        what it loaded is kept for the next one.
+        """
+        if self.is_given or self._settings == settings:
+            return self
+        with self._choice:
+            if self._settings is None:
+                self._settings = settings
+            if self._settings == settings:
+                return self
+            if settings not in self._others:
+                other = Shared()
+                other.references, other._settings = self.references, settings
+                self._others[settings] = other
+            return self._others[settings]
+
+    def engine(self, load: Callable[[], Engine]) -> Engine:
         """The engine; `load` makes it the first time."""
+        if self._engine is not None:
+            return self._engine
         with self.guard:
             if self._engine is None:
                 self._engine = load()
-                self._settings = settings
             return self._engine
 
     def warn_once(self, kind: str, sentence: str) -> None:

@@ -7,6 +7,7 @@ allow is ruled out.
 from __future__ import annotations
 
 import json
+from dataclasses import is_dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration
 from langchain_core.runnables import RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
+from typing_extensions import is_typeddict
 
 from kvcache_rag import InvalidInputError
 from langchain_kvcache_rag import grammar
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from langchain_kvcache_rag.shared import Shared
 
 _METHODS: Final = ("json_schema", "function_calling", "json_mode")
+_SAYING: Final = frozenset(
+    ("$ref", "allOf", "anyOf", "const", "enum", "items", "oneOf", "properties", "type")
+)
 
 
 def structured_output(
@@ -69,25 +74,37 @@ def structured_output(
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
-    """The JSON schema that a pydantic class, a TypedDict, or an OpenAI function stands for.
+    """The JSON schema that a pydantic class, a TypedDict, or a function's description stands for.
 
     Raises:
         InvalidInputError: If it is none of these.
     """
+    sentence = f"a schema is a pydantic class, a TypedDict or a JSON schema, not {schema!r:.100}"
     try:
         if _is_pydantic(schema):
             written = getattr(schema, "model_json_schema", None) or schema.schema  # pydantic.v1
             return dict(written())
         if isinstance(schema, dict):
-            function = schema.get("function") if schema.get("type") == "function" else schema
-            if isinstance(function, dict) and isinstance(function.get("parameters"), dict):
-                return dict(function["parameters"])
-            return dict(schema)
+            found = _unwrapped(schema)
+            if not _SAYING & {*found}:
+                raise InvalidInputError(sentence)  # every JSON text would fit it
+            return found
+        if isinstance(schema, type) and not (is_typeddict(schema) or is_dataclass(schema)):
+            raise InvalidInputError(sentence)  # LangChain would read its constructor
         return dict(convert_to_json_schema(schema))
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"a schema is a pydantic class, a TypedDict or a JSON schema: {error}"
-        ) from error
+        raise InvalidInputError(sentence) from error
+
+
+def _unwrapped(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema in what different providers call a function, a tool or a response format."""
+    kind = schema.get("type")
+    inner = schema.get(kind) if kind in ("function", "json_schema") else schema
+    if isinstance(inner, dict):
+        for name in ("parameters", "input_schema", "schema"):
+            if isinstance(inner.get(name), dict):
+                return dict(inner[name])
+    return dict(schema)
 
 
 def _is_pydantic(schema: Any) -> bool:

@@ -26,6 +26,7 @@ class Table:
         self._missing = set(range(len(asked)))
         self._calls: dict[int, Call] = {}
         self._answers: dict[int, Answer] | BaseException = {}
+        self._stopped = threading.Event()
         self.answered = threading.Event()
         self.aanswered = asyncio.Event()
 
@@ -50,10 +51,16 @@ class Table:
             self._missing.discard(seat)
             return not self._missing and bool(self._calls)
 
+    def stop(self) -> None:
+        """Nobody wants the answers any more; who still waits for one gets an error."""
+        self._stopped.set()
+
     def answer(self, cancelled: threading.Event | None = None) -> None:
         """Answer every call that has arrived."""
         try:
-            self._answers = _together(self._calls, cancelled)
+            if self._stopped.is_set():
+                raise RuntimeError("the batch was interrupted")
+            self._answers = _together(self._calls, cancelled or self._stopped)
         except KVCacheRagError:
             # Each is answered alone then, and gets its own error or its own rounds.
             self._answers = {}
@@ -76,7 +83,7 @@ class Table:
         return self._answers.get(seat)
 
 
-def _together(calls: Mapping[int, Call], cancelled: threading.Event | None) -> dict[int, Answer]:
+def _together(calls: Mapping[int, Call], cancelled: threading.Event) -> dict[int, Answer]:
     rows = {
         seat: (call, call.asked) for seat, call in calls.items() if isinstance(call.asked, Grounded)
     }
