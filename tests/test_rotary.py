@@ -186,6 +186,41 @@ def test_strided_views_are_turned_in_place_and_nothing_beside_them(
     assert torch.equal(buffer, before)
 
 
+def _plainly(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
+    """Column by column, all layers at once: the specification of `rotate_`."""
+    start, dim = rotation.start, rotation.dim
+    turned = keys[..., start : start + dim]
+    if rotation.style == "half":
+        left, right = turned[..., : dim // 2], turned[..., dim // 2 :]
+    else:
+        left, right = turned[..., 0::2], turned[..., 1::2]
+    signed = -sin if rotation.reverse else sin
+    a, b = left.float(), right.float()
+    moved_left, moved_right = a * cos - b * signed, b * cos + a * signed
+    left.copy_(moved_left)
+    right.copy_(moved_right)
+    return keys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("style", "start", "dim"),
+    [("half", 0, 16), ("half", 3, 8), ("interleaved", 0, 16), ("interleaved", 2, 8)],
+)
+@pytest.mark.parametrize("shape", [(3, 2, 7, 16), (2, 7, 16), (7, 16), (2, 3, 2, 7, 16)])
+def test_turning_layer_by_layer_changes_no_bit(
+    dtype: torch.dtype, reverse: bool, style: Any, start: int, dim: int, shape: tuple[int, ...]
+) -> None:
+    rotation = Rotation(style, start, dim, 0, reverse)
+    inv_freq = 1e4 ** -(torch.arange(dim // 2) / (dim // 2))
+    cos, sin = angle_table(inv_freq, torch.arange(7), torch.arange(7) * 11 + 5)
+    keys = (torch.randn(shape) * 3).to(dtype)
+    assert torch.equal(
+        rotate_(keys.clone(), rotation, cos, sin), _plainly(keys.clone(), rotation, cos, sin)
+    )
+
+
 def test_frequencies_of_the_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(4,\), the rotation needs \(8,\)"):
         rotate(torch.randn(1, 2, WIDTH), TURNING[0], torch.ones(4), *[torch.arange(2)] * 2)

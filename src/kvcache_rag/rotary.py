@@ -80,20 +80,27 @@ def rotate_(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tenso
     """
     if rotation.style == "none":
         return keys
-    start, dim = rotation.start, rotation.dim
-    turned = keys[..., start : start + dim]
-    if rotation.style == "half":
-        left, right = turned[..., : dim // 2], turned[..., dim // 2 :]
-    else:
-        left, right = turned[..., 0::2], turned[..., 1::2]
     signed = -sin if rotation.reverse else sin
-    wide_left, wide_right = left.float(), right.float()
-    # Both are computed before either is written: in float32 `.float()` is the tensor itself.
-    moved_left = wide_left * cos - wide_right * signed
-    moved_right = wide_right * cos + wide_left * signed
-    left.copy_(moved_left)
-    right.copy_(moved_right)
+    turned = keys[..., rotation.start : rotation.start + rotation.dim]
+    if rotation.style == "half":
+        wide_cos, wide_sin = torch.cat([cos, cos], -1), torch.cat([-signed, signed], -1)
+    else:
+        wide_cos = cos.repeat_interleave(2, -1)
+        wide_sin = torch.stack([-signed, signed], -1).flatten(-2)
+    # Layer by layer, whole rows at a time: what is worked on stays in the processor's cache.
+    for layer in turned.unbind(0) if turned.dim() > 3 else (turned,):
+        wide = layer.float()
+        # Made before `wide` is written: in float32 that is the layer itself.
+        partner = _partners(wide, rotation)
+        layer.copy_(wide.mul_(wide_cos).add_(partner.mul_(wide_sin)))
     return keys
+
+
+def _partners(columns: Tensor, rotation: Rotation) -> Tensor:
+    """A copy in which each column has changed places with the one it is turned with."""
+    if rotation.style == "half":
+        return columns.roll(rotation.dim // 2, -1)
+    return columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def rotate(keys: Tensor, rotation: Rotation, inv_freq: Tensor, old: Tensor, new: Tensor) -> Tensor:
