@@ -100,7 +100,7 @@ def _partners(columns: Tensor, rotation: Rotation) -> Tensor:
     """A copy in which each column has changed places with the one it is turned with."""
     if rotation.style == "half":
         return columns.roll(rotation.dim // 2, -1)
-    return columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.unflatten(columns, -1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def rotate(keys: Tensor, rotation: Rotation, inv_freq: Tensor, old: Tensor, new: Tensor) -> Tensor:
