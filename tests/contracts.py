@@ -14,88 +14,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
+from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, KVCacheRagError
+from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same, window
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcache_rag.stores import ChunkStore
 
-SPEC = spec_digest({"test": 1})
-PREFIX = [1, 2, 3]
-
-FUSED = (GroupLayout((0, 1, 2), (2, 8), (2, 8)),)
-APART = (GroupLayout((0, 1), (1, 24), (1, 6)),)  # MLA: K and V differ in shape
-MIXED = (
-    GroupLayout((0, 2), (2, 8), (2, 8)),
-    GroupLayout((1,), (4, 4), (2, 4)),
-    GroupLayout((3, 4, 5), (1, 16), (1, 16)),
-)
-LAYOUTS = {
-    f"{name}-{str(dtype)[6:]}": ChunkLayout(groups, dtype)
-    for name, groups in (("fused", FUSED), ("apart", APART), ("mixed", MIXED))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-}
-LAYOUT = LAYOUTS["fused-bfloat16"]
-
-
-def make_chunk(
-    seed: int = 0, *, tokens: int = 16, layout: ChunkLayout = LAYOUT, start: int = len(PREFIX)
-) -> ChunkKV:
-    """A chunk of random bits, NaN and infinities among them: a store moves bits, not numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    chunk = empty_chunk(tokens, layout, start)
-    chunk.tokens.copy_(torch.randint(0, 32000, (tokens,), generator=generator))
-    for tensor in flat(chunk):
-        bits = tensor.view(torch.uint8)
-        bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=generator))
-    return chunk
-
-
-def empty_chunk(tokens: int, layout: ChunkLayout = LAYOUT, start: int = len(PREFIX)) -> ChunkKV:
-    """A chunk of zeros."""
-    tensors = layout.empty(tokens)
-    for group in tensors:
-        for tensor in group:
-            tensor.zero_()
-    return ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), start, tensors)
-
-
-def window(large: ChunkKV, begin: int, tokens: int) -> ChunkKV:
-    """The part of a larger buffer that one chunk goes to: strided views."""
-    tensors = tuple(
-        tuple(tensor.narrow(-2, begin, tokens) for tensor in group) for group in large.tensors
-    )
-    return ChunkKV(large.layout, large.tokens.narrow(0, begin, tokens), large.start, tensors)
-
-
-def key_of(chunk: ChunkKV, *, namespace: str = "", spec: str = SPEC) -> ChunkKey:
-    """The key of a chunk from `make_chunk`."""
-    return chunk_key(
-        chunk.tokens.tolist(), prefix_ids=range(chunk.start), spec=spec, namespace=namespace
-    )
-
-
-def flat(chunk: ChunkKV) -> list[torch.Tensor]:
-    """All tensors of a chunk."""
-    return [tensor for group in chunk.tensors for tensor in group]
-
-
-def same(left: ChunkKV, right: ChunkKV) -> bool:
-    """Whether two chunks are equal bit for bit."""
-    pairs = zip(flat(left), flat(right), strict=True)
-    return (
-        left.layout == right.layout
-        and left.start == right.start
-        and torch.equal(left.tokens, right.tokens)
-        and all(bits(a) == bits(b) for a, b in pairs)
-    )
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The elements' bytes."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+__all__ = ["LAYOUT", "LAYOUTS", "StoreContract", "bits", "empty_chunk", "flat", "key_of"]
+__all__ += ["make_chunk", "same", "window"]
 
 
 class StoreContract:
@@ -112,6 +41,10 @@ class StoreContract:
     def held(self, store: ChunkStore) -> set[str]:
         """Digests of the chunks that are really there."""
         raise NotImplementedError
+
+    def size(self, chunk: ChunkKV) -> int:
+        """Bytes of the file of a chunk."""
+        return 4096 + chunk.nbytes + chunk.tokens.nbytes
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ChunkStore:
@@ -135,11 +68,11 @@ class StoreContract:
         large = make_chunk(9, tokens=17, layout=layout)
         expected = [tensor.clone() for tensor in flat(large)]
         for place, chunk in zip((1, 6, 11), chunks, strict=True):
-            for tensor, part in zip(expected, flat(chunk), strict=True):
-                tensor.narrow(-2, place, 5).copy_(part)
             out = window(large, place, 5)
             assert store.get(key_of(chunk), layout, out).chunk is out
             assert same(out, chunk)
+            for tensor, part in zip(expected, flat(out), strict=True):
+                tensor.narrow(-2, place, 5).copy_(part)
         assert [bits(t) for t in flat(large)] == [bits(t) for t in expected]
 
     @pytest.mark.parametrize("name", LAYOUTS)
@@ -372,8 +305,7 @@ class StoreContract:
 
     def test_the_least_recently_used_go_first(self, tmp_path: Path) -> None:
         chunks = [make_chunk(seed) for seed in range(80)]
-        file = 4096 + chunks[0].nbytes + chunks[0].tokens.nbytes
-        store = self.open(tmp_path / "limited", max_bytes=8 * file)
+        store = self.open(tmp_path / "limited", max_bytes=8 * self.size(chunks[0]))
         self.fill(store, chunks[:8])
         assert len(self.held(store)) == 8
         self.fill(store, chunks[8:])
@@ -384,8 +316,7 @@ class StoreContract:
 
     def test_recent_use_saves_a_chunk(self, tmp_path: Path) -> None:
         chunks = [make_chunk(seed, tokens=512) for seed in range(10)]
-        size = chunks[0].nbytes + 4096 + 512 * 4
-        store = self.open(tmp_path / "limited", max_bytes=10 * size)
+        store = self.open(tmp_path / "limited", max_bytes=10 * self.size(chunks[0]))
         self.fill(store, chunks)
         self.age(store, 100)
         store.get(key_of(chunks[0]), LAYOUT)
@@ -477,7 +408,56 @@ class StoreContract:
         assert all(found)
         assert store.stats().corrupt == 0
 
+    # Namespaces.
+
+    def test_a_deleted_namespace_is_gone_and_may_be_used_again(self, store: ChunkStore) -> None:
+        chunks = [make_chunk(seed) for seed in range(3)]
+        for chunk in chunks:
+            store.put(key_of(chunk, namespace="a"), chunk)
+            store.claim(key_of(chunk, namespace="a"), "owner")
+        store.put(key_of(chunks[0], namespace="b"), chunks[0])
+        assert store.delete_namespace("a") == 3
+        assert self.held(store) == {key_of(chunks[0], namespace="b").digest}
+        for chunk in chunks:
+            key = key_of(chunk, namespace="a")
+            assert not store.contains(key)
+            assert store.locate(key) is None
+            with pytest.raises(ChunkNotFoundError):
+                store.get(key, LAYOUT)
+        assert store.delete_namespace("a") == 0
+        assert store.put(key_of(chunks[1], namespace="a"), chunks[1])
+        assert same(store.get(key_of(chunks[1], namespace="a"), LAYOUT).chunk, chunks[1])
+        assert same(store.get(key_of(chunks[0], namespace="b"), LAYOUT).chunk, chunks[0])
+
+    def test_the_epoch_grows_with_every_deletion(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        store.put(key_of(chunk, namespace="a"), chunk)
+        epochs = [store.epoch("a")]
+        for _ in range(3):
+            store.delete_namespace("a")
+            epochs.append(store.epoch("a"))
+        assert epochs == sorted(set(epochs))
+        assert store.epoch("b") == 0
+
     # Statistics.
+
+    def test_bytes_and_seconds_are_counted_per_tier(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk)
+        store.put(key, chunk)
+        assert store.flush(60)
+        stats = store.stats()
+        least = chunk.nbytes + chunk.tokens.nbytes
+        assert stats.bytes_written
+        assert all(count >= least for count in stats.bytes_written.values())
+        assert stats.bytes_read.keys() == stats.seconds.keys() == set()
+        hit = store.get(key, LAYOUT)
+        stats = store.stats()
+        assert hit.tier == store.locate(key)
+        assert stats.bytes_read.keys() == stats.seconds.keys() == {hit.tier}
+        assert least <= stats.bytes_read[hit.tier] <= least + 4096
+        assert stats.bytes_read[hit.tier] in stats.bytes_written.values()
+        assert stats.seconds[hit.tier] > 0
 
     def test_everything_is_counted(self, store: ChunkStore) -> None:
         chunk = make_chunk()

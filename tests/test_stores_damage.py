@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore, directory, disk
+from kvcache_rag.stores import DiskStore, chunkio, directory
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
         return count
 
     monkeypatch.setattr(
-        disk, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
+        chunkio, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
     )
     with pytest.raises(CorruptChunkError):
         store.get(key, LAYOUT)

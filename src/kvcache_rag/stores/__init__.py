@@ -1,8 +1,17 @@
-"""Where chunks are kept: in memory, on disk, and one in front of the other."""
+"""Where chunks are kept: in memory, on disk, on a remote, and one in front of the other."""
 
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.disk import DiskStore
 from kvcache_rag.stores.memory import MemoryStore
+from kvcache_rag.stores.remote import RemoteStore
 from kvcache_rag.stores.tiered import TieredStore
 
-__all__ = ["ChunkStore", "DiskStore", "Hit", "MemoryStore", "StoreStats", "TieredStore"]
+__all__ = [
+    "ChunkStore",
+    "DiskStore",
+    "Hit",
+    "MemoryStore",
+    "RemoteStore",
+    "StoreStats",
+    "TieredStore",
+]

@@ -8,13 +8,13 @@ in as a `ChunkLayout`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.codecs import Codec, Native
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
@@ -42,7 +42,12 @@ class StoreStats:
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
         evictions: Chunks dropped to stay under the limit, or after their last owner released them.
-        last_failure: What the last failed write said, "" when none failed.
+        last_failure: What the last failed write said, or the last failed operation of a remote;
+            "" when none failed.
+        failures: Operations of a remote that failed, ran out of time or were skipped after such.
+        bytes_read: Bytes of the hits, per tier: file bytes, or tensors and token ids in memory.
+        bytes_written: Bytes of the chunks written, per tier.
+        seconds: Wall seconds that the hits took, per tier.
     """
 
     hits: dict[str, int]
@@ -52,6 +57,10 @@ class StoreStats:
     put_failures: int = 0
     evictions: int = 0
     last_failure: str = ""
+    failures: int = 0
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    bytes_written: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ChunkStore(ABC):
@@ -60,7 +69,14 @@ class ChunkStore(ABC):
     Every method may be called from any thread, and for stores on disk from any process.  Keys
     whose digest or spec is not 64 hexadecimal digits are refused with `InvalidInputError`, as are
     a chunk or an `out` whose shapes are not those of the key and the layout.
+
+    Attributes:
+        tier: Name under which hits are counted.
+        excludes_processes: Whether `locked` excludes other processes, not only other threads.
     """
+
+    tier: str
+    excludes_processes: bool = True
 
     @property
     def codec(self) -> Codec:
@@ -98,6 +114,10 @@ class ChunkStore(ABC):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the key is held now; it may be gone a moment later."""
 
+    def locate(self, key: ChunkKey) -> str | None:
+        """Name of the tier that holds the key now, None when none does; opens no chunk."""
+        return self.tier if self.contains(key) else None
+
     def touch(self, key: ChunkKey) -> None:
         """Note that the key was used, so that others are evicted before it; best effort.
 
@@ -105,9 +125,43 @@ class ChunkStore(ABC):
         """
         del key
 
+    def promote(self, key: ChunkKey, chunk: ChunkKV, tier: str) -> None:
+        """Copy a chunk that `tier` holds into the tiers before it; best effort.
+
+        For who declined to load it from there and computed it instead.  A store of one tier has
+        none before it.
+        """
+        del key, chunk, tier
+
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
         """Drop a chunk at once, whoever owns it; True when it was held.  Claims stay."""
+
+    @abstractmethod
+    def delete_namespace(self, namespace: str) -> int:
+        """Drop everything of a namespace at once: chunks, claims, and what lies around them.
+
+        No byte of it is left in this process and on its media when the call returns; the memory of
+        other processes forgets it when they look at `epoch` again.  The namespace may be used again
+        afterwards.
+
+        Returns:
+            How many chunks were dropped.
+
+        Raises:
+            OSError: If something of it could not be dropped.
+        """
+
+    def epoch(self, namespace: str) -> int:
+        """A number that grows whenever any process deletes the namespace; 0 where none can know.
+
+        It is the larger of the number before plus one and the time in nanoseconds, so that numbers
+        of two tiers say which was deleted later.  It grows before the first byte goes and again
+        after the last one went: what was copied meanwhile is told to be stale.  Cheap, and never an
+        error.
+        """
+        del namespace
+        return 0
 
     @abstractmethod
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
@@ -138,6 +192,18 @@ class ChunkStore(ABC):
         Returns:
             How many chunks were dropped; 0 when another sweep is running.
         """
+
+    def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
+        """Note which model a spec belongs to, for people who look after the store; best effort."""
+        del spec, namespace, description
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what was put is where it goes; False when `timeout` seconds did not do."""
+        del timeout
+        return True
+
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to stop
+        """Flush and stop background threads; the store may still be used, without them."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

@@ -19,14 +19,14 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from kvcache_rag.chunk import FORMAT_VERSION, canonical_json
+from kvcache_rag.chunk import FORMAT_VERSION, ChunkKV, canonical_json
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores.scatter import ReadV, read_views, views
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.chunk import ChunkKey, ChunkLayout
     from kvcache_rag.codecs import Codec, TensorSpec
 
 FORMAT = f"kvcache-rag/{FORMAT_VERSION}"
@@ -102,6 +102,13 @@ def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
             "data_offsets": [begin, end],
         }
     return FileSpec({name: stored[name] for name in order}, metadata, header, end)
+
+
+def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
+    """Uninitialised memory for the chunk of `key`, usable in and out of inference mode."""
+    with torch.inference_mode(mode=False):
+        tokens = torch.empty(key.tokens, dtype=torch.int32)
+        return ChunkKV(layout, tokens, key.start, layout.empty(key.tokens))
 
 
 def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:

@@ -1,13 +1,16 @@
 """The folders of a store on disk: where a chunk lies, what lies around, and what has to go.
 
-    root/sweep.lock
+    root/<namespace digest>/epoch                        touched when the namespace is deleted
+    root/<namespace digest>/sweep.lock
+    root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
     root/<namespace digest>/locks/<00..ff>.lock
     root/<namespace digest>/quarantine/<time>-<digest>
     root/<namespace digest>/<spec[:16]>/<digest[:2]>/<digest>.safetensors
                                                      <digest>.owner-<id>  <digest>.released-<id>
                                                      .tmp*
 
-Only names of these forms are ever touched; nothing else in the root is ours.
+Only names of these forms are ever touched; nothing else in the root is ours.  Below the root no
+link is followed: a link or a file in place of a folder is refused.
 """
 
 from __future__ import annotations
@@ -16,25 +19,28 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcache_rag.stores import entries
 from kvcache_rag.stores.checks import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcache_rag.chunk import ChunkKey
+    from kvcache_rag.stores.entries import Deadlines
 
 SUFFIX = ".safetensors"
-TEMPORARY = ".tmp"
+TEMPORARY = entries.TEMPORARY
+DELETED = ".deleted-"
 MAX_QUARANTINED = 4  # per namespace
 
-_FOLDERS = (re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{2}"))
-_FILE = re.compile(r"([0-9a-f]{64})\.(safetensors|owner|released)(?:-[0-9a-f]{16})?")
-
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_CHUNKS = (re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{2}"))
 
 _ALWAYS = 0
 for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
@@ -48,32 +54,30 @@ FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 # What opening or reading a link, a socket or a folder says.
 NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
-USED_AGAIN = 60.0  # seconds: a file that was marked within them is not marked again
-
 
 @contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
     """A descriptor of what is at `path` itself: no link is followed."""
-    descriptor = os.open(path, flags | _ALWAYS)
+    descriptor = os.open(path, flags | _ALWAYS, 0o600)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def mark_used(path: str, status: os.stat_result) -> None:
-    """Let a file count as used now; best effort.
-
-    In a read-only folder nothing is marked, and nothing is evicted either.
-    """
-    if time.time() - status.st_mtime > USED_AGAIN:
-        with suppress(OSError):
-            os.utime(path)
+def namespace_digest(namespace: str) -> str:
+    """Name of the folder of a namespace."""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 
-def namespace_path(root: str, key: ChunkKey) -> str:
-    """Folder of the key's namespace."""
-    return f"{root}/{hashlib.sha256(key.namespace.encode()).hexdigest()[:32]}"
+def namespace_folder(root: str, namespace: str) -> str:
+    """Folder of a namespace."""
+    return f"{root}/{namespace_digest(namespace)}"
+
+
+def spec_path(root: str, namespace: str, spec: str) -> str:
+    """Folder of the chunks of one spec."""
+    return f"{namespace_folder(root, namespace)}/{spec[:16]}"
 
 
 def stem_path(root: str, key: ChunkKey) -> str:
@@ -83,29 +87,50 @@ def stem_path(root: str, key: ChunkKey) -> str:
         InvalidInputError: If the key's digest or spec is not 64 hexadecimal digits.
     """
     check_key(key)
-    return f"{namespace_path(root, key)}/{key.spec[:16]}/{key.digest[:2]}/{key.digest}"
+    return f"{spec_path(root, key.namespace, key.spec)}/{key.digest[:2]}/{key.digest}"
 
 
 def lock_path(root: str, key: ChunkKey) -> str:
     """Lock file of the key's stripe; 256 per namespace."""
     check_key(key)
-    return f"{namespace_path(root, key)}/locks/{key.digest[:2]}.lock"
+    return f"{namespace_folder(root, key.namespace)}/locks/{key.digest[:2]}.lock"
+
+
+def check_folder(root: str, path: str) -> None:
+    """Make sure that `path` and everything between it and `root` are folders, not links to some.
+
+    Raises:
+        OSError: If one is missing or something else.
+    """
+    if path == root:
+        return
+    check_folder(root, os.path.dirname(path))
+    _check_one(path)
 
 
 def make_folder(root: str, path: str) -> None:
     """Make `path` and what is missing between it and `root`, for this user only.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be made, or a link or a file is in its place.
     """
-    if os.path.isdir(path):
+    if path == root:
+        if not os.path.isdir(path):
+            os.makedirs(path, 0o700, exist_ok=True)
         return
-    if path != root:
-        make_folder(root, os.path.dirname(path))
+    make_folder(root, os.path.dirname(path))
+    try:
+        _check_one(path)
+    except FileNotFoundError:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-    else:
-        os.makedirs(path, 0o700, exist_ok=True)
+        _check_one(path)
+
+
+def _check_one(path: str) -> None:
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        reason = "a link or a file is where a folder of the store belongs; remove it"
+        raise NotADirectoryError(errno.ENOTDIR, reason, path)
 
 
 def quarantine(root: str, key: ChunkKey, found: os.stat_result) -> None:
@@ -114,7 +139,7 @@ def quarantine(root: str, key: ChunkKey, found: os.stat_result) -> None:
     A link or a folder in its place is moved as such.  The newest few stay to be looked at.
     """
     path = stem_path(root, key) + SUFFIX
-    folder = f"{namespace_path(root, key)}/quarantine"
+    folder = f"{namespace_folder(root, key.namespace)}/quarantine"
     with suppress(OSError):
         now = os.lstat(path)
         if (now.st_dev, now.st_ino) != (found.st_dev, found.st_ino):
@@ -122,106 +147,90 @@ def quarantine(root: str, key: ChunkKey, found: os.stat_result) -> None:
         make_folder(root, folder)
         os.replace(path, f"{folder}/{time.time_ns():020d}-{key.digest}")
         for name in sorted(os.listdir(folder))[:-MAX_QUARANTINED]:
-            _unlink(f"{folder}/{name}")
+            entries.remove(f"{folder}/{name}", [])
 
 
-@dataclass
-class _Entry:
-    """What lies around one digest in one folder."""
-
-    path: str = ""
-    mtime: float = 0.0
-    size: int = 0
-    claimed: bool = False
-    tombstones: list[tuple[float, str]] = field(default_factory=list)
-
-    def is_released(self, latest: float) -> bool:
-        """Whether the last owner let go at `latest` or before."""
-        return (
-            not self.claimed
-            and bool(self.tombstones)
-            and all(mtime <= latest for mtime, _ in self.tombstones)
-        )
+def namespaces(root: str) -> list[str]:
+    """Folders of all namespaces."""
+    return list(entries.folders(root, (_NAMESPACE,)))
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: chunks dropped, and bytes of chunks that are left."""
+    """What a sweep did.
+
+    Attributes:
+        dropped: How many chunks went.
+        kept: Last use, bytes and path of those that stay.
+    """
 
     dropped: int
-    nbytes: int
+    kept: list[tuple[float, int, str]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks that stay."""
+        return sum(size for _, size, _ in self.kept)
 
 
-def sweep(root: str, *, limit: int | None, room: int, released: float, temporary: float) -> Swept:
-    """Drop what has to go; readers that have a file open keep what they read.
+def sweep(folder: str, when: Deadlines, *, limit: int | None, room: int) -> Swept:
+    """Drop what has to go in one namespace; readers that have a file open keep what they read.
 
     Args:
-        root: The store's folder.
+        folder: The namespace's folder.
+        when: What is too old.
         limit: Bytes of chunks that may stay; when there are more, the least recently used go.
         room: How far below the limit to go then, in bytes.
-        released: Chunks go when their last owner let go at this time or before, in seconds since
-            the epoch.
-        temporary: Unfinished files go when they were last written at this time or before.
     """
     dropped = 0
     kept: list[tuple[float, int, str]] = []
-    for folder in _folders(root, _FOLDERS):
-        for entry in _entries(folder, temporary).values():
-            if entry.is_released(released):
-                dropped += bool(entry.path) and _unlink(entry.path)
+    for place in entries.folders(folder, _CHUNKS):
+        for entry in entries.scan(place, when).values():
+            released = entry.is_released(when.released)
+            if released:
                 for _, path in entry.tombstones:
-                    _unlink(path)
+                    entries.unlink(path)
+            if entry.path and (released or when.is_expired(entry.written)):
+                dropped += entries.unlink(entry.path)
             elif entry.path:
-                kept.append((entry.mtime, entry.size, entry.path))
-    nbytes = sum(size for _, size, _ in kept)
-    if limit is not None and nbytes > limit:
-        for _, size, path in sorted(kept):
-            if nbytes <= limit - room:
-                break
-            dropped += _unlink(path)
-            nbytes -= size
-    return Swept(dropped, nbytes)
+                kept.append((entry.used, entry.size, entry.path))
+    _clear(folder, when)
+    swept = Swept(dropped, kept)
+    return swept if limit is None else evict(swept, limit, room)
 
 
-def _folders(path: str, levels: tuple[re.Pattern[str], ...]) -> Iterator[str]:
-    if not levels:
-        yield path
-        return
-    with suppress(OSError), os.scandir(path) as found:
-        for entry in found:
-            if levels[0].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield from _folders(entry.path, levels[1:])
+def evict(swept: Swept, limit: int, room: int) -> Swept:
+    """Drop the least recently used of `swept.kept` when they are above `limit` bytes together.
+
+    Args:
+        swept: What is there.
+        limit: Bytes that may stay.
+        room: How far below the limit to go then, in bytes.
+    """
+    nbytes = swept.nbytes
+    if nbytes <= limit:
+        return swept
+    dropped, gone = swept.dropped, 0
+    ordered = sorted(swept.kept)
+    for _, size, path in ordered:
+        if nbytes <= limit - room:
+            break
+        # Gone either way: another process may have been faster.
+        dropped += entries.unlink(path)
+        nbytes -= size
+        gone += 1
+    return Swept(dropped, ordered[gone:])
 
 
-def _entries(folder: str, temporary: float) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
-    with suppress(OSError), os.scandir(folder) as found:
-        for item in found:
-            with suppress(OSError):
-                _note(item, entries, temporary)
-    return entries
-
-
-def _note(item: os.DirEntry[str], entries: dict[str, _Entry], temporary: float) -> None:
-    status = item.stat(follow_symlinks=False)
-    if item.name.startswith(TEMPORARY):
-        if status.st_mtime <= temporary:
-            _unlink(item.path)
-        return
-    match = _FILE.fullmatch(item.name)
-    if match is None:
-        return
-    entry = entries.setdefault(match[1], _Entry())
-    if match[2] == "owner":
-        entry.claimed = True
-    elif match[2] == "released":
-        entry.tombstones.append((status.st_mtime, item.path))
-    else:
-        entry.path, entry.mtime, entry.size = item.path, status.st_mtime, status.st_size
-
-
-def _unlink(path: str) -> bool:
+def _clear(folder: str, when: Deadlines) -> None:
+    """Drop what an interrupted deletion left, and what was put aside too long ago."""
     with suppress(OSError):
-        os.unlink(path)
-        return True
-    return False
+        for name in os.listdir(folder):
+            if name.startswith(DELETED):
+                entries.remove(f"{folder}/{name}", [])
+    aside = f"{folder}/quarantine"
+    with suppress(OSError):
+        _check_one(aside)
+        for name in os.listdir(aside):
+            if when.is_expired(os.lstat(f"{aside}/{name}").st_mtime):
+                entries.remove(f"{aside}/{name}", [])

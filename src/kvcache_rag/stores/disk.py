@@ -6,42 +6,34 @@ The file system is the truth: there is no index, and nothing in memory but count
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
 
-from kvcache_rag.chunk import ChunkKV
 from kvcache_rag.codecs import Codec, Native
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
-from kvcache_rag.stores import directory, ownership
+from kvcache_rag.stores import directory, ownership, tenants
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_chunk, check_key, check_out
-from kvcache_rag.stores.chunkfile import (
-    ALIGNMENT,
-    FileSpec,
-    check_header,
-    file_spec,
-    read_file,
-    write_file,
-)
+from kvcache_rag.stores.chunkfile import ALIGNMENT, FileSpec, empty_chunk, file_spec
+from kvcache_rag.stores.chunkio import load, publish
 from kvcache_rag.stores.counters import Counters
-from kvcache_rag.stores.locks import hold_files, try_file
-from kvcache_rag.stores.scatter import positional
+from kvcache_rag.stores.filetimes import check_ttl, mark_used
+from kvcache_rag.stores.locks import hold_files
+from kvcache_rag.stores.manifest import Manifests
+from kvcache_rag.stores.sweeping import LEAST_PAUSE, Limits, Quota, Sweeper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Any
 
-    from kvcache_rag.chunk import ChunkKey, ChunkLayout
-
-_LEAST_PAUSE = 60.0  # seconds between two sweeps for released chunks
-_ROOM = 10  # `put` sweeps when a tenth of the limit was written, and then frees a tenth
+    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
 
 
 class DiskStore(ChunkStore):
@@ -51,10 +43,17 @@ class DiskStore(ChunkStore):
     byte and never modified in place.  Locks exclude the processes of one machine; two machines on a
     shared folder may compute a chunk once each, and both are right.
 
+    Opened for one namespace it serves the keys of that namespace only, and opens, lists, looks at
+    and locks nothing outside that namespace's own folder.
+
     Attributes:
         root: The folder; it is made when missing.
-        max_bytes: Limit on the files of all namespaces, None for none.  Kept by `put` within a
-            tenth per process, and by `sweep`.
+        namespace: The only namespace served, None for all.
+        max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  Kept
+            by `put` within a tenth per process, and by `sweep`.
+        quota: Limit on the files of each namespace: one number for all, or a number by namespace.
+        ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
+            that use a folder must be opened with a `ttl`, or none.
         durable: Whether a chunk is on the medium when `put` returns.  False saves about four fifths
             of the time; a power cut then costs chunks, never their correctness.
         release_grace: Seconds between the release of a chunk and its end.
@@ -66,7 +65,10 @@ class DiskStore(ChunkStore):
         self,
         root: str | os.PathLike[str],
         *,
+        namespace: str | None = None,
         max_bytes: int | None = None,
+        quota: Quota = None,
+        ttl: float | None = None,
         durable: bool = True,
         codec: Codec | None = None,
         release_grace: float = 600.0,
@@ -76,10 +78,13 @@ class DiskStore(ChunkStore):
         """Open a folder; one that cannot be written serves what it holds.
 
         Raises:
-            InvalidInputError: If `root` is a file or lies below one.
+            InvalidInputError: If `root` is a file or below one, or `ttl` is not above zero.
         """
         self.root = Path(os.path.abspath(root))
+        self.namespace = namespace
         self.max_bytes = max_bytes
+        self.quota = quota
+        self.ttl = check_ttl(ttl)
         self.durable = durable
         self.release_grace = release_grace
         self.temp_age = temp_age
@@ -87,9 +92,14 @@ class DiskStore(ChunkStore):
         self._codec = codec or Native()
         self._root = str(self.root)
         self._counters = Counters()
-        self._room_lock = threading.Lock()
-        self._due = time.monotonic() + _LEAST_PAUSE  # when released chunks are looked for again
-        self._room = 0  # bytes that `put` may write before it looks at the whole folder again
+        self._limits = Limits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
+        self._sweeper = Sweeper(self._root, self._limits)
+        self._epochs = tenants.Epochs()
+        self._manifests = Manifests()
+        self._due_lock = threading.Lock()
+        # When released and old chunks are looked for again: by namespace, and at first.
+        self._dues: dict[str, float] = {}
+        self._due = time.monotonic() + LEAST_PAUSE
         try:
             directory.make_folder(self._root, self._root)
         except (FileExistsError, NotADirectoryError):
@@ -100,8 +110,9 @@ class DiskStore(ChunkStore):
     def __repr__(self) -> str:
         """The call that made it."""
         return (
-            f"DiskStore({self._root!r}, max_bytes={self.max_bytes}, durable={self.durable}, "
-            f"codec={self._codec!r}, release_grace={self.release_grace}, "
+            f"DiskStore({self._root!r}, namespace={self.namespace!r}, "
+            f"max_bytes={self.max_bytes}, quota={self.quota!r}, ttl={self.ttl}, "
+            f"durable={self.durable}, codec={self._codec!r}, release_grace={self.release_grace}, "
             f"temp_age={self.temp_age}, tier={self.tier!r})"
         )
 
@@ -112,17 +123,19 @@ class DiskStore(ChunkStore):
 
     def path(self, key: ChunkKey) -> Path:
         """Where the file of `key` is or would be."""
-        return Path(self._path(key))
+        return Path(self._stem(key) + directory.SUFFIX)
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy when that lies in main memory."""
+        begin = time.perf_counter()
         spec = file_spec(check_key(key), layout, self._codec)
+        path = self._stem(key) + directory.SUFFIX
         if out is None:
-            out = _empty(key, layout)
+            out = empty_chunk(key, layout)
         else:
             check_out(key, layout, out)
         try:
-            self._read(key, spec, out)
+            status = load(self._root, key, spec, self._codec, out, self._check_age)
         except CorruptChunkError as error:
             self._counters.add("corrupt")
             raise CorruptChunkError(
@@ -133,168 +146,153 @@ class DiskStore(ChunkStore):
             raise ChunkNotFoundError(
                 f"chunk {key.digest} is not on disk, prefill it: {error}"
             ) from None
-        self._counters.hit(self.tier)
+        mark_used(path, status, dated=self.ttl is not None)
+        self._counters.hit(self.tier, status.st_size, time.perf_counter() - begin)
         return Hit(out, self.tier)
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Write a chunk and publish it in one step."""
+        """Write a chunk and publish it in one step, unless its namespace is deleted meanwhile.
+
+        Under `locked`, "meanwhile" is since the lock was taken.
+        """
         check_chunk(check_key(key), chunk)
+        stem = self._stem(key)
         spec = file_spec(key, chunk.layout, self._codec)
-        least = spec.payload + ALIGNMENT
-        if self.max_bytes is not None and least > self.max_bytes:
-            self._counters.failed(f"a file of {least} bytes exceeds max_bytes={self.max_bytes}")
+        least, limit = spec.payload + ALIGNMENT, self._limits.largest(key.namespace)
+        if limit is not None and least > limit:
+            name = "max_bytes" if limit == self.max_bytes else "quota"
+            self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
             return False
         try:
-            size = self._write(key, chunk, spec)
+            size = self._write(stem, key.namespace, chunk, spec)
         except (OSError, SafetensorError, CorruptChunkError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
-        self._counters.add("puts")
-        self._keep_limit(size)
+        self._counters.kept(self.tier, size)
+        self._counters.add("evictions", self._sweeper.written(key.namespace, size))
+        if self.ttl is not None:
+            self._sweep_when_due(key.namespace)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether there is a file for the key; it is not opened."""
+        """Whether there is a file for the key that is not too old; it is not opened."""
         with suppress(OSError):
-            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+            status = os.lstat(self._checked(key) + directory.SUFFIX)
+            self._check_age(status)
+            return stat.S_ISREG(status.st_mode)
         return False
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""
-        path = self._path(key)
         with suppress(OSError):
-            directory.mark_used(path, os.lstat(path))
+            path = self._checked(key) + directory.SUFFIX
+            mark_used(path, os.lstat(path), dated=self.ttl is not None)
 
     def delete(self, key: ChunkKey) -> bool:
         """Unlink the file; False when there is none or it cannot be removed."""
         with suppress(OSError):
-            os.unlink(self._path(key))
+            os.unlink(self._checked(key) + directory.SUFFIX)
             return True
         return False
+
+    def delete_namespace(self, namespace: str) -> int:
+        """Remove the folder of a namespace but for the file `epoch`, which holds nothing of it.
+
+        Chunks that are being written meanwhile, and those that are being computed under `locked`,
+        are not kept.  Who has a file open reads on.
+
+        Raises:
+            InvalidInputError: If the store serves another namespace.
+            OSError: If something could not be removed.
+        """
+        folder = self._folder(namespace)
+        directory.make_folder(self._root, folder)
+        return tenants.delete(folder, durable=self.durable)
+
+    def epoch(self, namespace: str) -> int:
+        """Grows with every deletion of the namespace, by any process; at first 0."""
+        return tenants.epoch(self._folder(namespace))
+
+    def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
+        """Note what `spec` stands for; it is written beside the first chunk that is put."""
+        self._folder(namespace)
+        self._manifests.note(directory.spec_path(self._root, namespace, spec), description)
 
     @contextmanager
     def locked(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Hold the lock files of the keys' stripes, 256 per namespace."""
+        keys = list(keys)
+        folders = [self._folder(key.namespace) for key in keys]
         paths = {directory.lock_path(self._root, key) for key in keys}
-        with suppress(OSError):
-            for path in paths:
-                directory.make_folder(self._root, os.path.dirname(path))
-        with hold_files(paths):
+        prepare = partial(directory.make_folder, self._root)
+        with hold_files(paths, prepare), self._epochs.hold(folders):
             yield
 
     def claim(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` uses the key; best effort."""
-        stem = directory.stem_path(self._root, key)
+        stem, folder = self._stem(key), self._folder(key.namespace)
+        check = partial(tenants.check_epoch, folder, self._epochs.of(folder))
         with suppress(OSError):
             directory.make_folder(self._root, os.path.dirname(stem))
-            ownership.claim(stem, owner)
-        self._sweep_when_due()
+            ownership.claim(stem, owner, check)
+        self._sweep_when_due(key.namespace)
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` no longer uses the key; best effort."""
-        stem = directory.stem_path(self._root, key)
         with suppress(OSError):
-            ownership.release(stem, owner)
-        self._sweep_when_due()
+            ownership.release(self._checked(key), owner)
+        self._sweep_when_due(key.namespace)
 
     def sweep(self) -> int:
-        """Drop released chunks, unfinished files and what is above the limit; one at a time."""
-        return self._sweep(room=0)
+        """Drop what is released, too old, unfinished or above a limit; one at a time each."""
+        dropped = self._sweeper.sweep()
+        self._counters.add("evictions", dropped)
+        return dropped
 
     def stats(self) -> StoreStats:
         """Counters of this store in this process."""
         return self._counters.stats()
 
-    def _path(self, key: ChunkKey) -> str:
-        return directory.stem_path(self._root, key) + directory.SUFFIX
-
-    def _read(self, key: ChunkKey, spec: FileSpec, out: ChunkKV) -> None:
-        path = self._path(key)
-        try:
-            with directory.opened(path, directory.READ) as descriptor:
-                self._read_open(descriptor, key, spec, out)
-        except OSError as error:
-            if error.errno not in directory.NOT_A_FILE:
-                raise
-            directory.quarantine(self._root, key, os.lstat(path))
-            raise CorruptChunkError(f"it is not a file: {error}") from None
-
-    def _read_open(self, descriptor: int, key: ChunkKey, spec: FileSpec, out: ChunkKV) -> None:
-        status = os.fstat(descriptor)
-        try:
-            read_file(positional(descriptor), status.st_size, spec, self._codec, out)
-        except CorruptChunkError:
-            directory.quarantine(self._root, key, status)
-            raise
-        directory.mark_used(self._path(key), status)
-
-    def _write(self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec) -> int:
-        path = self._path(key)
-        folder = os.path.dirname(path)
-        directory.make_folder(self._root, folder)
-        temporary = f"{folder}/{directory.TEMPORARY}-{secrets.token_hex(16)}"
-        try:
-            write_file(temporary, chunk, spec, self._codec)
-            size = self._finish(temporary, spec)
-            os.replace(temporary, path)
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
-        if self.durable and hasattr(os, "O_DIRECTORY"):
-            with directory.opened(folder, directory.FOLDER) as descriptor:
-                os.fsync(descriptor)
-        return size
-
-    def _finish(self, temporary: str, spec: FileSpec) -> int:
-        with directory.opened(temporary, directory.WRITE) as descriptor:
-            # What this version of safetensors wrote has to be what every reader expects.
-            size = os.fstat(descriptor).st_size
-            check_header(positional(descriptor), size, spec)
-            if hasattr(os, "fchmod"):
-                os.fchmod(descriptor, 0o600)
-            if self.durable:
-                os.fsync(descriptor)
-        return size
-
-    def _keep_limit(self, written: int) -> None:
-        if self.max_bytes is None:
-            return
-        with self._room_lock:
-            self._room -= written
-            if self._room >= 0:
-                return
-        self._sweep(room=self.max_bytes // _ROOM)
-
-    def _sweep_when_due(self) -> None:
-        """Drop what was released long enough ago, in the background, once per grace time."""
-        with self._room_lock:
-            now = time.monotonic()
-            if now < self._due:
-                return
-            self._due = now + max(self.release_grace, _LEAST_PAUSE)
-        threading.Thread(target=self.sweep, name="kvcache-rag-sweep", daemon=True).start()
-
-    def _sweep(self, room: int) -> int:
-        now = time.time()
-        with try_file(f"{self._root}/sweep.lock") as ours:
-            if not ours:
-                return 0
-            swept = directory.sweep(
-                self._root,
-                limit=self.max_bytes,
-                room=room,
-                released=now - self.release_grace,
-                temporary=now - self.temp_age,
+    def _folder(self, namespace: str) -> str:
+        if self.namespace is not None and namespace != self.namespace:
+            raise InvalidInputError(
+                f"the store serves the namespace {self.namespace!r}, not {namespace!r}; open "
+                "another one for that"
             )
-        if self.max_bytes is not None:
-            with self._room_lock:
-                self._room = min(self.max_bytes - swept.nbytes, self.max_bytes // _ROOM)
-        self._counters.add("evictions", swept.dropped)
-        return swept.dropped
+        return directory.namespace_folder(self._root, namespace)
 
+    def _stem(self, key: ChunkKey) -> str:
+        self._folder(key.namespace)
+        return directory.stem_path(self._root, key)
 
-def _empty(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
-    # Outside inference mode, so that the chunk can be used in and out of it.
-    with torch.inference_mode(mode=False):
-        tokens = torch.empty(key.tokens, dtype=torch.int32)
-        return ChunkKV(layout, tokens, key.start, layout.empty(key.tokens))
+    def _checked(self, key: ChunkKey) -> str:
+        """The stem, where its folder exists and no link is on the way; `OSError` else."""
+        stem = self._stem(key)
+        directory.check_folder(self._root, os.path.dirname(stem))
+        return stem
+
+    def _check_age(self, status: os.stat_result) -> None:
+        if self.ttl is not None and status.st_mtime <= time.time() - self.ttl:
+            raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
+
+    def _write(self, stem: str, namespace: str, chunk: ChunkKV, spec: FileSpec) -> int:
+        folder = self._folder(namespace)
+        check = partial(tenants.check_epoch, folder, self._epochs.of(folder))
+        directory.make_folder(self._root, os.path.dirname(stem))
+        path = stem + directory.SUFFIX
+        size = publish(path, chunk, spec, self._codec, durable=self.durable, check=check)
+        self._manifests.publish(os.path.dirname(os.path.dirname(stem)))
+        return size
+
+    def _sweep_when_due(self, namespace: str) -> None:
+        """Sweep the namespace in the background, once per pause."""
+        with self._due_lock:
+            now = time.monotonic()
+            if now < self._dues.get(namespace, self._due):
+                return
+            self._dues[namespace] = now + self._limits.pause()
+
+        def sweep() -> None:
+            self._counters.add("evictions", self._sweeper.sweep_one(namespace))
+
+        threading.Thread(target=sweep, name="kvcache-rag-sweep", daemon=True).start()

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class ThreadLocks:
@@ -65,10 +65,14 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def hold_files(paths: Iterable[str]) -> Iterator[None]:
+def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock files at absolute `paths`, which are made; where that fails, hold none.
 
     Threads of this process still exclude each other where no file can be made.
+
+    Args:
+        paths: The files.
+        prepare: Called with the folder of each file; makes it, or raises `OSError`.
 
     Raises:
         InvalidInputError: If this thread holds one of them already.
@@ -78,6 +82,7 @@ def hold_files(paths: Iterable[str]) -> Iterator[None]:
         for path in ordered:
             # NotImplementedError: a file system without locks.
             with suppress(OSError, NotImplementedError):
+                prepare(os.path.dirname(path))
                 stack.enter_context(FileLock(path, mode=0o600))
         yield
 

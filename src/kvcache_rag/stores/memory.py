@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,24 @@ from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_chunk, check_key, check_out
 from kvcache_rag.stores.counters import Counters
+from kvcache_rag.stores.filetimes import check_ttl
 from kvcache_rag.stores.locks import ThreadLocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
+
+
+class _Chunks(LRUCache[ChunkKey, ChunkKV]):
+    """Chunks, and when each was put, on the clock that never goes back."""
+
+    def __init__(self, maxsize: int) -> None:
+        super().__init__(maxsize, getsizeof=_size)
+        self.put_at: dict[ChunkKey, float] = {}
+
+    def __delitem__(self, key: ChunkKey) -> None:
+        super().__delitem__(key)
+        self.put_at.pop(key, None)
 
 
 class MemoryStore(ChunkStore):
@@ -29,37 +43,54 @@ class MemoryStore(ChunkStore):
 
     Attributes:
         max_bytes: Limit on keys, values and token ids, in bytes.
+        ttl: Seconds from a chunk's `put` to its end, used or not; None for no end.  What a slower
+            tier had before is not counted: the times of tiers add up.
         release_grace: Seconds between the release of a chunk and its end.
         tier: Name under which hits are counted.
     """
 
+    excludes_processes = False
+
     def __init__(
-        self, max_bytes: int = 1 << 30, *, release_grace: float = 600.0, tier: str = "memory"
+        self,
+        max_bytes: int = 1 << 30,
+        *,
+        ttl: float | None = None,
+        release_grace: float = 600.0,
+        tier: str = "memory",
     ) -> None:
-        """Open an empty store; with `max_bytes` 0 it keeps nothing."""
+        """Open an empty store; with `max_bytes` 0 it keeps nothing.
+
+        Raises:
+            InvalidInputError: If `ttl` is not above zero.
+        """
         self.max_bytes = max_bytes
+        self.ttl = check_ttl(ttl)
         self.release_grace = release_grace
         self.tier = tier
         self._lock = threading.Lock()
-        self._chunks: LRUCache[ChunkKey, ChunkKV] = LRUCache(max_bytes, getsizeof=_size)
+        self._chunks = _Chunks(max_bytes)
         # Per key and owner the time of the release, None while claimed.
         self._owners: dict[ChunkKey, dict[str, float | None]] = {}
+        self._epochs: Counter[str] = Counter()
         self._counters = Counters()
         self._stripes = ThreadLocks()
 
     def __repr__(self) -> str:
         """The call that made it."""
         return (
-            f"MemoryStore({self.max_bytes}, release_grace={self.release_grace}, tier={self.tier!r})"
+            f"MemoryStore({self.max_bytes}, ttl={self.ttl}, release_grace={self.release_grace}, "
+            f"tier={self.tier!r})"
         )
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Give back the kept chunk itself, or copy it into `out`."""
+        begin = time.perf_counter()
         check_key(key)
         if out is not None:
             check_out(key, layout, out)
         with self._lock:
-            chunk = self._chunks.get(key)
+            chunk = None if self._is_expired(key) else self._chunks.get(key)
             if chunk is not None and chunk.layout != layout:
                 del self._chunks[key]
         if chunk is None:
@@ -71,7 +102,7 @@ class MemoryStore(ChunkStore):
         if out is not None:
             out.copy_from(chunk)
             out.tokens.copy_(chunk.tokens)
-        self._counters.hit(self.tier)
+        self._counters.hit(self.tier, _size(chunk), time.perf_counter() - begin)
         return Hit(chunk if out is None else out, self.tier)
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
@@ -82,13 +113,18 @@ class MemoryStore(ChunkStore):
         if size > self.max_bytes:
             self._counters.failed(f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}")
             return False
+        epoch = self.epoch(key.namespace)
         kept = _private(chunk)
         with self._lock:
+            if self._epochs[key.namespace] != epoch:
+                self._counters.failed("the namespace was deleted meanwhile")
+                return False
             self._chunks.pop(key, None)
             before = len(self._chunks)
             self._chunks[key] = kept
+            self._chunks.put_at[key] = time.monotonic()
             evicted = before + 1 - len(self._chunks)
-        self._counters.add("puts")
+        self._counters.kept(self.tier, size)
         self._counters.add("evictions", evicted)
         return True
 
@@ -96,7 +132,7 @@ class MemoryStore(ChunkStore):
         """Whether the key is held now; does not count as use."""
         check_key(key)
         with self._lock:
-            return key in self._chunks
+            return key in self._chunks and not self._is_expired(key)
 
     def touch(self, key: ChunkKey) -> None:
         """Make the key the most recently used."""
@@ -109,6 +145,23 @@ class MemoryStore(ChunkStore):
         check_key(key)
         with self._lock:
             return self._chunks.pop(key, None) is not None
+
+    def delete_namespace(self, namespace: str) -> int:
+        """Forget every chunk and claim of a namespace; who uses a chunk keeps it meanwhile."""
+        with self._lock:
+            # As on disk: the time, so that stores can be compared, and never less than before.
+            self._epochs[namespace] = max(self._epochs[namespace] + 1, time.time_ns())
+            gone = [key for key in self._chunks if key.namespace == namespace]
+            for key in gone:
+                del self._chunks[key]
+            for key in [key for key in self._owners if key.namespace == namespace]:
+                del self._owners[key]
+        return len(gone)
+
+    def epoch(self, namespace: str) -> int:
+        """Grows with every deletion of the namespace; at first 0."""
+        with self._lock:
+            return self._epochs[namespace]
 
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Exclude other threads of this process."""
@@ -129,7 +182,7 @@ class MemoryStore(ChunkStore):
                 owners[owner] = time.monotonic()
 
     def sweep(self) -> int:
-        """Drop released chunks; the limit is kept by `put`."""
+        """Drop released and old chunks; the limit is kept by `put`."""
         latest = time.monotonic() - self.release_grace
         with self._lock:
             over = [
@@ -139,6 +192,7 @@ class MemoryStore(ChunkStore):
             ]
             for key in over:
                 del self._owners[key]
+            over += [key for key in self._chunks if self._is_expired(key)]
             dropped = sum(self._chunks.pop(key, None) is not None for key in over)
         self._counters.add("evictions", dropped)
         return dropped
@@ -146,6 +200,10 @@ class MemoryStore(ChunkStore):
     def stats(self) -> StoreStats:
         """Counters of this store."""
         return self._counters.stats()
+
+    def _is_expired(self, key: ChunkKey) -> bool:
+        put_at = self._chunks.put_at.get(key)
+        return self.ttl is not None and put_at is not None and put_at <= time.monotonic() - self.ttl
 
 
 def _size(chunk: ChunkKV) -> int:

@@ -9,20 +9,42 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvcache_rag.stores.entries import TEMPORARY
+from kvcache_rag.stores.filetimes import set_times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def claim(stem: str, owner: str) -> None:
+def claim(stem: str, owner: str, check: Callable[[], None]) -> None:
     """Mark the chunk at path `stem` (without suffix) as used by `owner`; its folder must exist.
+
+    Args:
+        stem: Path of the chunk.
+        owner: Who uses it.
+        check: Called before the mark is published; raises when it must not be any more.
 
     Raises:
         OSError: If the marker cannot be made.
     """
-    identity = _identity(owner)
+    mark = identity(owner)
+    temporary = f"{os.path.dirname(stem)}/{TEMPORARY}-{secrets.token_hex(16)}"
+    # Renamed, not opened: a link in the place of the mark is replaced and not followed.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        check()
+        os.replace(temporary, f"{stem}.owner-{mark}")
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
     # The claim is made before the release is undone, so a sweep in between sees a claim.
-    os.close(os.open(f"{stem}.owner-{identity}", os.O_WRONLY | os.O_CREAT, 0o600))
     with suppress(FileNotFoundError):
-        os.unlink(f"{stem}.released-{identity}")
+        os.unlink(f"{stem}.released-{mark}")
 
 
 def release(stem: str, owner: str) -> None:
@@ -31,11 +53,20 @@ def release(stem: str, owner: str) -> None:
     Raises:
         OSError: If it cannot be done; `FileNotFoundError` if the owner has no mark.
     """
-    identity = _identity(owner)
-    mark = f"{stem}.owner-{identity}"
-    os.utime(mark)  # before the rename, so that no sweep sees a tombstone as old as the claim
-    os.replace(mark, f"{stem}.released-{identity}")
+    release_mark(stem, identity(owner))
 
 
-def _identity(owner: str) -> str:
+def release_mark(stem: str, mark: str) -> None:
+    """Turn the mark of an owner, known by `identity`, into a tombstone of this moment.
+
+    Raises:
+        OSError: If it cannot be done; `FileNotFoundError` if the owner has no mark.
+    """
+    # Before the rename, so that no sweep sees a tombstone as old as the claim.
+    set_times(f"{stem}.owner-{mark}")
+    os.replace(f"{stem}.owner-{mark}", f"{stem}.released-{mark}")
+
+
+def identity(owner: str) -> str:
+    """The 16 hexadecimal digits by which an owner is known on disk."""
     return hashlib.sha256(owner.encode()).hexdigest()[:16]

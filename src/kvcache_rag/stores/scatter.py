@@ -92,6 +92,20 @@ def sequential(descriptor: int) -> ReadV:
     return read
 
 
+def in_memory(data: bytes) -> ReadV:
+    """Read bytes that are here already."""
+
+    def read(buffers: Sequence[memoryview], offset: int) -> int:
+        begin = offset
+        for buffer in buffers:
+            piece = data[begin : begin + len(buffer)]
+            buffer[: len(piece)] = piece
+            begin += len(piece)
+        return begin - offset
+
+    return read
+
+
 def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     size = 0

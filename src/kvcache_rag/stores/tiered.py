@@ -2,45 +2,87 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_key
-from kvcache_rag.stores.counters import Counters
+from kvcache_rag.stores.counters import Counters, joined
+from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
+from kvcache_rag.stores.writeback import WriteBack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.codecs import Codec
+
+_IDLE_LOOK = 60.0  # seconds between two looks at namespaces that nobody asks for
 
 
 class TieredStore(ChunkStore):
     """Stores from the fastest to the slowest; the last one is the truth that the others copy.
 
     A hit in a slower tier is put into the faster ones, and one in a faster tier counts as use in
-    the slower ones.  Locks are the last tier's.
+    the slower ones.  Locks are those of the last tier that excludes processes.
+
+    A namespace that another process deleted in a slower tier is forgotten in the faster ones: the
+    epochs are looked at again before a chunk of it is given back, when the last look is `recheck`
+    seconds old, and every minute when nobody asks for one.
 
     Attributes:
         tiers: The stores, fastest first.
+        write_back: Names of the tiers that are written in the background.
+        recheck: Seconds for which a faster tier is believed about a namespace.
+        queue_bytes: Limit on the chunks that wait for one such tier; above it `put` writes through.
     """
 
-    def __init__(self, *stores: ChunkStore) -> None:
+    def __init__(
+        self,
+        *stores: ChunkStore,
+        write_back: Sequence[str] = (),
+        recheck: float = 5.0,
+        queue_bytes: int = 1 << 28,
+    ) -> None:
         """Join stores.
 
         Raises:
-            InvalidInputError: If there is none.
+            InvalidInputError: If there is none, or none of a name in `write_back`.
         """
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
+        names = [store.tier for store in stores]
+        unknown = {write_back} if isinstance(write_back, str) else {*write_back} - {*names}
+        if unknown:
+            raise InvalidInputError(
+                f"write_back is a list of names out of {names}; {sorted(unknown)} is none"
+            )
         self.tiers = stores
+        self.tier = stores[-1].tier
+        self.write_back = tuple(write_back)
+        self.recheck = recheck
+        self.queue_bytes = queue_bytes
+        self.excludes_processes = any(store.excludes_processes for store in stores)
+        self._watches = [EpochWatch(store, recheck) for store in stores]
+        self._stores: list[ChunkStore] = [
+            WriteBack(watch, queue_bytes) if watch.store.tier in write_back else watch.store
+            for watch in self._watches
+        ]
+        sharing = [store for store in stores if store.excludes_processes]
+        self._locks = sharing[-1] if sharing else stores[-1]
+        self._held = threading.local()
+        self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
         self._counters = Counters()
 
     def __repr__(self) -> str:
         """The call that made it."""
-        return f"TieredStore({', '.join(map(repr, self.tiers))})"
+        return (
+            f"TieredStore({', '.join(map(repr, self.tiers))}, write_back={self.write_back}, "
+            f"recheck={self.recheck}, queue_bytes={self.queue_bytes})"
+        )
 
     @property
     def codec(self) -> Codec:
@@ -54,25 +96,33 @@ class TieredStore(ChunkStore):
             ChunkNotFoundError: If no tier has it; a `CorruptChunkError` when one had it damaged.
             InvalidInputError: If the key or `out` cannot be used.
         """
+        self._look(check_key(key).namespace)
         worst: ChunkNotFoundError | None = None
-        for index, store in enumerate(self.tiers):
+        for index, store in enumerate(self._stores):
+            epoch = self._watches[index].number(key.namespace) if index else 0
             try:
                 hit = store.get(key, layout, out)
             except ChunkNotFoundError as error:
                 # A corrupt chunk says more than a missing one.
                 worst = error if worst is None or type(worst) is ChunkNotFoundError else worst
                 continue
-            for faster in self.tiers[:index]:
-                faster.put(key, hit.chunk)
-            for slower in self.tiers[index + 1 :]:
+            if index:
+                self._promote(key, hit.chunk, index, epoch)
+            for slower in self._stores[index + 1 :]:
                 slower.touch(key)
             return hit
         self._counters.add("misses")
         raise worst or ChunkNotFoundError(f"chunk {key.digest} is not stored; prefill it")
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Write through to all tiers; True when any of them kept the chunk."""
-        kept = [store.put(key, chunk) for store in self.tiers]
+        """Write to all tiers, now or in the background; True when any of them kept the chunk."""
+        self._look(check_key(key).namespace)
+        expected = self._epochs(key.namespace)
+        kept = [store.put(key, chunk) for store in self._stores]
+        if self._epochs_now(key.namespace) != expected:
+            # The namespace was deleted since the chunk was begun: it is not to come back.
+            self.delete(key)
+            kept = [False]
         if any(kept):
             self._counters.add("puts")
         if not kept[-1]:
@@ -81,54 +131,169 @@ class TieredStore(ChunkStore):
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether any tier holds the key now."""
-        return any(store.contains(key) for store in self.tiers)
+        return self.locate(key) is not None
+
+    def locate(self, key: ChunkKey) -> str | None:
+        """Name of the fastest tier that holds the key now."""
+        self._look(check_key(key).namespace)
+        return next(filter(None, (store.locate(key) for store in self._stores)), None)
 
     def touch(self, key: ChunkKey) -> None:
         """Note the use in all tiers."""
-        for store in self.tiers:
+        for store in self._stores:
             store.touch(key)
 
     def delete(self, key: ChunkKey) -> bool:
         """Drop a chunk in all tiers."""
-        return sum(store.delete(key) for store in self.tiers) > 0
+        return sum(store.delete(key) for store in self._stores) > 0
 
-    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
-        """Hold the locks of the last tier, the one that is shared most widely."""
-        return self.tiers[-1].locked([check_key(key) for key in keys])
+    def delete_namespace(self, namespace: str) -> int:
+        """Drop a namespace in all tiers and in what waits to be written.
+
+        Returns:
+            How many chunks the tier dropped that held most.
+
+        Raises:
+            OSError: If a tier could not drop all; the others have done so.
+        """
+        failures: list[OSError] = []
+        # The slowest first: then no faster tier is filled again from one that still holds it.
+        tiers = [*zip(self._stores, self._watches, strict=True)]
+        dropped = [_delete_namespace(*tier, namespace, failures) for tier in reversed(tiers)]
+        if failures:
+            raise failures[0]
+        return max(dropped)
+
+    def epoch(self, namespace: str) -> int:
+        """The largest of the tiers'."""
+        return max(store.epoch(namespace) for store in self.tiers)
+
+    @contextmanager
+    def locked(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Hold the locks of the last tier that excludes processes, or of the last tier.
+
+        What the thread puts meanwhile belongs to the epochs of now: it is not kept when the
+        namespace is deleted before.
+        """
+        keys = [check_key(key) for key in keys]
+        with self._locks.locked(keys):
+            for namespace in {key.namespace for key in keys}:
+                self._look(namespace)
+            epochs = {key.namespace: self._epochs_now(key.namespace) for key in keys}
+            self._held.epochs = epochs
+            try:
+                yield
+            finally:
+                self._held.epochs = {}
 
     def claim(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` uses the key, in all tiers."""
-        for store in self.tiers:
+        self._look(check_key(key).namespace)
+        for store in self._stores:
             store.claim(key, owner)
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` no longer uses the key, in all tiers."""
-        for store in self.tiers:
+        self._look(check_key(key).namespace)
+        for store in self._stores:
             store.release(key, owner)
+
+    def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
+        """Tell all tiers."""
+        for store in self._stores:
+            store.describe(spec, namespace, description)
 
     def sweep(self) -> int:
         """Sweep all tiers; the sum of what they dropped."""
-        return sum(store.sweep() for store in self.tiers)
+        return sum(store.sweep() for store in self._stores)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing waits to be written; False when `timeout` seconds did not do."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        done = True
+        for store in self._stores:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done = store.flush(left) and done
+        return done
+
+    def close(self) -> None:
+        """Write what waits and stop the background threads."""
+        for store in self._stores:
+            store.close()
 
     def stats(self) -> StoreStats:
         """Counters of all tiers as one store's.
 
-        Hits are per tier, `corrupt` and `evictions` are sums.  `misses` are keys that no tier had,
-        `puts` are chunks that any tier kept, `put_failures` are chunks that the last tier did not
-        keep; what each tier did for itself is in the stats of `tiers`.
+        Hits, bytes and seconds are per tier, `corrupt`, `evictions` and `failures` are sums.
+        `misses` are keys that no tier had, `puts` are chunks that any tier kept, `put_failures` are
+        chunks that the last tier did not keep; what each tier did for itself is in the stats of
+        `tiers`.
         """
-        tiers = [store.stats() for store in self.tiers]
+        queues = [store for store in self._stores if isinstance(store, WriteBack)]
+        tiers = [store.stats() for store in (*self.tiers, *queues)]
         own = self._counters.stats()
-        hits: dict[str, int] = {}
-        for tier in tiers:
-            for name, count in tier.hits.items():
-                hits[name] = hits.get(name, 0) + count
-        return StoreStats(
-            hits=hits,
-            misses=own.misses,
-            corrupt=sum(tier.corrupt for tier in tiers),
-            puts=own.puts,
-            put_failures=own.put_failures,
-            evictions=sum(tier.evictions for tier in tiers),
-            last_failure=next((t.last_failure for t in reversed(tiers) if t.last_failure), ""),
-        )
+        late = [store.stats().put_failures for store in queues if store is self._stores[-1]]
+        return joined(own, tiers, own.put_failures + sum(late))
+
+    def _epochs(self, namespace: str) -> list[int]:
+        """The epochs that this thread works for: those at which it took the locks."""
+        held: dict[str, list[int]] = getattr(self._held, "epochs", {})
+        return held[namespace] if namespace in held else self._epochs_now(namespace)
+
+    def _epochs_now(self, namespace: str) -> list[int]:
+        """The epochs of the tiers, as last seen of those that have no locks and so are far away."""
+        return [
+            watch.store.epoch(namespace)
+            if watch.store.excludes_processes
+            else watch.number(namespace)
+            for watch in self._watches[1:]
+        ]
+
+    def promote(self, key: ChunkKey, chunk: ChunkKV, tier: str) -> None:
+        """Copy a chunk that `tier` holds into the faster tiers."""
+        source = {store.tier: index for index, store in enumerate(self.tiers)}.get(tier, 0)
+        if source:
+            self._promote(key, chunk, source, self._watches[source].number(key.namespace))
+
+    def _promote(self, key: ChunkKey, chunk: ChunkKV, source: int, epoch: int) -> None:
+        """Copy a chunk of tier `source` into the faster ones, unless its namespace went away."""
+        for faster in self._stores[:source]:
+            with suppress(Exception):  # as out of memory: the chunk is served all the same
+                faster.put(key, chunk)
+        if self.tiers[source].epoch(key.namespace) != epoch:
+            for faster in self._stores[:source]:
+                faster.delete(key)
+
+    def _look(self, namespace: str) -> None:
+        """Forget a namespace in faster tiers that was deleted in a slower one."""
+        if len(self._stores) > 1:
+            self._idle.start()
+        for index in range(len(self._stores) - 1, 0, -1):
+            before, now = self._watches[index].look(namespace)
+            if before == now:
+                continue
+            failures: list[OSError] = []
+            for faster, watch in zip(self._stores[:index], self._watches, strict=False):
+                # At the first look: was the slower one deleted after this one was?
+                if before is not None or now > faster.epoch(namespace):
+                    _delete_namespace(faster, watch, namespace, failures)
+            if failures:
+                # A folder that cannot be written, for example; tried again at the next look.
+                self._watches[index].forget(namespace)
+
+    def _look_at_all(self) -> None:
+        for namespace in {name for watch in self._watches for name in watch.namespaces()}:
+            self._look(namespace)
+
+
+def _delete_namespace(
+    store: ChunkStore, watch: EpochWatch, namespace: str, failures: list[OSError]
+) -> int:
+    """Drop a namespace in one tier, and know its new epoch for our own doing."""
+    try:
+        dropped = store.delete_namespace(namespace)
+        watch.accept(namespace)
+    except OSError as error:
+        failures.append(error)
+        return 0
+    return dropped

@@ -1,0 +1,430 @@
+"""A store on a remote keeps the contract, and no failure of the remote reaches the caller."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    MissingExtraError,
+)
+from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore, transport
+from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GRACE = 100.0
+CHUNK = make_chunk()
+KEY = key_of(CHUNK)
+
+
+class TestRemoteStoreOnAFolder(StoreContract):
+    def open(self, path: Path, *, max_bytes: int | None = None) -> RemoteStore:
+        if max_bytes is not None:
+            pytest.skip("a remote has no limit on its bytes")
+        return RemoteStore(f"file://{path}", release_grace=GRACE)
+
+    def age(self, store: ChunkStore, seconds: float) -> None:
+        for path in root(store).rglob("*"):
+            status = path.stat()
+            os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
+
+    def held(self, store: ChunkStore) -> set[str]:
+        return {path.stem for path in root(store).rglob("*.safetensors")}
+
+
+def root(store: ChunkStore) -> Path:
+    """Folder of a store on a folder."""
+    assert isinstance(store, RemoteStore)
+    return Path(store._objects.root)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RemoteStore:
+    return RemoteStore(f"file://{tmp_path}/store", retries=0, timeout=20)
+
+
+def place(store: RemoteStore) -> Path:
+    """File of the chunk."""
+    return Path(store._objects.path(KEY))
+
+
+# Same files as on disk.
+
+
+def test_a_disk_store_reads_what_a_remote_wrote_and_the_other_way_round(tmp_path: Path) -> None:
+    remote, disk = RemoteStore(f"file://{tmp_path}"), DiskStore(tmp_path, durable=False)
+    other = make_chunk(1)
+    remote.put(KEY, CHUNK)
+    disk.put(key_of(other), other)
+    assert same(disk.get(KEY, LAYOUT).chunk, CHUNK)
+    assert same(remote.get(key_of(other), LAYOUT).chunk, other)
+
+
+def test_memory_of_fsspec_will_do(tmp_path: Path) -> None:
+    store = RemoteStore(f"memory://{tmp_path}")
+    assert store.put(KEY, CHUNK)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    store.claim(KEY, "a")
+    store.release(KEY, "a")
+    assert store.sweep() == 0
+    assert RemoteStore(f"memory://{tmp_path}", release_grace=-1).sweep() == 1
+    assert not store.contains(KEY)
+
+
+def test_only_digests_reach_a_path(store: RemoteStore) -> None:
+    chunk = make_chunk(2)
+    key = key_of(chunk, namespace="../../tenant")
+    store.put(key, chunk)
+    store.claim(key, "../owner")
+    store.delete_namespace("../../other")
+    names = [str(path.relative_to(root(store))) for path in root(store).rglob("*")]
+    assert names
+    assert not [
+        name for name in names if set(name) - set("0123456789abcdefghijklmnopqrstuvwxyz/.-")
+    ]
+    assert not [name for name in names if "tenant" in name or "owner-.." in name]
+    assert {path.name for path in root(store).parent.iterdir()} == {"store"}
+
+
+def test_a_chunk_above_the_limit_of_an_object_is_not_kept(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    small = RemoteStore(url, max_object_bytes=CHUNK.nbytes)
+    assert not small.put(KEY, CHUNK)
+    assert "max_object_bytes" in small.stats().last_failure
+    assert RemoteStore(url).put(KEY, CHUNK)
+    with pytest.raises(ChunkNotFoundError):
+        small.get(KEY, LAYOUT)
+
+
+def test_a_killed_writer_leaves_no_object_and_its_torso_is_swept(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(self: LocalFileSystem, path: str, value: bytes, **_: Any) -> None:
+        Path(path).write_bytes(value[:100])
+        raise SystemExit  # as if the process ended here
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "pipe_file", torn)
+        patch.setattr(LocalFileSystem, "rm_file", lambda *_: None)
+        assert not store.put(KEY, CHUNK)
+    (torso,) = [path for path in root(store).rglob("*") if path.is_file()]
+    assert torso.name.startswith(".tmp-")
+    assert not store.contains(KEY)
+    store.sweep()
+    assert torso.exists()
+    os.utime(torso, (1, 1))
+    store.sweep()
+    assert not torso.exists()
+
+
+# Damage.
+
+HTML = b"<html><body>Please log in</body></html>"
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "HTML": lambda data: HTML,
+    "truncated": lambda data: data[:-1],
+    "longer": lambda data: data + b"x",
+    "much longer": lambda data: data + bytes(1 << 20),
+    "a changed byte": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "a changed header": lambda data: data.replace(b'"start"', b'"stars"'),
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_object_is_a_miss_and_removed(store: RemoteStore, kind: str) -> None:
+    store.put(KEY, CHUNK)
+    place(store).write_bytes(DAMAGE[kind](place(store).read_bytes()))
+    with pytest.raises(CorruptChunkError):
+        store.get(KEY, LAYOUT)
+    assert not store.contains(KEY)
+    assert (store.stats().corrupt, store.stats().misses) == (1, 0)
+    assert store.put(KEY, CHUNK)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_on_the_way_costs_one_more_read_and_no_object(
+    store: RemoteStore, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(KEY, CHUNK)
+    fetch, calls = LocalFileSystem.cat_file, []
+
+    def damaged(self: LocalFileSystem, path: str, **kwargs: Any) -> Any:
+        calls.append(path)
+        data = fetch(self, path, **kwargs)
+        return DAMAGE[kind](data) if len(calls) == 1 else data
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", damaged)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    assert len(calls) == 2
+    assert store.stats().corrupt == 0
+
+
+# Failures.
+
+
+class Strange(Exception):
+    """What no driver was expected to raise."""
+
+
+@pytest.mark.parametrize("error", [OSError, Strange, PermissionError, KeyError, SystemExit])
+def test_whatever_a_driver_raises_is_a_miss(
+    store: RemoteStore, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(KEY, CHUNK)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise error("no")
+
+    for name in ("cat_file", "pipe_file", "info", "find", "rm_file"):
+        monkeypatch.setattr(LocalFileSystem, name, broken)
+    with pytest.raises(ChunkNotFoundError):
+        store.get(KEY, LAYOUT)
+    assert not store.put(KEY, CHUNK)
+    assert not store.contains(KEY)
+    assert not store.delete(KEY)
+    store.claim(KEY, "a")
+    store.release(KEY, "a")
+    assert store.sweep() == 0
+    assert store.epoch("") == 0
+    with pytest.raises(OSError, match=error.__name__):
+        store.delete_namespace("")
+    stats = store.stats()
+    assert (stats.misses, stats.put_failures) == (1, 1)
+    assert stats.failures >= 8
+    assert stats.last_failure
+
+
+def test_a_hanging_remote_is_given_up_on_once_and_then_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RemoteStore(f"file://{tmp_path}", timeout=0.2, pause=3600)
+    other = RemoteStore(f"file://{tmp_path}")
+    other.put(KEY, CHUNK)
+    release, calls = threading.Event(), []
+
+    def hang(*_: Any, **__: Any) -> None:
+        calls.append(1)
+        release.wait(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", hang)
+        for _ in range(5):
+            with pytest.raises(ChunkNotFoundError):
+                store.get(KEY, LAYOUT)
+        assert not store.contains(KEY)
+        assert not store.put(KEY, CHUNK)
+        release.set()
+    assert len(calls) == 1
+    with pytest.raises(ChunkNotFoundError, match="skipped for 3600 s"):
+        store.get(KEY, LAYOUT)
+    store._transport.breaker._until = 0.0  # the pause is over
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    assert store.contains(KEY)
+
+
+def test_failures_in_a_row_open_the_breaker_and_answers_in_between_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("kvcache_rag.stores.transport.time.monotonic", lambda: clock[0])
+    breaker = transport.Breaker(30.0)
+    for _ in range(5):
+        breaker.failed(late=False)
+        breaker.failed(late=False)
+        assert breaker.admits()
+        breaker.succeeded()
+    for _ in range(3):
+        assert breaker.admits()
+        breaker.failed(late=False)
+    assert not breaker.admits()
+    clock[0] += 30.0
+    assert [breaker.admits() for _ in range(3)] == [True, False, False], "one tries again"
+    breaker.failed(late=False)
+    assert not breaker.admits()
+    clock[0] += 30.0
+    assert breaker.admits()
+    breaker.succeeded()
+    assert [breaker.admits() for _ in range(3)] == [True] * 3
+
+
+def test_a_failed_call_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(f"file://{tmp_path}", retries=2)
+    store.put(KEY, CHUNK)
+    fetch, calls = LocalFileSystem.cat_file, []
+
+    def flaky(self: LocalFileSystem, path: str, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) < 3:
+            raise ConnectionResetError
+        return fetch(self, path, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", flaky)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    assert store.stats().failures == 0
+
+
+def test_hung_calls_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(f"file://{tmp_path}", timeout=0.05, pause=0)
+    release = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "info", lambda *_: release.wait(60))
+        before = threading.active_count()
+        for _ in range(transport._AT_ONCE + 4):
+            assert not store.contains(KEY)
+        assert threading.active_count() - before <= transport._AT_ONCE
+        release.set()
+
+
+def test_a_process_ends_although_a_call_hangs(tmp_path: Path) -> None:
+    code = f"""
+import time
+from fsspec.implementations.local import LocalFileSystem
+from kvcache_rag import RemoteStore
+from tests.chunks import key_of, make_chunk
+LocalFileSystem.info = lambda *_: time.sleep(600)
+print(RemoteStore("file://{tmp_path}", timeout=0.1).contains(key_of(make_chunk())))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=os.getcwd()
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_late_upload_does_not_bring_a_deleted_namespace_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RemoteStore(f"file://{tmp_path}", timeout=0.3, retries=0)
+    release, done = threading.Event(), threading.Event()
+    move, upload, moved = LocalFileSystem.mv, store._objects.upload, []
+
+    def late(self: LocalFileSystem, source: str, target: str) -> None:
+        if target.endswith(".safetensors"):
+            release.wait(60)
+            Path(source).parent.mkdir(parents=True, exist_ok=True)  # the deletion took it away
+            Path(source).write_bytes(b"late")
+            moved.append(target)
+        move(self, source, target)
+
+    def noted(*args: Any, **kwargs: Any) -> bool:
+        try:
+            return upload(*args, **kwargs)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(LocalFileSystem, "mv", late)
+    monkeypatch.setattr(type(store._objects), "upload", lambda _, *a, **k: noted(*a, **k))
+    assert not store.put(KEY, CHUNK)  # nobody waits for it any more
+    store.delete_namespace("")
+    release.set()
+    assert done.wait(60)
+    assert moved
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# Mistakes, and what must not be said.
+
+
+def test_a_url_that_cannot_be_used_is_one_sentence() -> None:
+    for url in ("bucket/folder", "", "nonsense://x"):
+        with pytest.raises(InvalidInputError):
+            RemoteStore(url)
+    for wrong in ({"timeout": 0}, {"retries": -1}, {"pause": -1}):
+        with pytest.raises(InvalidInputError):
+            RemoteStore("memory://x", **wrong)  # type: ignore[arg-type]  # numbers, all of them
+
+
+@pytest.mark.parametrize(
+    ("url", "extra"), [("s3://b/x", "s3"), ("gs://b/x", "gcs"), ("az://b/x", "azure")]
+)
+def test_a_missing_driver_names_the_extra(
+    url: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError(protocol)
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(MissingExtraError, match=rf"kvcache-rag\[{extra}\]"):
+        RemoteStore(url)
+
+
+def test_secrets_are_in_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"auto_mkdir": True, "client_kwargs": {"keys": ["hunter22"]}, "secret": "swordfish"}
+    store = RemoteStore(f"file://{tmp_path}", storage_options=options, retries=0)
+
+    def told(*_: Any, **__: Any) -> None:
+        raise OSError("swordfish hunter22 https://x/?sig=abc%2Fdef&token=ghi 'secret=jkl'")
+
+    for name in ("cat_file", "info"):
+        monkeypatch.setattr(LocalFileSystem, name, told)
+    with pytest.raises(ChunkNotFoundError) as caught:
+        store.get(KEY, LAYOUT)
+    store.contains(KEY)
+    url = "s3://user:" + "opensesame@bucket/x?key=letmein"
+    texts = [str(caught.value), store.stats().last_failure, repr(store), repr(RemoteStore(url))]
+    for secret in ("swordfish", "hunter22", "abc", "ghi", "jkl", "opensesame", "letmein"):
+        assert not [text for text in texts if secret in text]
+    assert "***" in texts[1]
+    assert caught.value.__cause__ is None
+
+
+def test_it_says_how_it_was_made(tmp_path: Path) -> None:
+    store = RemoteStore(f"file://{tmp_path}", timeout=3.0)
+    names = {"RemoteStore": RemoteStore, "Native": type(store.codec)}
+    assert repr(eval(repr(store), names)) == repr(store)
+
+
+# A folder that two processes share.
+
+SHARE = """
+import json, sys
+from kvcache_rag import RemoteStore
+from tests.chunks import LAYOUT, key_of, make_chunk, same
+store = RemoteStore(sys.argv[1])
+chunks = [make_chunk(seed) for seed in range(8)]
+report = []
+for round in range(5):
+    for chunk in chunks:
+        store.put(key_of(chunk), chunk)
+        report.append(same(store.get(key_of(chunk), LAYOUT).chunk, chunk))
+print(json.dumps([all(report), store.stats().corrupt, store.stats().failures]))
+"""
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARE, f"file://{tmp_path}"], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for worker in workers:
+        out, _ = worker.communicate(timeout=200)
+        assert json.loads(out) == [True, 0, 0]
+    store = RemoteStore(f"file://{tmp_path}")
+    assert all(store.contains(key_of(make_chunk(seed))) for seed in range(8))
+    assert not list(tmp_path.rglob(".tmp*"))
+
+
+def test_a_forked_child_makes_its_own_connections(store: RemoteStore) -> None:
+    store.put(KEY, CHUNK)
+    first = store._transport._filesystem()
+    store._transport._opened = (-1, first)  # as after a fork
+    assert store._transport._filesystem() is not first
+    assert store.contains(KEY)

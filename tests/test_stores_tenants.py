@@ -1,0 +1,410 @@
+"""Tenants of one folder: what each may touch and hold, and how all of one is deleted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.stores import (
+    DiskStore,
+    MemoryStore,
+    directory,
+    locks,
+    ownership,
+)
+from tests.contracts import LAYOUT, key_of, make_chunk, same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_rag.chunk import ChunkKey
+
+SMALL = make_chunk(tokens=4)
+SIZE = 4096 + SMALL.nbytes + 16
+KEY = key_of(SMALL, namespace="a")
+ROOT = Path(__file__).parents[1]
+OWNER = f".owner-{ownership.identity('o')}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "kv", durable=False)
+
+
+def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int = 0) -> None:
+    for seed in range(first, first + count):
+        chunk = make_chunk(seed, tokens=4)
+        assert store.put(key_of(chunk, namespace=namespace), chunk)
+
+
+def held(store: DiskStore, namespace: str) -> int:
+    folder = Path(directory.namespace_folder(str(store.root), namespace))
+    return len(list(folder.rglob("*.safetensors")))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder with size and time."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+# Isolation.
+
+# Prints every path that the operations on tenant "a" touched.  Hooks see open, listdir, scandir,
+# mkdir, rename, remove, rmdir, utime, flock; they see no stat and nothing that Rust does, hence
+# the wrappers.  What DirEntry.stat() looks at lies in a folder whose scandir was seen.
+WATCHED = """
+import os, sys
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.stores import DiskStore, chunkfile
+from tests.contracts import LAYOUT, key_of, make_chunk
+
+chunk = make_chunk(tokens=4)
+key = key_of(chunk, namespace="a")
+size = 4096 + chunk.nbytes + 16
+limits = {"bound": {"namespace": "a", "max_bytes": 3 * size}, "quota": {"quota": 3 * size},
+          "operator": {"max_bytes": 3 * size}}[sys.argv[2]]
+
+def work(root, whole):
+    store = DiskStore(root, durable=True, release_grace=0, **limits)
+    store.get(key_of(make_chunk(9, tokens=4), namespace="a"), LAYOUT)
+    for seed in range(6):
+        one = make_chunk(seed, tokens=4)
+        with store.locked([key_of(one, namespace="a")]):
+            assert store.put(key_of(one, namespace="a"), one)
+    store.put(key, chunk)
+    os.utime(store.path(key), (1, 1))
+    store.get(key, LAYOUT), store.contains(key), store.touch(key), store.locate(key)
+    store.claim(key, "owner")
+    store._dues["a"] = 0.0
+    store.release(key, "owner")
+    import threading
+    for thread in threading.enumerate():
+        if thread.name == "kvcache-rag-sweep":
+            thread.join()
+    if whole:
+        store.sweep()
+    store.path(key).write_bytes(b"damaged")
+    try:
+        store.get(key, LAYOUT)
+    except ChunkNotFoundError:
+        pass
+    store.delete(key), store.epoch("a")
+    assert store.stats().evictions
+    store.delete_namespace("a")
+
+class Missing(Exception): pass
+real_get = DiskStore.get
+def get(self, *args):
+    try:
+        return real_get(self, *args)
+    except ChunkNotFoundError:
+        return None
+DiskStore.get = get
+
+work(sys.argv[1] + "-before", True)  # imports what is imported late
+seen, busy = set(), []
+
+def note(path):
+    if isinstance(path, int):
+        busy.append(1)
+        path = os.readlink(f"/proc/self/fd/{path}")
+        busy.pop()
+    seen.add(os.fsdecode(path))
+
+def hook(event, args):
+    if busy:
+        return
+    if event in ("open", "fcntl.flock") or event.startswith("os."):
+        for value in args[: 2 if event in ("os.rename", "os.link", "os.symlink") else 1]:
+            note(value)
+
+def wrapped(call):
+    def looked(path, *args, **kwargs):
+        if not busy:
+            note(path)
+        return call(path, *args, **kwargs)
+    return looked
+
+os.stat, os.lstat = wrapped(os.stat), wrapped(os.lstat)
+chunkfile.save_file = (lambda save: lambda t, path, **k: (note(path), save(t, path, **k)))(
+    chunkfile.save_file)
+sys.addaudithook(hook)
+work(sys.argv[1], sys.argv[2] == "bound")
+busy.append(1)
+print("\\n".join(sorted(seen)))
+"""
+
+
+@pytest.mark.parametrize(("kind", "isolated"), [("bound", 1), ("quota", 1), ("operator", 0)])
+def test_a_tenant_touches_nothing_outside_its_own_folder(
+    store: DiskStore, kind: str, isolated: int
+) -> None:
+    fill(store, "b", 2)
+    theirs = Path(directory.namespace_folder(str(store.root), "b"))
+    before = contents(theirs)
+    command = [sys.executable, "-W", "ignore", "-c", WATCHED, str(store.root), kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    own = directory.namespace_folder(str(store.root), "a")
+    seen = done.stdout.split("\n")[:-1]
+    inside = [path for path in seen if path == own or path.startswith(f"{own}/")]
+    kinds = (".safetensors", ".lock", ".owner-", "quarantine", "epoch", ".deleted-", ".tmp")
+    assert all(any(kind in path for path in inside) for kind in kinds)
+    # The folders above are looked at to resolve the path of a lock file.
+    outside = set(seen) - set(inside) - set(map(str, [store.root, *store.root.parents]))
+    if isolated:
+        assert outside == set()
+        assert contents(theirs) == before
+    else:  # a limit for all has to look at all
+        assert any(path.startswith(str(theirs)) for path in outside)
+
+
+def test_a_store_for_one_namespace_refuses_other_keys(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, namespace="a", durable=False)
+    other = key_of(SMALL, namespace="b")
+    calls: list[Callable[[], object]] = [
+        lambda: store.get(other, LAYOUT),
+        lambda: store.put(other, SMALL),
+        lambda: store.contains(other),
+        lambda: store.locate(other),
+        lambda: store.touch(other),
+        lambda: store.delete(other),
+        lambda: store.path(other),
+        lambda: store.locked([KEY, other]).__enter__(),
+        lambda: store.claim(other, "o"),
+        lambda: store.release(other, "o"),
+        lambda: store.delete_namespace("b"),
+        lambda: store.epoch("b"),
+        lambda: store.describe("0" * 64, "b", {}),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match="'b'"):
+            call()
+    assert not list(tmp_path.iterdir())
+    fill(store, "a", 1)
+    assert same(store.get(KEY, LAYOUT).chunk, SMALL)
+
+
+def test_locate_names_the_tier(tmp_path: Path) -> None:
+    for store in (DiskStore(tmp_path, durable=False, tier="ssd"), MemoryStore(tier="ram")):
+        assert store.locate(KEY) is None
+        fill(store, "a", 1)
+        assert store.locate(KEY) == store.tier
+        assert store.locate(key_of(SMALL, namespace="b")) is None
+
+
+# Quota.
+
+
+@pytest.mark.parametrize(
+    "limits", [{"quota": 10 * SIZE}, {"quota": {"a": 10 * SIZE}}, {"quota": 10 * SIZE, "ttl": 99}]
+)
+def test_a_quota_is_kept_per_namespace(tmp_path: Path, limits: dict[str, Any]) -> None:
+    store = DiskStore(tmp_path, durable=False, **limits)
+    fill(store, "b", 5)
+    for seed in range(30):
+        fill(store, "a", 1, first=seed)
+        assert held(store, "a") <= 11
+    assert held(store, "a") >= 8
+    assert held(store, "b") == 5
+    assert store.stats().evictions == 30 - held(store, "a")
+
+
+def test_a_namespace_without_a_quota_has_no_limit(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, quota={"a": 2 * SIZE})
+    fill(store, "b", 20)
+    assert held(store, "b") == 20
+
+
+def test_max_bytes_of_a_tenants_store_is_the_tenants(tmp_path: Path) -> None:
+    fill(DiskStore(tmp_path, durable=False), "b", 9)
+    store = DiskStore(tmp_path, namespace="a", max_bytes=4 * SIZE, durable=False)
+    for seed in range(9):
+        fill(store, "a", 1, first=seed)
+        assert held(store, "a") <= 4
+    assert held(store, "b") == 9
+    fill(DiskStore(tmp_path, durable=False), "a", 9)
+    assert store.sweep() == 5
+    assert (held(store, "a"), held(store, "b")) == (4, 9)
+    both = DiskStore(tmp_path, namespace="a", max_bytes=4 * SIZE, quota=2 * SIZE, durable=False)
+    assert both.sweep() == 2
+
+
+def test_the_operators_sweep_keeps_every_limit(tmp_path: Path) -> None:
+    unlimited = DiskStore(tmp_path, durable=False)
+    for namespace in "abc":
+        fill(unlimited, namespace, 6)
+    quota = {"a": SIZE, "b": 3 * SIZE}
+    assert DiskStore(tmp_path, quota=quota).sweep() == 8
+    assert [held(unlimited, namespace) for namespace in "abc"] == [1, 3, 6]
+    store = DiskStore(tmp_path, quota=quota, max_bytes=7 * SIZE)
+    assert store.sweep() == 3
+    assert sum(held(unlimited, namespace) for namespace in "abc") == 7
+
+
+@pytest.mark.parametrize("quota", [SIZE - 17, {"a": SIZE - 17}])
+def test_a_chunk_above_the_quota_is_not_kept(tmp_path: Path, quota: Any) -> None:
+    store = DiskStore(tmp_path, quota=quota, durable=False)
+    assert not store.put(KEY, SMALL)
+    assert "quota" in store.stats().last_failure
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_of_one_namespace_does_not_wait_for_another(store: DiskStore) -> None:
+    fill(store, "a", 3)
+    fill(store, "b", 3)
+    folder = directory.namespace_folder(str(store.root), "b")
+    with locks.try_file(f"{folder}/sweep.lock") as ours:
+        assert ours
+        assert DiskStore(store.root, quota=SIZE).sweep() == 2
+    assert (held(store, "a"), held(store, "b")) == (1, 3)
+
+
+def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, "a", 2)
+    store = DiskStore(store.root, durable=False, quota=SIZE)
+    entered, leave = threading.Event(), threading.Event()
+    sweep = directory.sweep
+
+    def slow(*args: Any, **kwargs: Any) -> directory.Swept:
+        entered.set()
+        assert leave.wait(60)
+        return sweep(*args, **kwargs)
+
+    monkeypatch.setattr(directory, "sweep", slow)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(store.sweep)
+        assert entered.wait(60)
+        assert same(store.get(KEY, LAYOUT).chunk, SMALL)
+        with store.locked([KEY]):
+            fill(store, "a", 3)
+        store.claim(KEY, "o")
+        assert store.sweep() == 0
+        assert not running.done()
+        leave.set()
+        assert running.result(60) == 2
+
+
+# Links where folders and files belong.
+
+
+PLACES: dict[str, Callable[[DiskStore, ChunkKey], Path]] = {
+    "namespace": lambda store, key: store.path(key).parents[2],
+    "spec": lambda store, key: store.path(key).parents[1],
+    "shard": lambda store, key: store.path(key).parent,
+    "locks": lambda store, key: store.path(key).parents[2] / "locks",
+    "quarantine": lambda store, key: store.path(key).parents[2] / "quarantine",
+    "chunk": lambda store, key: store.path(key),
+    "owner": lambda store, key: Path(directory.stem_path(str(store.root), key) + OWNER),
+    "lock": lambda store, key: Path(directory.lock_path(str(store.root), key)),
+    "sweep": lambda store, key: store.path(key).parents[2] / "sweep.lock",
+    "epoch": lambda store, key: store.path(key).parents[2] / "epoch",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", ["file", "folder", "nowhere"])
+def test_no_link_is_followed(tmp_path: Path, place: str, target: str) -> None:
+    outside = tmp_path / "outside"
+    # As deep as a namespace, so that a link to it could be mistaken for one.
+    inner = outside / KEY.spec[:16] / KEY.digest[:2]
+    inner.mkdir(parents=True)
+    old = make_chunk(3, tokens=4)
+    source = DiskStore(tmp_path / "source", durable=False)
+    source.put(KEY, SMALL)
+    source.put(key_of(old, namespace="a"), old)
+    (inner / source.path(KEY).name).write_bytes(source.path(KEY).read_bytes())
+    (inner / ".tmp-x").write_text("x")
+    (outside / ".deleted-x").write_text("x")
+    (outside / "file").write_text("x")
+    for path in [*outside.rglob("*"), outside]:
+        os.utime(path, (1, 1))
+    store = DiskStore(
+        tmp_path / "kv", durable=False, release_grace=0, temp_age=0, quota=SIZE, ttl=1000
+    )
+    link = PLACES[place](store, KEY)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to({"file": outside / "file", "folder": outside}.get(target, outside / "no"))
+    before = contents(outside)
+    with pytest.raises(ChunkNotFoundError):
+        store.get(KEY, LAYOUT)
+    store.contains(KEY)
+    store.touch(KEY)
+    with store.locked([KEY]):
+        store.put(KEY, SMALL)
+    store.release(KEY, "o")
+    store.claim(KEY, "o")
+    store.release(KEY, "o")
+    store.sweep()
+    if store.contains(KEY):
+        store.path(KEY).write_bytes(b"damaged")
+        with pytest.raises(ChunkNotFoundError):
+            store.get(KEY, LAYOUT)
+    store.delete(KEY)
+    store.epoch("a")
+    if place in ("namespace", "epoch"):
+        with pytest.raises(OSError, match=r"epoch|a link or a file"):
+            store.delete_namespace("a")
+    else:
+        store.delete_namespace("a")
+        assert not link.is_symlink()
+    assert contents(outside) == before
+
+
+# Rights.
+
+NOBODY = """
+import os, sys, tempfile
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.stores import DiskStore
+from tests.contracts import LAYOUT, key_of, make_chunk
+chunk = make_chunk(tokens=4)
+key = key_of(chunk, namespace="a")
+with tempfile.TemporaryDirectory() as folder:  # imports what is imported late
+    store = DiskStore(folder)
+    with store.locked([key]):
+        store.put(key, chunk), store.get(key, LAYOUT), store.sweep()
+os.setegid(65534); os.seteuid(65534)
+for place in sys.argv[1:]:
+    store = DiskStore(place, quota=1 << 20, ttl=1000)
+    try:
+        store.get(key, LAYOUT)
+    except ChunkNotFoundError:
+        print("miss")
+    with store.locked([key]):
+        print(store.put(key, chunk), store.stats().put_failures)
+    store.claim(key, "o"), store.release(key, "o"), store.touch(key)
+    print(store.contains(key), store.delete(key), store.sweep(), store.epoch("a"))
+    try:
+        store.delete_namespace("a")
+    except PermissionError:
+        print("denied")
+"""
+
+
+def test_permission_denied_is_a_miss_and_counted(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("changing the user needs root")
+    store = DiskStore(tmp_path / "kv", durable=False)
+    fill(store, "a", 1)
+    for path in [tmp_path, *tmp_path.parents][:-1]:
+        if path.stat().st_uid == 0 and "pytest" in path.name:
+            path.chmod(0o711)
+    tmp_path.chmod(0o711)
+    command = [sys.executable, "-W", "ignore", "-c", NOBODY]
+    command += [str(store.root), str(tmp_path / "new")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.split("\n")[:-1] == ["miss", "False 1", "False False 0 0", "denied"] * 2
+    assert same(store.get(KEY, LAYOUT).chunk, SMALL)

@@ -1,0 +1,241 @@
+"""Chunks end a time after they were written; a clock that goes back changes little."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.stores import DiskStore, MemoryStore
+from tests.contracts import LAYOUT, key_of, make_chunk, same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = make_chunk(tokens=4)
+KEY = key_of(SMALL)
+SIZE = 4096 + SMALL.nbytes + 16
+YEAR = 365 * 86400.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    store = DiskStore(tmp_path, ttl=1000, durable=False)
+    assert store.put(KEY, SMALL)
+    return store
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let the file have been written and used that much earlier (later, if negative)."""
+    status = path.stat()
+    os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
+
+
+def is_held(store: DiskStore | MemoryStore) -> bool:
+    """Whether every way of asking gives the same answer."""
+    held = store.contains(KEY)
+    assert (store.locate(KEY) is not None) is held
+    if held:
+        assert same(store.get(KEY, LAYOUT).chunk, SMALL)
+        return True
+    with pytest.raises(ChunkNotFoundError) as caught:
+        store.get(KEY, LAYOUT)
+    assert caught.type is ChunkNotFoundError
+    return False
+
+
+def test_a_chunk_ends_a_time_after_it_was_written(store: DiskStore) -> None:
+    age(store.path(KEY), 900)
+    assert is_held(store)
+    assert store.sweep() == 0
+    age(store.path(KEY), 101)
+    assert not is_held(store)
+    assert store.path(KEY).exists(), "dropped by a sweep"
+    assert store.sweep() == 1
+    assert not store.path(KEY).exists()
+    assert (store.stats().evictions, store.stats().misses) == (1, 1)
+
+
+def test_use_does_not_lengthen_the_life_of_a_chunk(store: DiskStore) -> None:
+    written = time.time() - 990
+    os.utime(store.path(KEY), (written, written))
+    for use in (lambda: store.get(KEY, LAYOUT), lambda: store.touch(KEY)):
+        use()
+        status = store.path(KEY).stat()
+        assert status.st_mtime == pytest.approx(written, abs=1e-3)
+        assert status.st_atime > time.time() - 60
+        os.utime(store.path(KEY), (written, written))
+    age(store.path(KEY), 20)
+    store.touch(KEY)
+    assert not is_held(store)
+
+
+def test_use_saves_a_chunk_from_eviction_all_the_same(store: DiskStore) -> None:
+    other = make_chunk(1, tokens=4)
+    store.put(key_of(other), other)
+    age(store.path(KEY), 500)
+    age(store.path(key_of(other)), 400)
+    store.get(KEY, LAYOUT)
+    assert DiskStore(store.root, ttl=1000, max_bytes=SIZE).sweep() == 1
+    assert store.contains(KEY)
+    assert not store.contains(key_of(other))
+
+
+def test_writing_anew_begins_anew(store: DiskStore) -> None:
+    age(store.path(KEY), 2000)
+    assert not store.contains(KEY)
+    assert store.put(KEY, SMALL)
+    assert is_held(store)
+    assert store.sweep() == 0
+
+
+def test_an_owner_does_not_lengthen_the_life_of_a_chunk(store: DiskStore) -> None:
+    store.claim(KEY, "a")
+    age(store.path(KEY), 2000)
+    assert store.sweep() == 1
+    assert [path.name for path in store.path(KEY).parent.iterdir()] != []
+    store.put(KEY, SMALL)
+    assert store.sweep() == 0
+
+
+def test_what_was_put_aside_ends_too(store: DiskStore) -> None:
+    store.path(KEY).write_bytes(b"damaged")
+    with pytest.raises(CorruptChunkError):
+        store.get(KEY, LAYOUT)
+    (aside,) = (store.path(KEY).parents[2] / "quarantine").iterdir()
+    store.sweep()
+    assert aside.exists()
+    age(aside, 2000)
+    DiskStore(store.root).sweep()
+    assert aside.exists()
+    store.sweep()
+    assert not aside.exists()
+
+
+def test_without_a_ttl_nothing_is_too_old(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False)
+    store.put(KEY, SMALL)
+    age(store.path(KEY), 9 * YEAR)
+    assert store.sweep() == 0
+    assert is_held(store)
+
+
+def test_old_chunks_go_in_the_background(store: DiskStore) -> None:
+    age(store.path(KEY), 2000)
+    store._due = 0.0  # as a while later
+    other = make_chunk(1, tokens=4)
+    store.put(key_of(other), other)
+    for thread in threading.enumerate():
+        if thread.name == "kvcache-rag-sweep":
+            thread.join(60)
+    assert not store.path(KEY).exists()
+    assert store.contains(key_of(other))
+
+
+@pytest.mark.parametrize("ttl", [0, -1.0, float("nan")])
+def test_a_ttl_is_above_zero(tmp_path: Path, ttl: float) -> None:
+    for opened in (lambda: DiskStore(tmp_path, ttl=ttl), lambda: MemoryStore(ttl=ttl)):
+        with pytest.raises(InvalidInputError, match="ttl"):
+            opened()
+
+
+# A clock that was ahead and went back: files of the future.
+
+
+def test_a_chunk_of_the_future_is_served_and_ends_like_any_other(store: DiskStore) -> None:
+    age(store.path(KEY), -YEAR)
+    assert is_held(store)
+    assert store.sweep() == 0
+    assert store.path(KEY).stat().st_mtime < time.time() + 1, "dated anew"
+    age(store.path(KEY), 900)
+    assert store.sweep() == 0
+    assert is_held(store)
+    age(store.path(KEY), 101)
+    assert store.sweep() == 1
+
+
+def test_a_clock_that_goes_back_drops_nothing(store: DiskStore) -> None:
+    for seed in range(1, 5):
+        chunk = make_chunk(seed, tokens=4)
+        store.put(key_of(chunk), chunk)
+    for path in store.root.rglob("*.safetensors"):
+        age(path, -YEAR)
+    assert DiskStore(store.root, ttl=1000, max_bytes=5 * SIZE).sweep() == 0
+    assert DiskStore(store.root, ttl=1000, max_bytes=3 * SIZE).sweep() == 2
+
+
+def test_a_little_ahead_is_another_machines_clock(store: DiskStore) -> None:
+    age(store.path(KEY), -30)
+    before = store.path(KEY).stat().st_mtime
+    store.sweep()
+    assert store.path(KEY).stat().st_mtime == before
+
+
+@pytest.mark.parametrize("ttl", [None, 1e9])
+def test_a_use_in_the_future_is_not_the_last_use_for_ever(tmp_path: Path, ttl: float) -> None:
+    store = DiskStore(tmp_path, ttl=ttl, durable=False)
+    chunks = [make_chunk(seed, tokens=4) for seed in range(3)]
+    for chunk in chunks:
+        store.put(key_of(chunk), chunk)
+    age(store.path(key_of(chunks[0])), -YEAR)
+    store.sweep()
+    for chunk in chunks:
+        age(store.path(key_of(chunk)), 5000)
+    for chunk in chunks[1:]:
+        store.get(key_of(chunk), LAYOUT)
+    DiskStore(tmp_path, ttl=ttl, max_bytes=2 * SIZE).sweep()
+    assert [store.contains(key_of(chunk)) for chunk in chunks] == [False, True, True]
+
+
+def test_releases_and_torsos_of_the_future_go_in_time(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, release_grace=100, temp_age=100)
+    store.put(KEY, SMALL)
+    store.claim(KEY, "a")
+    store.release(KEY, "a")
+    torso = store.path(KEY).parent / ".tmp-torso"
+    torso.write_text("x")
+    (tombstone,) = store.path(KEY).parent.glob("*.released-*")
+    for path in (torso, tombstone):
+        age(path, -YEAR)
+    assert store.sweep() == 0
+    assert torso.exists()
+    for path in (torso, tombstone):
+        age(path, 101)
+    assert store.sweep() == 1
+    assert not torso.exists()
+
+
+# Memory.
+
+
+def test_a_chunk_in_memory_ends_a_time_after_it_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store = MemoryStore(3 * (SMALL.nbytes + 16), ttl=1000)
+    store.put(KEY, SMALL)
+    now[0] += 999
+    assert is_held(store)
+    now[0] += 1
+    assert not is_held(store)
+    assert store.sweep() == 1
+    assert (store.stats().evictions, store.stats().hits) == (1, {"memory": 1})
+    store.put(KEY, SMALL)
+    assert is_held(store)
+    for seed in range(1, 9):
+        chunk = make_chunk(seed, tokens=4)
+        store.put(key_of(chunk), chunk)
+    assert store._chunks.put_at.keys() == set(store._chunks)
+    assert len(store._chunks) == 3
+
+
+def test_memory_without_a_ttl_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store.put(KEY, SMALL)
+    later = time.monotonic() + YEAR
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert store.sweep() == 0
+    assert is_held(store)
