@@ -16,6 +16,8 @@ from kvcache_rag.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.models.hf import TransformersModel, converted
 from kvcache_rag.progress import progress_bar
+from kvcache_rag.stitch import StoredPosition, unrotated
+from kvcache_rag.stores.manifest import summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,17 +84,33 @@ class Prefiller:
             **model.spec(dtype),
             "format": FORMAT_VERSION,
             "codec": store.codec.name,
+            "position": _position(model, store),
             # In the key anyway; here it lets a reference behind another prefix be told by its spec.
             "prefix": list(prefix_ids),
         }
-        return cls(model, store, prefix_ids, spec_digest(spec), namespace, dtype)
+        fingerprint = spec_digest(spec)
+        name = str(getattr(model.config, "_name_or_path", ""))
+        store.describe(fingerprint, namespace, summary(spec, name))
+        return cls(model, store, prefix_ids, fingerprint, namespace, dtype)
+
+    @property
+    def position(self) -> StoredPosition:
+        """Where the keys of the store's chunks stand, and of all that this hands out."""
+        return _position(self.model, self.store)
+
+    def stored_form(self, chunk: ChunkKV) -> ChunkKV:
+        """A chunk as the model computed it, in the form and dtype in which the store keeps it."""
+        layout = self.model.measured
+        # Turned before it is rounded, so that there is one rounding.
+        turned = unrotated(layout, chunk) if self.position == "raw" else chunk
+        return converted(turned, layout.dtype)
 
     def key(self, ids: Sequence[int]) -> ChunkKey:
         """Address of a chunk behind the prefix."""
         return chunk_key(ids, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace)
 
     def prefix(self) -> ChunkKV | None:
-        """The prefix's own cache, computed once per store; None for an empty prefix."""
+        """The prefix's own cache as the store keeps it, computed once; None for an empty prefix."""
         if not self.prefix_ids:
             return None
         with torch.inference_mode():
@@ -107,7 +125,7 @@ class Prefiller:
             try:
                 self._stored_prefix = self.store.get(key, layout).chunk
             except ChunkNotFoundError:
-                self._stored_prefix = converted(self._wide_prefix(), layout.dtype)
+                self._stored_prefix = self.stored_form(self._wide_prefix())
                 self.store.put(key, self._stored_prefix)
         return self._stored_prefix
 
@@ -118,12 +136,15 @@ class Prefiller:
             self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]
         return self._computed_prefix
 
+    def forget_prefix(self) -> None:
+        """Keep nothing of the prefix in memory; it is computed again when it is needed."""
+        self._computed_prefix = self._stored_prefix = None
+
     def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
-        """Prefill one batch of chunks, without looking at the store."""
+        """Prefill one batch of chunks, in the store's form, without looking at the store."""
         prefix = self._wide_prefix() if self.prefix_ids else None
         computed = self.model.widened(self.dtype).prefill(prefix, ids)
-        dtype = self.model.measured.dtype
-        return [converted(chunk, dtype) for chunk in computed]
+        return [self.stored_form(chunk) for chunk in computed]
 
     def fill(
         self,
@@ -164,6 +185,11 @@ class Prefiller:
             for one, chunk in zip(todo, chunks, strict=True):
                 self.store.put(one.key, chunk)
         return {one.key: chunk for one, chunk in zip(todo, chunks, strict=True)}
+
+
+def _position(model: TransformersModel, store: ChunkStore) -> StoredPosition:
+    # Keys that cannot be moved are stored as they are: the codec is then only coarser.
+    return "raw" if store.codec.raw_keys and not model.measured.immovable else "local"
 
 
 def batches(pending: Sequence[PendingChunk], behind: int = 0) -> Iterator[list[PendingChunk]]:

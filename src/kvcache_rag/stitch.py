@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from kvcache_rag.chunk import ChunkKV
 from kvcache_rag.rotary import angle_table, rotate_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.chunk import ChunkKV
     from kvcache_rag.mask import PositionScheme
     from kvcache_rag.models.base import LayerGroup, ModelLayout
 
 SpanKind = Literal["prefix", "chunk", "query"]
+StoredPosition = Literal["local", "raw"]
+"""`local`: keys stand where they were computed; `raw`: every key stands at position 0."""
 
 
 @dataclass(frozen=True)
@@ -79,42 +81,69 @@ class StitchedPrompt:
         return self.spans[-1].stop
 
 
-def stitch(layout: ModelLayout, parts: Sequence[ChunkKV], scheme: PositionScheme) -> None:
-    """Turn the keys of `parts` in place from their local to their prompt positions.
+def stitch(
+    layout: ModelLayout,
+    parts: Sequence[ChunkKV],
+    scheme: PositionScheme,
+    stored: StoredPosition = "local",
+) -> None:
+    """Turn the keys of `parts` in place from where they stand to their prompt positions.
 
     Args:
         layout: How the model rotates its caches.
         parts: Prefix and chunks in prompt order, as views into the prompt's buffer.
-        scheme: Where chunks stand; `composite` leaves them at their local positions.
+        scheme: Where chunks shall stand; `composite` means at their local positions.
+        stored: Where their keys stand now.
 
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
-    if scheme == "composite":
-        return
-    places, place = [], 0
+    moving, old, new = [], [], []
+    place = 0
     for part in parts:
-        places.append(place)
+        steps = torch.arange(len(part))
+        here = torch.zeros_like(steps) if stored == "raw" else part.start + steps
+        there = (part.start if scheme == "composite" else place) + steps
+        if not torch.equal(here, there):
+            moving.append(part)
+            old.append(here)
+            new.append(there)
         place += len(part)
-    moving = [
-        (part, new)
-        for part, new in zip(parts, places, strict=True)
-        if new != part.start and len(part)
-    ]
-    if not moving:
+    _move(layout, moving, old, new)
+
+
+def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
+    """A copy of a chunk whose keys stand at their local positions, with every key at position 0.
+
+    Args:
+        layout: How the model rotates its caches.
+        chunk: In any float dtype; the arithmetic is float32 with one rounding at the end.
+
+    Raises:
+        UnsupportedModelError: If the model's keys cannot be moved.
+    """
+    tensors = tuple(tuple(tensor.clone() for tensor in group) for group in chunk.tensors)
+    copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
+    steps = torch.arange(len(copy))
+    _move(layout, [copy], [copy.start + steps], [torch.zeros_like(steps)])
+    return copy
+
+
+def _move(
+    layout: ModelLayout, parts: Sequence[ChunkKV], old: list[Tensor], new: list[Tensor]
+) -> None:
+    """Turn the keys of each part from its positions `old` to its positions `new`, in place."""
+    if not parts:
         return
     layout.ensure_movable()
-    steps = torch.cat([torch.arange(len(part)) for part, _ in moving])
-    lengths = torch.tensor([len(part) for part, _ in moving])
-    old = torch.tensor([part.start for part, _ in moving]).repeat_interleave(lengths) + steps
-    new = torch.tensor([start for _, start in moving]).repeat_interleave(lengths) + steps
-    device = moving[0][0].tensors[0][0].device
+    device = parts[0].tensors[0][0].device
+    here, there = torch.cat(old), torch.cat(new)
     tables = {
-        index: tuple(table.to(device) for table in angle_table(found.at_rest().cpu(), old, new))
+        index: tuple(table.to(device) for table in angle_table(found.at_rest().cpu(), here, there))
         for index, found in enumerate(layout.frequencies)
     }
     first = 0
-    for part, _ in moving:
+    for part in parts:
         stop = first + len(part)
         for index, group in enumerate(layout.groups):
             _turn(part, index, group, tables, first, stop)

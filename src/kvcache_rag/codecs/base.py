@@ -1,8 +1,4 @@
-"""Forms in which a chunk's tensors are stored.
-
-A codec turns the tensors of a `ChunkKV` into named tensors of a file and back.  It knows the
-layout, not the file.
-"""
+"""What every codec is, and the plain one."""
 
 from __future__ import annotations
 
@@ -25,9 +21,15 @@ class Codec(ABC):
 
     A codec holds no state of a chunk and may be used from any thread.  The names `tokens` and
     `__metadata__` belong to the file and are not for a codec's tensors.
+
+    Attributes:
+        name: Its name in files and specs.
+        raw_keys: Whether it wants keys as if every token stood at position 0, where a key's columns
+            keep their size from token to token; whoever puts and gets chunks turns them.
     """
 
     name: ClassVar[str]
+    raw_keys: ClassVar[bool] = False
 
     @abstractmethod
     def expected(self, layout: ChunkLayout, tokens: int) -> dict[str, TensorSpec]:
@@ -35,7 +37,11 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
-        """Named contiguous tensors, as `expected` says; may share memory with the chunk."""
+        """Named contiguous tensors, as `expected` says; may share memory with the chunk.
+
+        Raises:
+            CorruptChunkError: If the chunk holds values that this codec cannot store.
+        """
 
     @abstractmethod
     def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:

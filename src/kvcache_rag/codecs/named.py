@@ -1,0 +1,22 @@
+"""Codecs by the names under which commands know them."""
+
+from __future__ import annotations
+
+from kvcache_rag.codecs.base import Codec, Native
+from kvcache_rag.codecs.int4 import Int4
+from kvcache_rag.codecs.int8 import Int8
+from kvcache_rag.errors import InvalidInputError
+
+CODECS: dict[str, type[Codec]] = {"native": Native, "int8": Int8, "int4": Int4}
+
+
+def by_name(name: str) -> Codec:
+    """The codec of a short name, such as "int8", or of its name in files, such as "int8-kc-vt".
+
+    Raises:
+        InvalidInputError: If there is none of that name.
+    """
+    for short, codec in CODECS.items():
+        if name in (short, codec.name):
+            return codec()
+    raise InvalidInputError(f"there is no codec {name!r}; use one of {', '.join(CODECS)}")

@@ -1,0 +1,268 @@
+"""The quantising codecs keep the error bounds of their docstrings, for every layout."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.codecs import CODECS, Codec, Int4, Int8, Native, by_name
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.stores import DiskStore
+from tests.contracts import empty_chunk, flat, key_of, window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+QUANTISED = [Int8(), Int4()]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = {
+    "fused": (GroupLayout((0, 1), (2, 64), (2, 64)),),
+    "narrow": (GroupLayout((0, 1, 2), (1, 8), (1, 8)),),
+    "odd": (GroupLayout((0,), (2, 67), (1, 1)),),
+    "wide": (GroupLayout((0,), (1, 144), (1, 144)),),
+    "apart": (GroupLayout((0, 1), (1, 40), (1, 6)),),  # MLA: K and V differ in shape
+    "mixed": (
+        GroupLayout((0, 2), (2, 8), (2, 8)),
+        GroupLayout((1,), (4, 5), (2, 4)),
+        GroupLayout((3, 4), (1, 16), (1, 16)),
+    ),
+}
+QWEN = ChunkLayout((GroupLayout(tuple(range(24)), (2, 64), (2, 64)),), torch.bfloat16)
+
+
+def grouped_extremes(values: Tensor, axis: int, size: int) -> tuple[Tensor, Tensor]:
+    """Per value the extremes of its group, the plain way."""
+    low, high = torch.empty_like(values), torch.empty_like(values)
+    for first in range(0, values.shape[axis], size):
+        count = min(size, values.shape[axis] - first)
+        group = values.narrow(axis, first, count)
+        low.narrow(axis, first, count).copy_(group.amin(axis, True).expand_as(group))
+        high.narrow(axis, first, count).copy_(group.amax(axis, True).expand_as(group))
+    return low, high
+
+
+def bound(codec: Codec, values: Tensor, axis: int) -> Tensor:
+    """The docstring's bound for every value of a slot, float64."""
+    information = torch.finfo(values.dtype)
+    eps = information.eps
+    tiny = 2.0**-24 if values.dtype == torch.float16 else 2.0**-126
+    wide = values.double()
+    if isinstance(codec, Int8):
+        low, high = grouped_extremes(wide, axis, max(1, wide.shape[axis]))
+        scale = (1 + eps) * torch.maximum(-low, high) / 127 + tiny
+        slack = wide.abs() * 2.0**-22
+    else:
+        low, high = grouped_extremes(wide, axis, 64)
+        scale = (1 + eps) * (high - low) / 15 + tiny
+        slack = torch.maximum(low.abs(), high.abs()) * 2.0**-21
+    return scale / 2 + (wide.abs() + scale) * eps / 2 + slack + tiny
+
+
+def within(codec: Codec, found: ChunkKV, expected: ChunkKV) -> bool:
+    """Whether a restored chunk keeps the bound everywhere."""
+    pairs = [
+        (slot(found, index), slot(expected, index), axis)
+        for index in range(len(expected.layout.groups))
+        for slot, axis in ((ChunkKV.keys, -2), (ChunkKV.values, -1))
+    ]
+    return all(
+        bool(((mine.double() - theirs.double()).abs() <= bound(codec, theirs, axis)).all())
+        for mine, theirs, axis in pairs
+    )
+
+
+def restored(codec: Codec, chunk: ChunkKV) -> ChunkKV:
+    """A chunk through a codec, into the middle of a larger buffer that stays as it was."""
+    large = empty_chunk(len(chunk) + 5, chunk.layout)
+    for tensor in flat(large):
+        tensor.fill_(7)
+    out = window(large, 3, len(chunk))
+    codec.decode(codec.encode(chunk), out)
+    for tensor in flat(large):
+        assert bool((tensor.narrow(-2, 0, 3) == 7).all())
+        assert bool((tensor.narrow(-2, len(chunk) + 3, 2) == 7).all())
+    return out
+
+
+def normal(layout: ChunkLayout, tokens: int, seed: int = 0) -> ChunkKV:
+    generator = torch.Generator().manual_seed(seed)
+    chunk = empty_chunk(tokens, layout)
+    for tensor in flat(chunk):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return chunk
+
+
+def scaled(tensor: Tensor, generator: torch.Generator, spread: float, offset: float) -> None:
+    """Random values whose rows and columns differ in size by powers of two up to the dtype's."""
+    largest = math.log2(torch.finfo(tensor.dtype).max) - 3
+    smallest = max(-largest, -140.0)
+
+    def powers(shape: list[int]) -> Tensor:
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return smallest + (largest - smallest) * drawn
+
+    rows = powers([*tensor.shape[:-1], 1]) * spread
+    columns = powers([*tensor.shape[:-2], 1, tensor.shape[-1]]) * spread
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) + offset
+    exponents = (rows + columns).clamp(smallest, largest)
+    limit = torch.finfo(tensor.dtype).max / 2
+    tensor.copy_((drawn * exponents.exp2()).clamp(-limit, limit))
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.sampled_from([1, 2, 63, 64, 65, 130]),
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 0.02, 0.5]),
+    offset=st.sampled_from([0.0, 3.0, -300.0]),
+    special=st.lists(st.sampled_from(["zero row", "constant", "outlier", "negative zero"])),
+)
+def test_every_value_keeps_the_bound(
+    codec: Codec,
+    shape: str,
+    dtype: torch.dtype,
+    tokens: int,
+    seed: int,
+    spread: float,
+    offset: float,
+    special: list[str],
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    chunk = empty_chunk(tokens, ChunkLayout(SHAPES[shape], dtype))
+    for tensor in flat(chunk):
+        scaled(tensor, generator, spread, offset)
+        for row, kind in enumerate(special):
+            place = tensor[..., row % tokens, :]
+            if kind == "outlier":
+                place[..., 0] = torch.finfo(dtype).max / 2
+            else:
+                place.fill_({"zero row": 0.0, "constant": 1.75, "negative zero": -0.0}[kind])
+    assert within(codec, restored(codec, chunk), chunk)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(st.floats(-32752, 32752, width=16), min_size=1, max_size=200))
+def test_any_float16_values_keep_the_bound(codec: Codec, values: list[float]) -> None:
+    layout = ChunkLayout((GroupLayout((0,), (1, 3), (1, 2)),), torch.float16)
+    chunk = empty_chunk(-(-len(values) // 5), layout)
+    filled = torch.zeros(len(chunk) * 5, dtype=torch.float16)
+    filled[: len(values)] = torch.tensor(values, dtype=torch.float16)
+    chunk.keys(0).copy_(filled[: len(chunk) * 3].view(1, 1, -1, 3))
+    chunk.values(0).copy_(filled[len(chunk) * 3 :].view(1, 1, -1, 2))
+    assert within(codec, restored(codec, chunk), chunk)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+def test_the_bound_can_be_missed(codec: Codec) -> None:
+    """Half of the levels do not keep it: the bound says something."""
+    chunk = normal(ChunkLayout(SHAPES["fused"], torch.float32), 64)
+    coarse = empty_chunk(64, chunk.layout)
+    stored = codec.encode(chunk)
+    for name, tensor in stored.items():
+        if name[1] == "q":
+            tensor.copy_((tensor & -2) if tensor.dtype == torch.int8 else tensor & 0xEE)
+    codec.decode(stored, coarse)
+    assert not within(codec, coarse, chunk)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_zeros_are_exact(codec: Codec, dtype: torch.dtype, value: float) -> None:
+    chunk = empty_chunk(70, ChunkLayout(SHAPES["mixed"], dtype))
+    for tensor in flat(chunk):
+        tensor.fill_(value)
+    assert all(not tensor.any() for tensor in flat(restored(codec, chunk)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [1.75, -3e-5, 12345.0])
+def test_constant_groups_are_exact_in_int4(dtype: torch.dtype, value: float) -> None:
+    chunk = empty_chunk(70, ChunkLayout(SHAPES["odd"], dtype))
+    for tensor in flat(chunk):
+        tensor.fill_(value)
+    out = restored(Int4(), chunk)
+    assert all(torch.equal(a, b) for a, b in zip(flat(out), flat(chunk), strict=True))
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [0, 1, 65])
+def test_encodes_what_it_expects(codec: Codec, shape: str, tokens: int) -> None:
+    layout = ChunkLayout(SHAPES[shape], torch.bfloat16)
+    encoded = codec.encode(normal(layout, tokens))
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in encoded.items()}
+    assert found == codec.expected(layout, tokens)
+    assert all(tensor.is_contiguous() for tensor in encoded.values())
+    assert {dtype for dtype, _ in found.values()} <= {torch.int8, torch.uint8, torch.bfloat16}
+    assert len(restored(codec, normal(layout, tokens))) == tokens
+
+
+def test_layers_worked_on_apart_or_together_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = normal(ChunkLayout(SHAPES["mixed"], torch.bfloat16), 65)
+    for codec in QUANTISED:
+        monkeypatch.undo()
+        together = flat(restored(codec, chunk))
+        monkeypatch.setattr("kvcache_rag.codecs.quantised._BLOCK", 1)
+        assert all(map(torch.equal, together, flat(restored(codec, chunk))))
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, "0.51 max"])
+def test_values_that_cannot_be_stored_are_a_counted_failure(
+    codec: Codec, dtype: torch.dtype, bad: Any, tmp_path: Path
+) -> None:
+    value = 0.51 * torch.finfo(dtype).max if isinstance(bad, str) else bad
+    for slot in (ChunkKV.keys, ChunkKV.values):
+        chunk = normal(ChunkLayout(SHAPES["apart"], dtype), 5)
+        slot(chunk, 0)[1, 0, 3, 2] = value
+        with pytest.raises(CorruptChunkError, match="served uncached"):
+            codec.encode(chunk)
+        store = DiskStore(tmp_path / slot.__name__, durable=False, codec=codec)
+        assert not store.put(key_of(chunk), chunk)
+        assert store.stats().put_failures == 1
+        assert "NaN" in store.stats().last_failure
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key_of(chunk), chunk.layout)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+def test_other_dtypes_are_refused(codec: Codec) -> None:
+    with pytest.raises(InvalidInputError, match="Native"):
+        codec.expected(ChunkLayout(SHAPES["fused"], torch.float64), 3)
+
+
+@pytest.mark.parametrize(("codec", "ratio"), [(Int8(), 1.93), (Int4(), 3.5)])
+def test_files_are_that_much_smaller(codec: Codec, ratio: float, tmp_path: Path) -> None:
+    chunk = normal(QWEN, 512)
+    sizes = []
+    for one in (Native(), codec):
+        store = DiskStore(tmp_path / one.name, durable=False, codec=one)
+        assert store.put(key_of(chunk), chunk)
+        sizes.append(store.path(key_of(chunk)).stat().st_size)
+    assert sizes[0] / sizes[1] >= ratio
+
+
+def test_codecs_are_found_by_name() -> None:
+    made: list[Callable[[], Codec]] = [Native, Int8, Int4]
+    assert list(CODECS.values()) == made
+    for short, codec in CODECS.items():
+        assert by_name(short) == by_name(codec.name) == codec()
+    assert [codec.raw_keys for codec in map(by_name, CODECS)] == [False, True, True]
+    assert repr(Int8()) == "Int8()"
+    with pytest.raises(InvalidInputError, match="native, int8, int4"):
+        by_name("int5")

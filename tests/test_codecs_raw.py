@@ -1,0 +1,208 @@
+"""Chunks whose keys are kept at position 0 answer as chunks whose keys stand where they were.
+
+Errors are the largest difference of logits over the standard deviation of the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+from zoo import FAMILIES, build, byte_tokenizer
+
+from kvcache_rag import DiskStore, Engine, Int4, Int8, MemoryStore, Native, PromptTemplate, Reuse
+from kvcache_rag.chunk import ChunkKV
+from kvcache_rag.rotary import rotate
+from kvcache_rag.stitch import unrotated
+from kvcache_rag.stores import TieredStore
+from tests.contracts import flat
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from kvcache_rag.codecs import Codec
+
+TOLERANCE = 1e-4
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+QUESTION = "Who?"
+TEXTS = ["abc dea hgfe cab dh fa cbaz", "bb cadf ehgb a faa ch  edbhaf dcbz", "gh facb eez"]
+
+
+@dataclass(frozen=True)
+class RawNative(Native):
+    """Un-rotated keys, and nothing else: what is left of a quantising codec without quantising."""
+
+    name: ClassVar[str] = "raw-native"
+    raw_keys: ClassVar[bool] = True
+
+
+class RawMemory(MemoryStore):
+    """Chunks of `RawNative` in memory."""
+
+    @property
+    def codec(self) -> Codec:
+        return RawNative()
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found - reference).abs().max() / reference.std())
+
+
+def engine_over(model: Any, store: MemoryStore | DiskStore | TieredStore, **options: Any) -> Engine:
+    return Engine(model, byte_tokenizer(), template=TEMPLATE, store=store, **options)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def engines(request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+    """One model over chunks at their local positions, and over chunks at position 0."""
+    model = build(request.param)
+    return engine_over(model, MemoryStore()), engine_over(model, RawMemory())
+
+
+@pytest.mark.parametrize("scheme", ["reordered", "composite"])
+def test_logits_are_those_of_native(engines: tuple[Engine, Engine], scheme: Any) -> None:
+    native, raw = engines
+    policy = Reuse(positions=scheme)
+    reference = native.logits(QUESTION, TEXTS, policy=policy)
+    first = raw.logits(QUESTION, TEXTS, policy=policy)  # computed on the spot, or loaded
+    assert error(first, reference) < TOLERANCE
+    again = raw.logits(QUESTION, TEXTS, policy=policy)  # loaded
+    assert torch.equal(first, again), "a stored chunk was changed by using it"
+    other = [TEXTS[2], TEXTS[0], TEXTS[2]]
+    assert (
+        error(
+            raw.logits(QUESTION, other, policy=policy),
+            native.logits(QUESTION, other, policy=policy),
+        )
+        < TOLERANCE
+    )
+
+
+def test_answers_are_those_of_native(engines: tuple[Engine, Engine]) -> None:
+    native, raw = engines
+    questions = [(QUESTION, TEXTS), ("What is it that they saw?", TEXTS[:1]), ("x", [])]
+    expected = native.generate_batch(questions, max_new_tokens=5)
+    found = raw.generate_batch(questions, max_new_tokens=5)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_what_is_stored_stands_at_position_0(engines: tuple[Engine, Engine]) -> None:
+    native, raw = engines
+    assert native.spec != raw.spec
+    layout = native._adapter.measured
+    local, moved = (
+        engine.store.get(engine.add(TEXTS[:1])[0], layout.chunk_layout).chunk for engine in engines
+    )
+    steps = torch.arange(len(local))
+    for index, group in enumerate(layout.groups):
+        for slot, rotation in (
+            (ChunkKV.keys, group.key_rotation),
+            (ChunkKV.values, group.value_rotation),
+        ):
+            turned = rotation.style != "none"
+            frequencies = (
+                layout.frequencies[rotation.frequency].at_rest() if turned else torch.zeros(0)
+            )
+            wanted = rotate(
+                slot(local, index), rotation, frequencies, local.start + steps, 0 * steps
+            )
+            assert torch.equal(slot(moved, index), wanted)
+            assert torch.equal(slot(moved, index), slot(local, index)) != turned
+
+
+def test_the_law_would_notice_keys_taken_for_local_ones(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, raw = engines
+    reference = native.logits(QUESTION, TEXTS)
+    monkeypatch.setattr("kvcache_rag.prefill.Prefiller.position", "local")
+    assert error(raw.logits(QUESTION, TEXTS), reference) > 10 * TOLERANCE
+
+
+def test_turning_back_copies() -> None:
+    engine = engine_over(build("qwen2"), MemoryStore())
+    layout = engine._adapter.measured
+    chunk = engine.store.get(engine.add(TEXTS[:1])[0], layout.chunk_layout).chunk
+    before = [tensor.clone() for tensor in flat(chunk)]
+    turned = unrotated(layout, chunk)
+    assert all(map(torch.equal, flat(chunk), before))
+    assert not torch.equal(turned.keys(0), chunk.keys(0))
+
+
+def test_an_empty_prefix_and_chunks_on_disk(tmp_path: Path) -> None:
+    model = build("qwen2")
+    template = dataclasses.replace(TEMPLATE, system="")
+    native = Engine(model, byte_tokenizer(), template=template)
+    raw = Engine(model, byte_tokenizer(), template=template, store=disk(tmp_path, RawNative()))
+    raw.add(TEXTS)
+    assert error(raw.logits(QUESTION, TEXTS), native.logits(QUESTION, TEXTS)) < TOLERANCE
+    assert raw.store.stats().hits == {"disk": 3}
+
+
+def disk(path: Path, codec: Codec) -> DiskStore:
+    return DiskStore(path / codec.name, durable=False, codec=codec)
+
+
+def test_memory_in_front_keeps_the_same_form(tmp_path: Path) -> None:
+    model = build("qwen2")
+    native = engine_over(model, MemoryStore())
+    memory = MemoryStore()
+    raw = engine_over(model, TieredStore(memory, disk(tmp_path, RawNative())))
+    later = engine_over(model, TieredStore(MemoryStore(), disk(tmp_path, RawNative())))
+    reference = native.logits(QUESTION, TEXTS)
+    raw.add(TEXTS)
+    for engine in (raw, later, later):  # from memory, from disk, promoted
+        assert error(engine.logits(QUESTION, TEXTS), reference) < TOLERANCE
+    assert memory.stats().hits == {"memory": 3}
+    assert later.store.stats().hits == {"disk": 4, "memory": 3}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "hunyuan"])
+def test_keys_that_cannot_move_are_stored_as_they_are(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    native, raw = engine_over(model, MemoryStore()), engine_over(model, RawMemory())
+    policy = Reuse(positions="composite")
+    reference = native.logits(QUESTION, TEXTS[:1], policy=policy)
+    assert torch.equal(raw.logits(QUESTION, TEXTS[:1], policy=policy), reference)
+    assert torch.equal(raw.logits(QUESTION, TEXTS[:1], policy=policy), reference)
+    coarse = engine_over(model, disk(tmp_path, Int8()))
+    coarse.add(TEXTS)
+    assert error(coarse.logits(QUESTION, TEXTS[:1], policy=policy), reference) < 0.2
+
+
+def rms(found: Tensor, reference: Tensor) -> float:
+    """Root mean square difference in standard deviations of the reference."""
+    return float((found - reference).pow(2).mean().sqrt() / reference.std())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "glm4", "deepseek_v3", "gemma3"])
+def test_quantised_chunks_answer_nearly_the_same(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    reference = engine_over(model, MemoryStore()).logits(QUESTION, TEXTS)
+    errors = []
+    for codec in (Int8(), Int4()):
+        engine_over(model, disk(tmp_path, codec)).add(TEXTS)
+        reader = engine_over(model, disk(tmp_path, codec))  # its prefix comes from the store, too
+        found = reader.logits(QUESTION, TEXTS)
+        assert reader.store.stats().hits == {"disk": 4}
+        assert torch.equal(reader.logits(QUESTION, TEXTS), found)
+        errors.append(rms(found, reference))
+    assert 0 < errors[0] < 0.05
+    assert 5 * errors[0] < errors[1] < 0.5
+
+
+def test_float32_prefill_is_turned_before_it_is_rounded() -> None:
+    model = build("qwen2", dtype=torch.bfloat16)
+    wide = engine_over(model, RawMemory(), prefill_dtype=torch.float32)
+    exact = engine_over(build("qwen2", dtype=torch.bfloat16).float(), RawMemory())
+    found, reference = (
+        engine.store.get(engine.add(TEXTS[:1])[0], engine._adapter.measured.chunk_layout).chunk
+        for engine in (wide, exact)
+    )
+    for mine, theirs in zip(flat(found), flat(reference), strict=True):
+        assert torch.allclose(mine.float(), theirs, rtol=2.0**-8, atol=1e-4)
