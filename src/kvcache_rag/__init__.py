@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcache_rag.aio import cancellable
     from kvcache_rag.chunk import ChunkKey, ChunkKV
-    from kvcache_rag.codecs import Codec, Native
+    from kvcache_rag.codecs import Codec, Int4, Int8, Native
     from kvcache_rag.engine import Engine
     from kvcache_rag.errors import (
         ChunkNotFoundError,
@@ -30,10 +30,17 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from kvcache_rag.metrics import Answer, Metrics
-    from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
+    from kvcache_rag.policies import Combination, FullRecompute, Reuse, ReusePolicy
     from kvcache_rag.prompt import PromptIds
     from kvcache_rag.request import StoredChunk
-    from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, StoreStats, TieredStore
+    from kvcache_rag.stores import (
+        ChunkStore,
+        DiskStore,
+        MemoryStore,
+        RemoteStore,
+        StoreStats,
+        TieredStore,
+    )
     from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
     from kvcache_rag.template import Message, PromptTemplate
 
@@ -48,12 +55,15 @@ __all__ = [
     "ChunkNotFoundError",
     "ChunkStore",
     "Codec",
+    "Combination",
     "ContextTooLongError",
     "CorruptChunkError",
     "DiskStore",
     "Engine",
     "FingerprintMismatchError",
     "FullRecompute",
+    "Int4",
+    "Int8",
     "InvalidInputError",
     "KVCacheRagError",
     "MemoryStore",
@@ -63,6 +73,7 @@ __all__ = [
     "Native",
     "PromptIds",
     "PromptTemplate",
+    "RemoteStore",
     "Reuse",
     "ReusePolicy",
     "StoreStats",
@@ -76,7 +87,7 @@ __all__ = [
 _HOMES = {
     "aio": ("cancellable",),
     "chunk": ("ChunkKV", "ChunkKey"),
-    "codecs": ("Codec", "Native"),
+    "codecs": ("Codec", "Int4", "Int8", "Native"),
     "engine": ("Engine",),
     "errors": (
         "ChunkNotFoundError",
@@ -89,10 +100,17 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "metrics": ("Answer", "Metrics"),
-    "policies": ("FullRecompute", "Reuse", "ReusePolicy"),
+    "policies": ("Combination", "FullRecompute", "Reuse", "ReusePolicy"),
     "prompt": ("PromptIds",),
     "request": ("StoredChunk",),
-    "stores": ("ChunkStore", "DiskStore", "MemoryStore", "StoreStats", "TieredStore"),
+    "stores": (
+        "ChunkStore",
+        "DiskStore",
+        "MemoryStore",
+        "RemoteStore",
+        "StoreStats",
+        "TieredStore",
+    ),
     "streaming": ("AnswerStream", "AsyncAnswerStream", "in_thread"),
     "template": ("Message", "PromptTemplate"),
 }

@@ -6,6 +6,7 @@ Below `Engine`, above everything that knows only its own part.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,10 @@ class Answerer:
             self._buffer = held
         return held.narrowed(rows)
 
+    def forget(self) -> None:
+        """Let go of the buffer of the last prompt."""
+        self._buffer = None
+
     def result(
         self,
         prompt: Prompt,
@@ -226,6 +231,9 @@ class Answerer:
         """Text and cost of row `row`; `times` are the clock at the call and before generating."""
         started, before = times
         request = prompt.request
+        if self.loader is not None:
+            passed = len(prompt.query) + (0 if loaded else sum(map(len, prompt.chunks)))
+            self.loader.passed(passed, generated.first_at - before)
         metrics = Metrics(
             ttft=generated.first_at - started,
             prefill=generated.first_at - before,
@@ -248,6 +256,7 @@ class Answerer:
                 prefilled_tokens=loaded.prefilled_tokens,
                 hits=loaded.hits,
                 misses=loaded.misses,
+                declined=loaded.declined,
             )
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, metrics, generated.rows[row], reason)
@@ -265,8 +274,6 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
     counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
     added = (*times, *counts, "generated_tokens", "misses", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
-    hits = {
-        tier: first.hits.get(tier, 0) + later.hits.get(tier, 0)
-        for tier in {**first.hits, **later.hits}
-    }
-    return replace(later, **sums, hits=hits, ttft=before + later.ttft, total=before + later.total)
+    for name in ("hits", "declined"):
+        sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))
+    return replace(later, **sums, ttft=before + later.ttft, total=before + later.total)

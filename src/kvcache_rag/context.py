@@ -1,30 +1,33 @@
 """Bring the cached chunks of a prompt into one buffer, computing on the spot what is not cached.
 
 A partial hit never fails a question and never stays a miss: what was missing is prefilled, used and
-stored.
+stored.  What is cached but slower to load than to prefill is prefilled too (`costs`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache_rag.costs import Costs
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.prefill import PendingChunk, Prefiller, batches
 from kvcache_rag.stitch import stitch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV
     from kvcache_rag.kvbuffer import KVBuffer
     from kvcache_rag.mask import PositionScheme
     from kvcache_rag.models.base import ModelLayout
     from kvcache_rag.prompt import PromptRenderer
+
+    Fill = Callable[[Sequence[PendingChunk]], dict[ChunkKey, ChunkKV]]
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class ContextChunk:
         key: Its address.
         ids: Its token ids; None when it is loaded by reference, without tokenising.
         text: Its text, for a reference that has gone meanwhile; None when only the key is known.
+        is_joint: Whether it is several chunks computed together (`combination`).
     """
 
     key: ChunkKey
     ids: tuple[int, ...] | None
     text: str | None = None
+    is_joint: bool = False
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -57,7 +62,8 @@ class LoadedContext:
         hits: Chunks found, per tier.
         misses: Chunks computed.
         reused_tokens: Tokens of the chunks found.
-        prefilled_tokens: Tokens of the chunks computed.
+        prefilled_tokens: Tokens of the chunks computed, missing or declined.
+        declined: Chunks that were cached and computed all the same, per reason.
     """
 
     ids: tuple[int, ...]
@@ -67,6 +73,7 @@ class LoadedContext:
     misses: int
     reused_tokens: int
     prefilled_tokens: int
+    declined: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +83,14 @@ class ContextLoader:
     Attributes:
         prefiller: Computes what is missing; knows store, prefix and model.
         renderer: Tokenises the text of a reference that has gone.
+        costs: What loading and prefilling take on this machine.
+        combinations: Loads chunks that were computed together, which have a store of their own.
     """
 
     prefiller: Prefiller
     renderer: PromptRenderer
+    costs: Costs = field(default_factory=Costs)
+    combinations: ContextLoader | None = None
 
     @property
     def _layout(self) -> ModelLayout:
@@ -105,6 +116,12 @@ class ContextLoader:
         ids = self.renderer.chunk_ids(chunk.text)
         return ContextChunk(self.prefiller.key(ids), ids, chunk.text)
 
+    def passed(self, tokens: int, seconds: float) -> None:
+        """Note that the model read `tokens` tokens of a question in at most `seconds`."""
+        # A wider copy, in which chunks are prefilled, is slower than the model that answers.
+        if self.prefiller.dtype in (None, self.prefiller.model.dtype):
+            self.costs.passed(tokens, seconds)
+
     def load(
         self,
         buffer: KVBuffer,
@@ -126,27 +143,38 @@ class ContextLoader:
             ChunkNotFoundError: If a chunk without text is not held any more.
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
         """
+        if self.combinations is not None and any(chunk.is_joint for chunk in chunks):
+            return self.combinations.load(buffer, row, offset, chunks, scheme)
         started = time.perf_counter()
         parts = self._views(buffer, row, offset, chunks)
         prefix = self.prefiller.prefix()
         if prefix is not None:
             parts[0].copy_from(prefix)
         hits: Counter[str] = Counter()
-        missing = []
+        missing, declined = [], []
+        reasons = {one: why for one in dict.fromkeys(chunks) if (why := self._reason(one))}
         for chunk, view in zip(chunks, parts[1:], strict=True):
+            if chunk in reasons:
+                declined.append((chunk, view))
+                continue
             tier = self._fetch(chunk, view)
             if tier is None:
                 missing.append((chunk, view))
             else:
                 hits[tier] += 1
-        self._compute(missing)
+        self._compute(missing, self.prefiller.fill_batch)
+        self._compute(declined, self._without_storing)
+        for chunk, view in declined:
+            # As after a load from there.
+            self.prefiller.store.promote(chunk.key, view, reasons[chunk][0])
         loaded = time.perf_counter()
-        stitch(self._layout, parts, scheme)
+        stitch(self._layout, parts, scheme, self.prefiller.position)
         ids = [*self.prefiller.prefix_ids]
         for part in parts[1:]:
             ids += part.tokens.tolist()
-        computed = {chunk.key: len(chunk) for chunk, _ in missing}  # a chunk may stand twice
-        prefilled = sum(computed.values())
+        # A chunk may stand twice.
+        computed = {chunk.key: len(chunk) for chunk, _ in missing}
+        prefilled = sum(computed.values()) + sum(map(len, reasons))
         return LoadedContext(
             ids=tuple(ids),
             load=loaded - started,
@@ -155,6 +183,7 @@ class ContextLoader:
             misses=len(computed),
             reused_tokens=sum(map(len, chunks)) - prefilled,
             prefilled_tokens=prefilled,
+            declined=dict(Counter(why for _, why in reasons.values())),
         )
 
     def _views(
@@ -172,20 +201,48 @@ class ContextLoader:
             place += len(chunk)
         return views
 
+    def _reason(self, chunk: ContextChunk) -> tuple[str, str] | None:
+        """The slow tier and why a chunk it holds is rather prefilled; None to load it."""
+        nbytes = self._layout.chunk_layout.nbytes(len(chunk))
+        trial = self.costs.trial(nbytes, len(chunk))
+        if trial:
+            started = self.costs.clock()
+            self.prefiller.compute([[0] * trial])
+            self.costs.passed(trial, self.costs.clock() - started)
+        if not self.costs.is_slow(nbytes, len(chunk)):
+            return None
+        tier = self.prefiller.store.locate(chunk.key)
+        if tier is None or not self._is_computable(chunk):
+            return None
+        why = self.costs.verdict(tier, nbytes, len(chunk))
+        return (tier, why) if why else None
+
+    def _is_computable(self, chunk: ContextChunk) -> bool:
+        try:
+            return bool(self._known_ids(chunk))
+        except ChunkNotFoundError:
+            return False
+
     def _fetch(self, chunk: ContextChunk, view: ChunkKV) -> str | None:
         """Read a chunk into its place; the tier it came from, or None for a miss."""
-        store = self.prefiller.store
+        store, nbytes = self.prefiller.store, view.nbytes
+        started = self.costs.clock()
         try:
             hit = store.get(chunk.key, self._layout.chunk_layout, out=view)
         except ChunkNotFoundError:
+            seconds = self.costs.clock() - started
+            held = store.locate(chunk.key) if self.costs.is_noticed(seconds) else None
+            if held is not None:
+                self.costs.loaded(held, nbytes, seconds)
             return None
+        self.costs.loaded(hit.tier, nbytes, self.costs.clock() - started)
         # The key is the hash of these ids, so this holds even for a file that lies about itself.
         if self.prefiller.key(view.tokens.tolist()) != chunk.key:
             store.delete(chunk.key)
             return None
         return hit.tier
 
-    def _compute(self, missing: Sequence[tuple[ContextChunk, ChunkKV]]) -> None:
+    def _compute(self, missing: Sequence[tuple[ContextChunk, ChunkKV]], fill: Fill) -> None:
         if not missing:
             return
         pending = {
@@ -194,10 +251,20 @@ class ContextLoader:
         computed: dict[ChunkKey, ChunkKV] = {}
         try:
             for batch in batches(list(pending.values()), len(self.prefiller.prefix_ids)):
-                computed.update(self.prefiller.fill_batch(batch))
+                started = self.costs.clock()
+                computed.update(fill(batch))
+                tokens = sum(len(one.ids) for one in batch if one.key in computed)
+                self.costs.passed(tokens, self.costs.clock() - started)
             self._place(missing, pending, computed)
         finally:
             self.prefiller.model.narrow()
+
+    def _without_storing(self, batch: Sequence[PendingChunk]) -> dict[ChunkKey, ChunkKV]:
+        """Compute chunks that are cached."""
+        started = self.costs.clock()
+        chunks = self.prefiller.compute([one.ids for one in batch])
+        self.costs.prefilled([len(one.ids) for one in batch], self.costs.clock() - started)
+        return {one.key: chunk for one, chunk in zip(batch, chunks, strict=True)}
 
     def _place(
         self,

@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any
 from kvcache_rag.aio import AsyncMethods
 from kvcache_rag.answering import Answerer
 from kvcache_rag.batching import Asked, answer_batch
-from kvcache_rag.chunk import ChunkKey
+from kvcache_rag.combination import COMBINATION_BYTES, Combinations
 from kvcache_rag.context import ContextLoader
-from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.costs import Costs
+from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.loading import load
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import Reuse, ReusePolicy
-from kvcache_rag.prefill import PendingChunk, Prefiller
+from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt import PromptIds, PromptRenderer
 from kvcache_rag.request import ChunkInput, Planner, Request
 from kvcache_rag.stores import ChunkStore, MemoryStore
+from kvcache_rag.storing import StoreMethods
 from kvcache_rag.streaming import AnswerStream, Emit
 from kvcache_rag.template import Message, PromptTemplate
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from kvcache_rag.metrics import Answer
 
 
-class Engine(AsyncMethods):
+class Engine(StoreMethods, AsyncMethods):
     """Answers questions over chunks whose keys and values were prefilled once.
 
     Calls may come from any thread; the model works on one at a time.
@@ -40,6 +42,7 @@ class Engine(AsyncMethods):
         model: The transformers model.
         tokenizer: Its tokenizer.
         store: Where chunks are kept.
+        combinations: Where chunks that were computed together are kept.
         template: How prompts are written.
         policy: What is reused when a call does not say.
         namespace: Tenant; other namespaces never see its chunks.
@@ -52,12 +55,14 @@ class Engine(AsyncMethods):
         tokenizer: Any,
         *,
         store: ChunkStore | None = None,
+        combinations: ChunkStore | None = None,
         template: PromptTemplate | None = None,
         policy: ReusePolicy | None = None,
         namespace: str = "",
         prefill_dtype: torch.dtype | None = None,
         context_window: int | None = None,
         packed_attention: bool = True,
+        cost_aware: bool = True,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -65,6 +70,9 @@ class Engine(AsyncMethods):
             model: A loaded transformers causal language model, on one device.
             tokenizer: Its tokenizer.
             store: Where chunks go; None for 1 GiB of memory.
+            combinations: Where chunks go that were computed together (`Combination()`); None for 1
+                GiB of memory, `MemoryStore(0)` for nowhere.  A store of their own, with a limit of
+                its own, lets them never push out single chunks.
             template: None for the default instruction.
             policy: None for `Reuse()`.
             namespace: Tenant.
@@ -74,23 +82,41 @@ class Engine(AsyncMethods):
             context_window: Lower it to keep prompts short; None for the model's own.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
                 and values.
+            cost_aware: Prefill a cached chunk again where measured rates say that this is sooner
+                than loading it (a slow remote tier); off, whatever is cached is loaded.
         """
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
-        self.store: ChunkStore = store if store is not None else MemoryStore()
+        self.store = store if store is not None else MemoryStore()
+        self.combinations = (
+            combinations
+            if combinations is not None
+            else MemoryStore(COMBINATION_BYTES, tier="combinations")
+        )
         self.template = template or PromptTemplate()
         self.policy: ReusePolicy = policy or Reuse()
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = threading.RLock()
-        ids = self._renderer.prefix_ids
-        self._prefiller = Prefiller.of(self._adapter, self.store, ids, namespace, prefill_dtype)
-        loader = ContextLoader(self._prefiller, self._renderer) if self._prefiller else None
+        self._costs = Costs(enabled=cost_aware)
+        joint = self._loader(self.combinations, prefill_dtype, None)
+        loader = self._loader(self.store, prefill_dtype, joint)
+        self._prefiller = loader.prefiller if loader else None
+        self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
         self._answerer = Answerer(
             self._adapter, tokenizer, self._renderer, loader, self.context_window
         )
+
+    def _loader(
+        self, store: ChunkStore, dtype: torch.dtype | None, combinations: ContextLoader | None
+    ) -> ContextLoader | None:
+        ids = self._renderer.prefix_ids
+        prefiller = Prefiller.of(self._adapter, store, ids, self.namespace, dtype)
+        if prefiller is None:
+            return None
+        return ContextLoader(prefiller, self._renderer, self._costs, combinations)
 
     @classmethod
     def from_pretrained(
@@ -125,21 +151,9 @@ class Engine(AsyncMethods):
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 
     @property
-    def spec(self) -> str:
-        """Digest of everything about model and storage that cached chunks depend on."""
-        return self._capturing.spec
-
-    @property
     def prefix_text(self) -> str:
         """What stands before the first chunk of every prompt."""
         return self._renderer.prefix_text
-
-    @property
-    def _capturing(self) -> Prefiller:
-        if self._prefiller is None:
-            _ = self._adapter.measured  # raises UnsupportedModelError with the layer and the reason
-            raise InvalidInputError("this model keeps no keys and values")
-        return self._prefiller
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
@@ -150,64 +164,6 @@ class Engine(AsyncMethods):
     ) -> PromptIds:
         """The very ids that every path uses."""
         return self._renderer.tokenize(question, chunks, history)
-
-    def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
-        """Addresses of chunks, computed from their tokens; nothing is prefilled."""
-        _ = self._capturing
-        return [chunk.key for chunk in self._planner.chunks(texts)]
-
-    def nbytes(self, key: ChunkKey) -> int:
-        """Bytes of the keys and values of a chunk, as the model computes them."""
-        return self._adapter.measured.chunk_layout.nbytes(key.tokens)
-
-    def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
-        """The key of a chunk whose digest, spec and length were noted elsewhere.
-
-        Raises:
-            FingerprintMismatchError: If it was made by another model, dtype, codec or prefix.
-        """
-        mine = self._capturing
-        key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
-        mismatch = self._planner.mismatch(key)
-        if mismatch:
-            raise FingerprintMismatchError(mismatch)
-        return key
-
-    def add(
-        self, texts: Sequence[str], *, owner: str = "", show_progress: bool = False
-    ) -> list[ChunkKey]:
-        """Prefill and store what is not stored yet; nothing is computed twice.
-
-        Args:
-            texts: Chunks.
-            owner: Who will release them later (a collection id); "" for nobody.
-            show_progress: Whether to show a bar.
-
-        Returns:
-            Their keys, in order.
-
-        Raises:
-            ContextTooLongError: If a chunk does not fit the context window; nothing is computed
-                then.
-            UnsupportedModelError: If the model keeps no keys and values per token.
-        """
-        prefiller = self._capturing
-        chunks = self._planner.chunks(texts)
-        pending = [PendingChunk(chunk.key, chunk.ids or ()) for chunk in chunks]
-        if pending:
-            with self._lock:
-                prefiller.prefix()
-        prefiller.fill(pending, guard=self._lock, show_progress=show_progress)
-        keys = [chunk.key for chunk in chunks]
-        if owner:
-            for key in dict.fromkeys(keys):
-                self.store.claim(key, owner)
-        return keys
-
-    def release(self, keys: Iterable[ChunkKey], owner: str) -> None:
-        """Let go of chunks that `owner` claimed; they are dropped after the store's grace time."""
-        for key in keys:
-            self.store.release(key, owner)
 
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.
@@ -263,9 +219,7 @@ class Engine(AsyncMethods):
         Returns:
             `(query_tokens, vocabulary)` float32 on the CPU.
         """
-        request = self._planner.request(
-            question, chunks, policy=policy or self.policy, max_new_tokens=1
-        )
+        request = self._request(question, chunks, {"policy": policy, "max_new_tokens": 1})
         with self._lock:
             return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
@@ -288,7 +242,8 @@ class Engine(AsyncMethods):
         self, question: str, chunks: Sequence[ChunkInput], options: dict[str, Any]
     ) -> Request:
         policy = options.pop("policy", None) or self.policy
-        return self._planner.request(question, chunks, policy=policy, **options)
+        request = self._planner.request(question, chunks, policy=policy, **options)
+        return self._joint.arranged(request) if self._joint is not None else request
 
     def _run(
         self, request: Request, emit: Emit | None, cancelled: threading.Event | None

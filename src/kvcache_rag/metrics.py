@@ -24,11 +24,14 @@ class Metrics:
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Chunk tokens whose keys and values came from the store.
         recomputed_tokens: Context tokens that a policy computed again.
-        prefilled_tokens: Chunk tokens computed for this answer because they were not cached.
+        prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
+            loading them was declined.
         query_tokens: Tokens of history, question and everything behind the chunks.
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
         misses: Chunks that were not cached (they are now, if the store could keep them).
+        declined: Chunks that were cached and prefilled all the same, because this machine's
+            measured rates say that this is sooner; per reason (tier and both times), how many.
         dropped_chunks: Chunks left out because the prompt would not fit.
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
         policy: The policy, as it can be pasted back.
@@ -49,6 +52,7 @@ class Metrics:
     generated_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
     misses: int = 0
+    declined: Mapping[str, int] = field(default_factory=dict)
     dropped_chunks: int = 0
     rounds: int = 1
     policy: str = ""

@@ -105,4 +105,6 @@ class ModelLayout:
     def ensure_movable(self) -> None:
         """Raise `UnsupportedModelError` if keys cannot be moved to another position."""
         if self.immovable:
-            raise UnsupportedModelError(self.immovable)
+            raise UnsupportedModelError(
+                f"{self.immovable}; use Combination(), which computes a prompt's chunks together"
+            )

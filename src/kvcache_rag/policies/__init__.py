@@ -2,5 +2,6 @@
 
 from kvcache_rag.policies.base import ReusePolicy
 from kvcache_rag.policies.fixed import FullRecompute, Reuse
+from kvcache_rag.policies.joint import Combination
 
-__all__ = ["FullRecompute", "Reuse", "ReusePolicy"]
+__all__ = ["Combination", "FullRecompute", "Reuse", "ReusePolicy"]

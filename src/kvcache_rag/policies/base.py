@@ -20,9 +20,11 @@ class ReusePolicy(ABC):
 
     Attributes:
         positions: Where the chunks stand.
+        joint: Whether the chunks of a prompt are computed and stored together, as one.
     """
 
     positions: PositionScheme = "reordered"
+    joint: ClassVar[bool] = False
     name: ClassVar[str]
 
     @abstractmethod

@@ -1,0 +1,166 @@
+"""What an engine does with its stores: address, prefill ahead, let go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcache_rag.chunk import ChunkKey
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.prefill import PendingChunk, Prefiller
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterable, Sequence
+
+    from kvcache_rag.answering import Answerer
+    from kvcache_rag.combination import Combinations
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.request import ChunkInput, Planner
+    from kvcache_rag.stores import ChunkStore
+
+
+class StoreMethods:
+    """Methods of `Engine` that prepare or drop chunks and answer nothing.
+
+    Attributes:
+        store: Where chunks are kept.
+        combinations: Where chunks that were computed together are kept.
+        namespace: Tenant.
+    """
+
+    store: ChunkStore
+    combinations: ChunkStore
+    namespace: str
+    _adapter: TransformersModel
+    _answerer: Answerer
+    _planner: Planner
+    _prefiller: Prefiller | None
+    _joint: Combinations | None
+    _lock: threading.RLock
+
+    @property
+    def spec(self) -> str:
+        """Digest of everything about model and storage that cached chunks depend on."""
+        return self._capturing.spec
+
+    @property
+    def _capturing(self) -> Prefiller:
+        if self._prefiller is None:
+            _ = self._adapter.measured  # raises UnsupportedModelError with the layer and the reason
+            raise InvalidInputError("this model keeps no keys and values")
+        return self._prefiller
+
+    def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
+        """Addresses of chunks, computed from their tokens; nothing is prefilled."""
+        _ = self._capturing
+        return [chunk.key for chunk in self._planner.chunks(texts)]
+
+    def nbytes(self, key: ChunkKey) -> int:
+        """Bytes of the keys and values of a chunk, as the model computes them."""
+        return self._adapter.measured.chunk_layout.nbytes(key.tokens)
+
+    def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
+        """The key of a chunk whose digest, spec and length were noted elsewhere.
+
+        Raises:
+            FingerprintMismatchError: If it was made by another model, dtype, codec or prefix.
+        """
+        mine = self._capturing
+        key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
+        mismatch = self._planner.mismatch(key)
+        if mismatch:
+            raise FingerprintMismatchError(mismatch)
+        return key
+
+    def add(
+        self, texts: Sequence[str], *, owner: str = "", show_progress: bool = False
+    ) -> list[ChunkKey]:
+        """Prefill and store what is not stored yet; nothing is computed twice.
+
+        Args:
+            texts: Chunks.
+            owner: Who will release them later (a collection id); "" for nobody.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Their keys, in order.
+
+        Raises:
+            ContextTooLongError: If a chunk does not fit the context window; nothing is computed
+                then.
+            UnsupportedModelError: If the model keeps no keys and values per token.
+        """
+        prefiller = self._capturing
+        chunks = self._planner.chunks(texts)
+        pending = [PendingChunk(chunk.key, chunk.ids or ()) for chunk in chunks]
+        if pending:
+            with self._lock:
+                prefiller.prefix()
+        prefiller.fill(pending, guard=self._lock, show_progress=show_progress)
+        keys = [chunk.key for chunk in chunks]
+        if owner:
+            for key in dict.fromkeys(keys):
+                self.store.claim(key, owner)
+        return keys
+
+    def add_combination(
+        self,
+        combinations: Sequence[Sequence[ChunkInput]],
+        *,
+        owner: str = "",
+        show_progress: bool = False,
+    ) -> list[ChunkKey]:
+        """Prefill lists of chunks, each list together, for questions asked with `Combination()`.
+
+        Args:
+            combinations: Chunks of each, in the order in which they will stand in the prompt.
+            owner: Who will release them later; "" for nobody.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Their keys, in order; a list of one chunk is that chunk.
+
+        Raises:
+            InvalidInputError: If a list is empty or a chunk cannot be used.
+            ContextTooLongError: If a list does not fit the context window; nothing is computed
+                then.
+            UnsupportedModelError: If the model keeps no keys and values per token.
+        """
+        _ = self._capturing
+        if self._joint is None:
+            raise InvalidInputError("this model keeps no keys and values")
+        lists = [self._planner.chunks(chunks) for chunks in combinations]
+        keys = self._joint.fill(lists, self._lock, show_progress=show_progress)
+        if owner:
+            for key, chunks in zip(keys, lists, strict=True):
+                (self.combinations if len(chunks) > 1 else self.store).claim(key, owner)
+        return keys
+
+    def delete_namespace(self) -> int:
+        """Drop every chunk and combination of this engine's namespace at once, in all tiers.
+
+        Returns:
+            How many chunks and combinations were dropped.
+
+        Raises:
+            OSError: If something could not be dropped.
+        """
+        with self._lock:
+            if self._joint is not None:
+                self._joint.forget_all()
+            self._answerer.forget()
+            stores = dict.fromkeys([self.combinations, self.store])
+            return sum(store.delete_namespace(self.namespace) for store in stores)
+
+    def release(self, keys: Iterable[ChunkKey], owner: str) -> None:
+        """Let go of chunks and combinations that `owner` claimed.
+
+        They are dropped after the grace time of their store, and combinations of which a released
+        chunk is part at once.
+        """
+        released = list(keys)
+        for key in released:
+            self.store.release(key, owner)
+            self.combinations.release(key, owner)
+        if self._joint is not None:
+            self._joint.forget(released)

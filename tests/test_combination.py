@@ -1,0 +1,303 @@
+"""Combinations: chunks computed together are a plain prefill, also where keys cannot move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+
+from kvcache_rag import (
+    ChunkNotFoundError,
+    Combination,
+    ContextTooLongError,
+    DiskStore,
+    Engine,
+    FullRecompute,
+    Int8,
+    InvalidInputError,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+    Reuse,
+    StoredChunk,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+TOLERANCE = 1e-3
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+QUESTION = "Who?"
+TEXTS = ["The cat sat on the mat.", "A dog ran away from home, it is said.", "It rained for days."]
+IMMOVABLE = ["gpt2", "opt", "bloom", "hunyuan"]
+STATEFUL = [name for name in REFUSED if name not in IMMOVABLE]
+
+
+def make_engine(name: str = "qwen2", **options: Any) -> Engine:
+    options = {"template": TEMPLATE, "policy": Combination(), **options}
+    return Engine(build(name), byte_tokenizer(), **options)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *IMMOVABLE])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return make_engine(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Engine:
+    return make_engine()
+
+
+def plain_logits(engine: Engine, texts: list[str]) -> Tensor:
+    ids = engine.tokenize(QUESTION, texts)
+    with torch.no_grad():
+        logits: Tensor = engine.model(torch.tensor([ids.all])).logits[0]
+    return logits[-len(ids.query) :].float()
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found - reference).abs().max() / reference.std())
+
+
+def context(engine: Engine, texts: list[str]) -> int:
+    return sum(map(len, engine.tokenize(QUESTION, texts).chunks))
+
+
+# ---------------------------------------------------------------------- the law
+def test_law_a_combination_is_a_plain_prefill_in_any_order_computed_or_found(
+    engine: Engine,
+) -> None:
+    for texts in (TEXTS, TEXTS[::-1], [TEXTS[1], TEXTS[1]], TEXTS[:1], []):
+        reference = plain_logits(engine, texts)
+        computed = engine.logits(QUESTION, texts)
+        assert error(computed, reference) < TOLERANCE
+        found = engine.logits(QUESTION, texts)
+        assert torch.equal(found, computed), "a stored combination was changed by using it"
+
+
+def test_law_would_notice_chunks_that_do_not_see_each_other(qwen: Engine) -> None:
+    reused = qwen.logits(QUESTION, TEXTS, policy=Reuse())
+    assert error(reused, plain_logits(qwen, TEXTS)) > 10 * TOLERANCE
+
+
+def test_law_answers_streams_and_batches_are_those_of_a_plain_prefill(engine: Engine) -> None:
+    history = [Message("user", "And before?"), Message("assistant", "Nothing.")]
+    questions: list[Any] = [
+        (QUESTION, TEXTS, history),
+        ("What is it that they saw there?", TEXTS[1:]),
+        (QUESTION, TEXTS[:1]),
+        ("x", []),
+    ]
+    full, mine = [], []
+    for question, chunks, *turns in questions:
+        options: dict[str, Any] = {"max_new_tokens": 6, "history": turns[0] if turns else ()}
+        full.append(engine.generate(question, chunks, policy=FullRecompute(), **options))
+        mine.append(engine.generate(question, chunks, **options))
+        stream = engine.stream(question, chunks, **options)
+        assert "".join(stream) == mine[-1].text
+    assert [one.token_ids for one in mine] == [one.token_ids for one in full]
+    batch = engine.generate_batch(questions, max_new_tokens=6)
+    assert [one.token_ids for one in batch] == [one.token_ids for one in full]
+
+
+# ---------------------------------------------------------------------- models
+@pytest.mark.parametrize("name", IMMOVABLE)
+def test_reuse_names_the_way_for_models_whose_keys_cannot_move(name: str) -> None:
+    engine = make_engine(name)
+    with pytest.raises(UnsupportedModelError, match=r"use Combination\(\)"):
+        engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 1
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_without_keys_and_values_is_refused(name: str) -> None:
+    engine = make_engine(name)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name][2]):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name][2]):
+        engine.add_combination([TEXTS])
+
+
+# ---------------------------------------------------------------------- found, counted, bounded
+def test_a_combination_is_found_by_its_chunks_in_their_order() -> None:
+    engine = make_engine()
+    first = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+    tokens = context(engine, TEXTS)
+    assert (first.hits, first.misses, first.prefilled_tokens) == ({}, 1, tokens)
+    second = engine.generate("Why?", TEXTS, max_new_tokens=2).metrics
+    assert (second.hits, second.misses) == ({"combinations": 1}, 0)
+    assert (second.reused_tokens, second.prefilled_tokens) == (tokens, 0)
+    assert second.policy == "Combination()"
+    turned = engine.generate(QUESTION, TEXTS[::-1], max_new_tokens=2).metrics
+    assert (turned.hits, turned.misses) == ({}, 1)
+
+
+def test_combinations_never_push_out_chunks() -> None:
+    store = MemoryStore()
+    probe = make_engine()
+    (key,) = probe.add_combination([TEXTS])
+    room = int(1.5 * probe.nbytes(key)) + 4000
+    engine = make_engine(store=store, combinations=MemoryStore(room, tier="joint"))
+    engine.add(TEXTS)
+    held = store.stats()
+    for texts in (TEXTS, TEXTS[::-1], TEXTS):
+        assert engine.generate(QUESTION, texts, max_new_tokens=1).metrics.misses == 1
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.hits == {"joint": 1}
+    assert engine.combinations.stats().evictions >= 2
+    assert store.stats().puts == held.puts
+    assert all(map(store.contains, engine.keys(TEXTS)))
+
+
+def test_without_room_every_answer_is_computed_and_right(qwen: Engine) -> None:
+    engine = make_engine(combinations=MemoryStore(0))
+    expected = qwen.generate(QUESTION, TEXTS, max_new_tokens=6)
+    for _ in range(2):
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+        assert answer.token_ids == expected.token_ids
+        assert answer.metrics.misses == 1
+
+
+def test_one_chunk_is_a_plain_chunk() -> None:
+    engine = make_engine()
+    (key,) = engine.add(TEXTS[:1])
+    assert engine.add_combination([TEXTS[:1]]) == [key]
+    assert engine.generate(QUESTION, TEXTS[:1], max_new_tokens=1).metrics.hits == {"memory": 1}
+    assert engine.combinations.stats().puts == 0
+
+
+def test_combinations_on_disk_outlive_the_process(tmp_path: Path) -> None:
+    first = make_engine(combinations=DiskStore(tmp_path))
+    (key,) = first.add_combination([TEXTS])
+    second = make_engine(combinations=DiskStore(tmp_path))
+    answer = second.generate(QUESTION, TEXTS, max_new_tokens=6)
+    assert answer.metrics.hits == {"disk": 1}
+    full = first.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=6)
+    assert answer.token_ids == full.token_ids
+    assert second.combinations.contains(key)
+
+
+# ---------------------------------------------------------------------- ahead of the question
+def test_combinations_are_prefilled_ahead_each_once() -> None:
+    engine = make_engine()
+    lists = [TEXTS, TEXTS[:2], TEXTS]
+    keys = engine.add_combination(lists)
+    assert keys[0] == keys[2] != keys[1]
+    assert [key.tokens for key in keys] == [context(engine, texts) for texts in lists]
+    puts = engine.combinations.stats().puts
+    assert engine.add_combination(lists) == keys
+    for texts in lists:
+        assert engine.generate(QUESTION, texts, max_new_tokens=1).metrics.misses == 0
+    assert engine.combinations.stats().puts == puts
+    assert engine.add_combination([]) == []
+
+
+def test_what_cannot_be_combined_is_said_before_anything_is_computed(qwen: Engine) -> None:
+    engine = make_engine(context_window=100)
+    with pytest.raises(ContextTooLongError, match=r"combination 1 has .* fewer or smaller chunks"):
+        engine.add_combination([TEXTS[:2], [*TEXTS, *TEXTS]])
+    assert engine.combinations.stats().puts == 0
+    with pytest.raises(InvalidInputError, match="combination 1 is empty; leave it out"):
+        qwen.add_combination([TEXTS, []])
+    with pytest.raises(InvalidInputError, match="a list of texts or keys, not one text"):
+        qwen.add_combination(TEXTS)
+
+
+# ---------------------------------------------------------------------- by reference
+def test_references_find_the_combination_of_their_texts() -> None:
+    engine = make_engine()
+    keys = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    stored = [StoredChunk(key, text) for key, text in zip(keys, TEXTS, strict=True)]
+    ways: list[list[Any]] = [[*keys], [*stored], [TEXTS[0], keys[1], stored[2]]]
+    for chunks in ways:
+        answer = engine.generate(QUESTION, chunks, max_new_tokens=6)
+        assert answer.token_ids == expected.token_ids
+        assert answer.metrics.hits == {"combinations": 1}
+    with pytest.raises(ChunkNotFoundError, match="pass its text"):
+        make_engine().generate(QUESTION, keys)
+
+
+def test_bare_keys_find_a_combination_whose_chunks_were_never_stored_alone() -> None:
+    engine = make_engine("opt")
+    engine.add_combination([TEXTS])
+    answer = engine.generate(QUESTION, engine.keys(TEXTS), max_new_tokens=6)
+    assert answer.metrics.hits == {"combinations": 1}
+    assert answer.token_ids == engine.generate(QUESTION, TEXTS, max_new_tokens=6).token_ids
+
+
+# ---------------------------------------------------------------------- forgetting
+def test_a_released_chunk_takes_its_combinations_along() -> None:
+    engine = make_engine()
+    keys = engine.add(TEXTS, owner="me")
+    both, others = engine.add_combination([TEXTS[:2], TEXTS[1:]])
+    engine.release(keys[:1], "me")
+    assert not engine.combinations.contains(both)
+    assert engine.combinations.contains(others)
+
+
+def test_a_combination_is_claimed_and_released_by_its_owner() -> None:
+    store = MemoryStore(release_grace=0)
+    engine = make_engine(combinations=store)
+    (key,) = engine.add_combination([TEXTS], owner="me")
+    store.sweep()
+    assert store.contains(key)
+    engine.release([key], "me")
+    store.sweep()
+    assert not store.contains(key)
+
+
+def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
+    stores = MemoryStore(), MemoryStore(tier="combinations")
+    options: dict[str, Any] = {"store": stores[0], "combinations": stores[1]}
+    mine, others = (make_engine(namespace=name, **options) for name in ("mine", "others"))
+    for engine in (mine, others):
+        engine.add(TEXTS)
+        engine.add_combination([TEXTS])
+    expected = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    assert mine.delete_namespace() >= len(TEXTS) + 1
+    assert mine._answerer._buffer is None
+    prefiller: Any = mine._prefiller
+    assert (prefiller._computed_prefix, prefiller._stored_prefix) == (None, None)
+    assert not any(map(mine.store.contains, mine.keys(TEXTS)))
+    with pytest.raises(ChunkNotFoundError):
+        mine.generate(QUESTION, mine.keys(TEXTS))
+    assert others.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
+    again = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    assert (again.metrics.misses, again.token_ids) == (1, expected.token_ids)
+
+
+# ---------------------------------------------------------------------- codecs
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "deepseek_v3", "opt"])
+def test_a_coarser_form_is_a_little_off_and_no_more(name: str, tmp_path: Path) -> None:
+    engine = make_engine(name, combinations=DiskStore(tmp_path, codec=Int8()))
+    reference = plain_logits(engine, TEXTS)
+    engine.add_combination([TEXTS])
+    assert 0 < error(engine.logits(QUESTION, TEXTS), reference) < 0.2
+    assert engine.combinations.stats().hits["disk"] >= 1
+
+
+# ---------------------------------------------------------------------- overflow
+def test_each_round_is_a_combination_of_its_own() -> None:
+    template = PromptTemplate(
+        system="Read.\n", chunk_start="", chunk_end="\n", refine="{question} Before: {answer}"
+    )
+    probe = make_engine(template=template)
+    query = len(probe.tokenize("Who?").query)
+    prefix = len(probe.tokenize("").prefix)
+    engine = make_engine(template=template, context_window=prefix + query + 8 + 3 * 40)
+    chunks = [letter * 39 for letter in "abcde"]
+    options: dict[str, Any] = {"max_new_tokens": 8, "overflow": "refine"}
+    full = engine.generate("Who?", chunks, policy=FullRecompute(), **options)
+    first = engine.generate("Who?", chunks, **options)
+    again = engine.generate("Who?", chunks, **options)
+    assert first.token_ids == again.token_ids == full.token_ids
+    assert first.metrics.rounds == again.metrics.rounds == full.metrics.rounds == 2
+    assert first.metrics.misses == first.metrics.rounds
+    assert again.metrics.hits == {"combinations": again.metrics.rounds}
+    kept = engine.generate("Who?", chunks, max_new_tokens=8, overflow="drop_lowest")
+    assert (kept.metrics.dropped_chunks, kept.metrics.hits) == (2, {"combinations": 1})
