@@ -1,0 +1,57 @@
+"""How the commands that look after a store write numbers, times and names."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def moment(seconds: float) -> str:
+    """A time since the epoch in UTC; "never" for none."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) if seconds else "never"
+
+
+def model_name(manifest: Mapping[str, Any]) -> str:
+    """Which model a spec's chunks are of."""
+    name = str(manifest.get("model") or "unknown model")
+    revision = manifest.get("revision")
+    return f"{name}@{str(revision)[:8]}" if revision else name
+
+
+def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Lines of columns, the first row being the heads; `right` are columns of numbers."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()

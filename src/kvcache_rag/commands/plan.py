@@ -1,0 +1,211 @@
+"""`kvcache-rag plan DIR --model NAME`: what caching a folder of texts will cost, before it is done.
+
+Chunks are cut by tokens alone.  A splitter that keeps sentences whole makes shorter and so somewhat
+more of them; tokens and bytes in total differ little.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.commands.listing import duration, plural, size, table
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag.chunk import ChunkLayout
+    from kvcache_rag.engine import Engine
+
+HELP = "say how many bytes and how much time the cache of a folder of texts will take"
+CODECS = ("native", "int8", "int4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the texts, the model and how they are cut."""
+    parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
+    parser.add_argument("--model", default="tiny", help="hub id, folder, or tiny (default: tiny)")
+    parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
+    parser.add_argument("--codec", choices=CODECS, default="native", help="form on disk")
+    parser.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--overlap", type=int, default=32, help="shared tokens (default: 32)")
+    parser.add_argument("--kv", metavar="STORE", help="count what this store holds already")
+    parser.add_argument(
+        "--sample", type=int, default=8, help="chunks to time; 0 for none (default: 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Count, measure a few chunks, and print; nothing is stored."""
+    from kvcache_rag.commands.texts import cut, read_texts
+
+    if not 0 <= arguments.overlap < arguments.chunk_size:
+        raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
+    if arguments.sample < 0:
+        raise InvalidInputError("--sample must be at least 0")
+    texts = read_texts(arguments.folder)
+    engine, layout = _open(arguments)
+    pieces = [
+        piece
+        for text in texts.values()
+        for piece in cut(text, engine.tokenizer, arguments.chunk_size, arguments.overlap)
+    ]
+    plan = _count(engine, pieces)
+    pace = _measure(engine, plan, arguments.sample)
+    found = _described(arguments, layout, plan, pace)
+    found = {"model": arguments.model, "files": len(texts), **found}
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(_lines(found, arguments.codec)))
+    return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be computed.
+
+    Attributes:
+        pieces: All chunks, equal ones too.
+        texts: Different chunks, by digest.
+        tokens: Tokens of each, by digest.
+        there: Digests of those that the store holds.
+    """
+
+    pieces: int
+    texts: dict[str, str]
+    tokens: dict[str, int]
+    there: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What was measured.
+
+    Attributes:
+        chunks: How many chunks were prefilled.
+        tokens: Their tokens.
+        seconds: The time it took.
+    """
+
+    chunks: int
+    tokens: int
+    seconds: float
+
+
+def _open(arguments: argparse.Namespace) -> tuple[Engine, ChunkLayout]:
+    from transformers.utils import logging
+
+    from kvcache_rag.codecs import by_name
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.stores import DiskStore
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options = {"revision": arguments.revision} if arguments.revision else {}
+    store = None
+    if arguments.kv is not None:
+        _check_store(arguments.kv)
+        store = DiskStore(arguments.kv, codec=by_name(arguments.codec))
+    engine = Engine.from_pretrained(arguments.model, store=store, model_kwargs=options)
+    return engine, TransformersModel(engine.model).measured.chunk_layout
+
+
+def _check_store(folder: str) -> None:
+    from pathlib import Path
+
+    if not Path(folder).is_dir():
+        raise InvalidInputError(f"there is no store {folder}; leave --kv out to count from nothing")
+
+
+def _count(engine: Engine, pieces: Sequence[str]) -> Plan:
+    keys = engine.keys(pieces)
+    return Plan(
+        len(pieces),
+        {key.digest: text for key, text in zip(keys, pieces, strict=True)},
+        {key.digest: key.tokens for key in keys},
+        frozenset(key.digest for key in set(keys) if engine.store.contains(key)),
+    )
+
+
+def _measure(engine: Engine, plan: Plan, count: int) -> Pace | None:
+    """Prefill some of the chunks into memory; the first ones only warm the machine up."""
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.stores import MemoryStore
+
+    missing = sorted(plan.tokens.keys() - plan.there, key=lambda one: plan.tokens[one])
+    count = min(count, len(missing))
+    if not count:
+        return None
+    # Evenly over all lengths, as they will come.
+    sample = [missing[(2 * index + 1) * len(missing) // (2 * count)] for index in range(count)]
+    template = engine.template
+    fresh = Engine(engine.model, engine.tokenizer, store=MemoryStore(), template=template)
+    if len(missing) > count:
+        other = next(one for one in missing if one not in sample)
+        fresh.add([plan.texts[other]])
+    started = time.perf_counter()
+    fresh.add([plan.texts[one] for one in sample])
+    seconds = time.perf_counter() - started
+    return Pace(count, sum(plan.tokens[one] for one in sample), seconds)
+
+
+def _described(
+    arguments: argparse.Namespace, layout: ChunkLayout, plan: Plan, pace: Pace | None
+) -> dict[str, Any]:
+    from kvcache_rag.codecs import by_name
+    from kvcache_rag.stores.filesize import file_bytes
+
+    lengths = list(plan.tokens.values())
+    missing = sum(count for one, count in plan.tokens.items() if one not in plan.there)
+    tiers = {"memory": sum(layout.nbytes(count) + 4 * count for count in lengths)}
+    for name in CODECS:
+        codec = by_name(name)
+        tiers[f"disk {name}"] = sum(file_bytes(layout, codec, count) for count in lengths)
+    found: dict[str, Any] = {
+        "chunks": len(lengths),
+        "repeated": plan.pieces - len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "stored": len(plan.there),
+        "tokens_to_prefill": missing,
+        "codec": arguments.codec,
+        "bytes": tiers,
+        "measured": None,
+        "seconds": None if missing else 0.0,
+    }
+    if pace is not None:
+        speed = pace.tokens / pace.seconds
+        measured = {"chunks": pace.chunks, "tokens": pace.tokens, "seconds": pace.seconds}
+        found["measured"] = {**measured, "tokens_per_second": speed}
+        found["seconds"] = missing / speed
+    return found
+
+
+def _lines(found: dict[str, Any], codec: str) -> Iterator[str]:
+    chunks = found["chunks"]
+    repeated = f", {found['repeated']} more repeat one of them" if found["repeated"] else ""
+    yield f"{plural(found['files'], 'file')}, {plural(chunks, 'chunk')}{repeated}"
+    yield f"{found['tokens']} tokens for {found['model']}, at most {found['longest']} in a chunk"
+    rows = [("", "per chunk", "in all", "")]
+    for name, nbytes in found["bytes"].items():
+        chosen = "chosen" if name == f"disk {codec}" else ""
+        rows.append((name, size(nbytes / chunks), size(nbytes), chosen))
+    yield from table(rows, frozenset({1, 2}))
+    if found["stored"]:
+        yield f"{plural(found['stored'], 'chunk')} stored already"
+    measured = found["measured"]
+    if measured is not None:
+        yield (
+            f"prefill takes about {duration(found['seconds'])} on this machine: "
+            f"{measured['tokens_per_second']:.0f} tokens/s, measured on "
+            f"{plural(measured['chunks'], 'chunk')} of {measured['tokens']} tokens"
+        )
+    elif found["seconds"] == 0.0:
+        yield "nothing is left to prefill"

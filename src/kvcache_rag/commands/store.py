@@ -1,0 +1,267 @@
+"""`kvcache-rag store ls | du | verify | gc DIR`: look after a folder of chunks, without a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.commands import collecting
+from kvcache_rag.commands.collections import add_place, is_placed
+from kvcache_rag.commands.listing import duration, model_name, moment, plural, size, table
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
+
+    from kvcache_rag.stores.inventory import NamespaceFolder, SpecFolder, StoredFile, Summary
+
+HELP = "list, measure, check and clean a folder of chunks"
+WHOLE, DAMAGED = 0, 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the four actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|du|verify|gc")
+    ls = actions.add_parser("ls", help="what is there, by namespace and model")
+    add_place(ls)
+    ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
+    ls.add_argument("--json", action="store_true", help="one JSON object; per chunk with --chunks")
+    du = actions.add_parser("du", help="how much room is taken by what")
+    du.add_argument("--json", action="store_true", help="print one JSON object")
+    verify = actions.add_parser("verify", help="read every file and check it; 1 if one is damaged")
+    verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
+    gc = actions.add_parser("gc", help="release what no row refers to any more")
+    collecting.add_arguments(gc)
+    for action in (ls, du, verify, gc):
+        action.add_argument("folder", metavar="DIR", help="folder of the store")
+        action.add_argument(
+            "--namespace", metavar="NAME", help="only this tenant; '' is the default"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked; 0, or 1 if `verify` found a damaged file."""
+    if not Path(arguments.folder).is_dir():
+        raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
+    actions = {"ls": _list, "du": _measure, "verify": _verify, "gc": collecting.run}
+    return actions[arguments.action](arguments)
+
+
+# ---------------------------------------------------------------------- ls
+def _list(arguments: argparse.Namespace) -> int:
+    names = _owner_names(arguments)
+    if arguments.chunks:
+        for namespace in collecting.chosen(arguments):
+            for spec in namespace.specs():
+                _list_chunks(arguments, namespace, spec, names)
+        return WHOLE
+    found = [_described(namespace, names) for namespace in collecting.chosen(arguments)]
+    if arguments.json:
+        print(json.dumps({"store": str(Path(arguments.folder).resolve()), "namespaces": found}))
+        return WHOLE
+    for one in found:
+        print("\n".join(_lines(one)))
+    if not found:
+        print(f"{arguments.folder} holds no chunks")
+    return WHOLE
+
+
+def _owner_names(arguments: argparse.Namespace) -> dict[str, str]:
+    """Names of collections by the id under which files know them."""
+    if not is_placed(arguments):
+        return {}
+    from kvcache_rag.commands.collections import all_collections, open_client
+    from kvcache_rag.stores.upkeep import owner_mark
+
+    collections = all_collections(open_client(arguments))
+    return {owner_mark(str(one.id)): str(one.name) for one in collections}
+
+
+def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str, Any]:
+    from kvcache_rag.stores.inventory import summarise
+
+    aside, deleted = list(namespace.quarantined()), list(namespace.deleted())
+    return {
+        "namespace": namespace.name,
+        "is_default": collecting.is_default(namespace),
+        "quarantined": len(aside),
+        "quarantined_bytes": sum(one.nbytes for one in aside),
+        "deleted": len(deleted),
+        "deleted_bytes": sum(one.nbytes for one in deleted),
+        "specs": [_described_spec(spec, summarise(spec), names) for spec in namespace.specs()],
+    }
+
+
+def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) -> dict[str, Any]:
+    fields = ("chunks", "nbytes", "used", "unowned", "released", "missing")
+    return {
+        "spec": spec.name,
+        **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
+        "codec": spec.manifest.get("codec") or _codec_of(found.sample),
+        "prefix_tokens": spec.manifest.get("prefix_tokens"),
+        "created": spec.manifest.get("created"),
+        **{name: getattr(found, name) for name in fields},
+        "unfinished": found.unfinished,
+        "unfinished_bytes": found.unfinished_bytes,
+        "owners": {names.get(mark, mark): count for mark, count in found.owners.most_common()},
+    }
+
+
+def _codec_of(sample: StoredFile | None) -> str:
+    """What a file says of itself, where a store was filled before there were manifests."""
+    from kvcache_rag.errors import CorruptChunkError
+    from kvcache_rag.stores.verify import file_facts
+
+    if sample is None:
+        return "?"
+    try:
+        return file_facts(sample.path, sample.digest).codec
+    except (CorruptChunkError, OSError):
+        return "?"
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    quarantined = found["quarantined"]
+    aside = f", {quarantined} quarantined" if quarantined else ""
+    yield f"namespace {_namespace_name(found['namespace'], found['is_default'])}{aside}"
+    rows = [("spec", "model", "codec", "chunks", "size", "last used (UTC)", "owners")]
+    for spec in found["specs"]:
+        owners = [f"{name}: {count}" for name, count in spec["owners"].items()]
+        counts = ("unowned", "released", "missing", "unfinished")
+        owners += [f"({name}: {spec[name]})" for name in counts if spec[name]]
+        rows.append(
+            (
+                spec["spec"],
+                model_name(spec),
+                spec["codec"],
+                str(spec["chunks"]),
+                size(spec["nbytes"]),
+                moment(spec["used"]),
+                " ".join(owners) or "nobody",
+            )
+        )
+    yield from (f"  {line}" for line in table(rows, frozenset({3, 4})))
+
+
+def _namespace_name(name: str, is_default: bool) -> str:
+    return f"{name} (default)" if is_default else name
+
+
+def _list_chunks(
+    arguments: argparse.Namespace,
+    namespace: NamespaceFolder,
+    spec: SpecFolder,
+    names: Mapping[str, str],
+) -> None:
+    for chunk in spec.chunks():
+        values: dict[str, Any] = {
+            "namespace": namespace.name,
+            "spec": spec.name,
+            "digest": chunk.digest,
+            "is_held": chunk.is_held,
+            "bytes": chunk.nbytes,
+            "tokens": _tokens(chunk),
+            "used": chunk.used,
+            "owners": [names.get(mark, mark) for mark in sorted(chunk.owners)],
+            "released": {names.get(mark, mark): when for mark, when in chunk.released.items()},
+        }
+        if arguments.json:
+            print(json.dumps(values))
+            continue
+        owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
+        tokens = "?" if values["tokens"] is None else values["tokens"]
+        told = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
+        print(chunk.digest, *told, sep="  ")
+
+
+def _tokens(chunk: StoredFile) -> int | None:
+    from kvcache_rag.errors import CorruptChunkError
+    from kvcache_rag.stores.verify import file_facts
+
+    try:
+        return file_facts(chunk.path, chunk.digest).tokens
+    except (CorruptChunkError, OSError):
+        return None
+
+
+# ---------------------------------------------------------------------- du
+def _measure(arguments: argparse.Namespace) -> int:
+    found = [_described(namespace, {}) for namespace in collecting.chosen(arguments)]
+    rows = [row for one in found for row in _parts(one)]
+    total = sum(nbytes for _, nbytes, _ in rows)
+    if arguments.json:
+        parts = [{"part": part, "bytes": nbytes, "files": files} for part, nbytes, files in rows]
+        print(json.dumps({"bytes": total, "parts": parts}))
+        return WHOLE
+    written = [(size(nbytes), plural(files, "file"), part) for part, nbytes, files in rows]
+    files = sum(files for *_, files in rows)
+    print("\n".join(table([*written, (size(total), plural(files, "file"), "total")], _FIRST_TWO)))
+    return WHOLE
+
+
+_FIRST_TWO = frozenset({0, 1})
+
+
+def _parts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    name = found["namespace"]
+    for spec in found["specs"]:
+        told = f"{name}/{spec['spec']}"
+        yield f"{told}  {model_name(spec)} {spec['codec']}", spec["nbytes"], spec["chunks"]
+        if spec["unfinished"]:
+            yield f"{told}  unfinished files", spec["unfinished_bytes"], spec["unfinished"]
+    for part in ("quarantined", "deleted"):
+        if found[part]:
+            yield f"{name}  {part} files", found[f"{part}_bytes"], found[part]
+
+
+# ---------------------------------------------------------------------- verify
+def _verify(arguments: argparse.Namespace) -> int:
+    import time
+
+    from kvcache_rag.progress import progress_bar
+
+    checked = nbytes = damaged = 0
+    total = sum(
+        chunk.is_held
+        for namespace in collecting.chosen(arguments)
+        for spec in namespace.specs()
+        for chunk in spec.chunks()
+    )
+    started = time.perf_counter()
+    with progress_bar(total, "verify", "file", show=sys.stderr.isatty()) as bar:
+        for namespace in collecting.chosen(arguments):
+            for spec in namespace.specs():
+                for chunk in spec.chunks():
+                    if not chunk.is_held:
+                        continue
+                    checked, nbytes = checked + 1, nbytes + chunk.nbytes
+                    damaged += _is_damaged(namespace, chunk, delete=arguments.delete)
+                    bar.update(1)
+    took = duration(time.perf_counter() - started)
+    aside = ", moved to quarantine" if arguments.delete else ""
+    verdict = f"{damaged} damaged{aside}" if damaged else "all whole"
+    print(f"{plural(checked, 'file')}, {size(nbytes)}, read in {took}: {verdict}")
+    return DAMAGED if damaged else WHOLE
+
+
+def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) -> bool:
+    from kvcache_rag.errors import CorruptChunkError
+    from kvcache_rag.stores.upkeep import put_aside
+    from kvcache_rag.stores.verify import verify_file
+
+    try:
+        verify_file(chunk.path, chunk.digest)
+    except FileNotFoundError:
+        return False  # it was dropped meanwhile
+    except OSError as error:
+        print(f"{chunk.path}: cannot be read: {error.strerror}", flush=True)
+        return True
+    except CorruptChunkError as error:
+        print(f"{chunk.path}: {error}", flush=True)
+        if delete:
+            put_aside(namespace, chunk)
+        return True
+    return False

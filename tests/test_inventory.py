@@ -1,0 +1,443 @@
+"""A store's folder is listed, checked and tidied without a model, whatever lies in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvcache_rag.codecs import CODECS, Codec
+from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.filesize import file_bytes
+from kvcache_rag.stores.inventory import (
+    Leftover,
+    NamespaceFolder,
+    StoredFile,
+    namespaces,
+    summarise,
+)
+from kvcache_rag.stores.manifest import NAME, Manifests, read_manifest, summary
+from kvcache_rag.stores.upkeep import discard, let_go, owner_mark, put_aside, take_back
+from kvcache_rag.stores.verify import file_facts, verify_file
+from tests.contracts import LAYOUTS, key_of, make_chunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "kv", durable=False, release_grace=100)
+
+
+def put(store: DiskStore, seed: int = 0, namespace: str = "") -> Path:
+    chunk = make_chunk(seed)
+    key = key_of(chunk, namespace=namespace)
+    assert store.put(key, chunk)
+    return store.path(key)
+
+
+def chunks(store: DiskStore) -> list[StoredFile]:
+    return [
+        chunk
+        for namespace in namespaces(store.root)
+        for spec in namespace.specs()
+        for chunk in spec.chunks()
+    ]
+
+
+# ---------------------------------------------------------------------- inventory
+def test_lists_chunks_with_their_owners(store: DiskStore) -> None:
+    path, key = put(store), key_of(make_chunk())
+    for owner in ("a", "b"):
+        store.claim(key, owner)
+    store.release(key, "b")
+    os.utime(path, (1000.0, 2000.0))
+    (found,) = chunks(store)
+    assert (found.digest, found.path, found.used) == (key.digest, str(path), 2000.0)
+    assert (found.is_held, found.nbytes) == (True, path.stat().st_size)
+    assert list(found.owners) == [owner_mark("a")]
+    assert list(found.released) == [owner_mark("b")]
+    assert abs(found.released[owner_mark("b")] - time.time()) < 60
+
+
+def test_a_claim_without_a_chunk_is_listed_as_such(store: DiskStore) -> None:
+    store.claim(key_of(make_chunk()), "a")
+    (found,) = chunks(store)
+    assert not found.is_held
+    (spec,) = next(namespaces(store.root)).specs()
+    assert (summarise(spec).chunks, summarise(spec).missing) == (0, 1)
+
+
+def test_namespaces_and_specs_are_apart(store: DiskStore) -> None:
+    for namespace in ("", "tenant"):
+        put(store, 1, namespace)
+    other = make_chunk(2)
+    store.put(key_of(other, spec="ab" * 32), other)
+    found = list(namespaces(store.root))
+    counts = sorted(len(list(one.specs())) for one in found)
+    assert counts == [1, 2]
+    assert len(chunks(store)) == 3
+
+
+def test_what_is_counted(store: DiskStore) -> None:
+    keys = [key_of(make_chunk(seed)) for seed in range(4)]
+    paths = [put(store, seed) for seed in range(4)]
+    store.claim(keys[0], "a")
+    store.claim(keys[1], "a")
+    store.claim(keys[1], "b")
+    store.claim(keys[2], "a")
+    store.release(keys[2], "a")
+    (paths[0].parent / ".tmp-torso").write_bytes(b"12345")
+    (paths[0].parent.parent / ".tmp-manifest").write_bytes(b"123")
+    (spec,) = next(namespaces(store.root)).specs()
+    found = summarise(spec)
+    assert (found.chunks, found.nbytes) == (4, sum(path.stat().st_size for path in paths))
+    assert found.owners == {owner_mark("a"): 2, owner_mark("b"): 1}
+    assert (found.released, found.unowned, found.missing) == (1, 1, 0)
+    assert (found.unfinished, found.unfinished_bytes) == (2, 8)
+
+
+def test_no_link_is_followed_and_foreign_names_are_left_alone(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    path = put(store)
+    outside = DiskStore(tmp_path / "outside", durable=False)
+    foreign = put(outside, 1)
+    spec = path.parent.parent
+    (spec / "zz").mkdir()
+    (spec / "notes.txt").write_text("mine")
+    (path.parent / "notes.txt").write_text("mine")
+    os.symlink(foreign.parent, spec / ("00" if path.parent.name != "00" else "01"))
+    os.symlink(foreign.parent.parent, spec.parent / ("1" * 16))
+    os.symlink(outside.root, store.root / ("2" * 32))
+    quarantine = spec.parent / "quarantine"
+    os.symlink(foreign.parent, quarantine)
+    assert [found.path for found in chunks(store)] == [str(path)]
+    assert list(next(namespaces(store.root)).quarantined()) == []
+
+
+def test_a_store_behind_a_link_is_still_a_store(store: DiskStore, tmp_path: Path) -> None:
+    path = put(store)
+    os.symlink(store.root, tmp_path / "link")
+    (namespace,) = namespaces(tmp_path / "link")
+    (spec,) = namespace.specs()
+    assert [found.path for found in spec.chunks()] == [str(path)]
+
+
+def test_what_vanishes_meanwhile_was_not_there(store: DiskStore) -> None:
+    for seed in range(30):
+        put(store, seed)
+    found = 0
+    for namespace in namespaces(store.root):
+        for spec in namespace.specs():
+            for _ in spec.chunks():
+                found += 1
+                shutil.rmtree(store.root, ignore_errors=True)
+            assert list(spec.chunks()) == []
+        assert list(namespace.specs()) == []
+    assert 0 < found < 30
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert list(namespaces(tmp_path / "nowhere")) == []
+
+
+# ---------------------------------------------------------------------- manifests
+SPEC = {
+    "model": {"id": "org/name", "revision": "abcdef012345", "type": "llama", "quantization": None},
+    "compute_dtype": "torch.bfloat16",
+    "stored_dtype": "torch.bfloat16",
+    "groups": [{"layers": [0, 1], "key_shape": [2, 8], "value_shape": [2, 8], "window": None}],
+    "inv_freq": ["00"],
+    "format": 1,
+    "codec": "native",
+    "prefix": [1, 2, 3],
+}
+
+
+def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(tmp_path: Path) -> None:
+    manifests = Manifests()
+    manifests.note(str(tmp_path), summary(SPEC, "ignored"))
+    assert read_manifest(str(tmp_path)) == {}, "nothing is written before there is a chunk"
+    manifests.publish(str(tmp_path))
+    found = read_manifest(str(tmp_path))
+    assert (found["model"], found["revision"], found["codec"]) == (
+        "org/name",
+        "abcdef012345",
+        "native",
+    )
+    assert found["groups"] == [{"layers": 2, "key_shape": [2, 8], "value_shape": [2, 8]}]
+    assert found["prefix_tokens"] == 3
+    assert "prefix" not in found
+    assert abs(found["created"] - time.time()) < 60
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_of_a_model_folder_only_the_end_of_its_path_is_kept() -> None:
+    model = {"type": "llama", "quantization": None, "weights": "0123", "config": "4567"}
+    found = summary({**SPEC, "model": model}, "some/where/models/mine")
+    assert (found["model"], found["revision"]) == ("models/mine", "0123")
+
+
+def test_a_manifest_is_written_once_and_again_when_it_is_gone(tmp_path: Path) -> None:
+    manifests = Manifests()
+    manifests.publish(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [], "nothing is known of this folder"
+    manifests.note(str(tmp_path), {"model": "first"})
+    manifests.publish(str(tmp_path))
+    manifests.note(str(tmp_path), {"model": "second"})
+    manifests.publish(str(tmp_path))
+    assert read_manifest(str(tmp_path))["model"] == "first"
+    (tmp_path / NAME).unlink()
+    manifests.publish(str(tmp_path))
+    assert read_manifest(str(tmp_path))["model"] == "second"
+
+
+def test_a_manifest_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    manifests = Manifests()
+    manifests.note(str(tmp_path / "nowhere"), {"model": "x"})
+    manifests.publish(str(tmp_path / "nowhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"text"', "[" * 100_000, '{"a": "' + "x" * 99999])
+def test_a_damaged_manifest_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    assert read_manifest(str(tmp_path)) == {}
+
+
+def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("{}")
+    os.symlink(tmp_path / "real", tmp_path / NAME)
+    assert read_manifest(str(tmp_path)) == {}
+    (tmp_path / NAME).unlink()
+    os.mkfifo(tmp_path / NAME)
+    assert read_manifest(str(tmp_path)) == {}
+
+
+# ---------------------------------------------------------------------- files
+@pytest.mark.parametrize("codec", CODECS.values())
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_whole_file_passes_and_has_the_size_that_was_foretold(
+    tmp_path: Path, codec: type[Codec], name: str
+) -> None:
+    store = DiskStore(tmp_path, codec=codec(), durable=False)
+    chunk = make_chunk(layout=LAYOUTS[name], tokens=70)
+    for group in chunk.tensors:
+        for tensor in group:
+            tensor.copy_(torch.randn(tensor.shape))
+    key = key_of(chunk)
+    assert store.put(key, chunk)
+    path = store.path(key)
+    facts = verify_file(str(path), key.digest)
+    assert (facts.codec, facts.tokens) == (codec.name, 70)
+    assert file_bytes(chunk.layout, codec(), 70) == path.stat().st_size
+
+
+def test_every_flipped_byte_of_the_header_and_many_of_the_payload_are_found(
+    store: DiskStore,
+) -> None:
+    path = put(store)
+    digest, whole = path.stem, path.read_bytes()
+    length = len(whole[: whole.index(b"  ")])
+    unseen = []
+    for place in [*range(length), *range(4096, len(whole), 37)]:
+        torn = bytearray(whole)
+        torn[place] ^= 1 << place % 8
+        path.write_bytes(torn)
+        try:
+            verify_file(str(path), digest)
+        except CorruptChunkError:
+            continue
+        unseen.append(place)
+    # Without the model nobody can tell codec, start and who wrote it, nor names, dtypes of one
+    # width and shapes of one size; a reader who knows them does.
+    free = _spans(whole, b'"native"', b'"start":"', b"kvcache-rag 0", b'"kv"', b'"BF16"', b"shape")
+    assert [place for place in unseen if place not in free] == []
+
+
+def _spans(whole: bytes, *names: bytes) -> set[int]:
+    starts = [(whole.index(name), len(name) + 24) for name in names]
+    return {place for start, length in starts for place in range(start, start + length)}
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, 4095, 4096, -1])
+def test_a_truncated_file_is_found(store: DiskStore, size: int) -> None:
+    path = put(store)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+
+
+def test_a_longer_file_and_swapped_files_are_found(store: DiskStore) -> None:
+    first, second = put(store, 1), put(store, 2)
+    with pytest.raises(CorruptChunkError, match="another chunk"):
+        verify_file(str(first), second.stem)
+    first.write_bytes(first.read_bytes() + b"x")
+    with pytest.raises(CorruptChunkError, match="bytes"):
+        verify_file(str(first), first.stem)
+
+
+def bomb(path: Path, header: object, metadata: dict[str, str] | None = None) -> None:
+    known = {
+        "format": "kvcache-rag/1",
+        "key": path.stem,
+        "codec": "native",
+        "start": "0",
+        "xxh3_128": "0" * 32,
+        "provenance": "test",
+        "pad": "",
+    }
+    if isinstance(header, dict):
+        header = {**header, "__metadata__": {**known, **(metadata or {})}}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 4096)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+TOKENS = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {},
+        {"tokens": TOKENS},
+        {"tokens": TOKENS, "kv": 1},
+        {"tokens": TOKENS, "kv": {**TOKENS, "shape": [0, 1 << 62]}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "shape": [-1]}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "shape": [True]}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "shape": [0.0]}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "shape": [0] * 9}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "dtype": "F4"}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "dtype": []}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "data_offsets": [1, 1]}},
+        {"tokens": TOKENS, "kv": {**TOKENS, "more": 1}},
+        {"tokens": {**TOKENS, "dtype": "F32"}, "kv": TOKENS},
+        {"tokens": {**TOKENS, "shape": [0, 0]}, "kv": TOKENS},
+    ],
+)
+def test_impossible_headers_are_refused(store: DiskStore, header: object) -> None:
+    path = put(store)
+    bomb(path, header)
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+    bomb(path, {"tokens": TOKENS, "kv": TOKENS})
+    assert file_facts(str(path), path.stem).tokens == 0, "the rest of the header is right"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"format": "kvcache-rag/2"},
+        {"codec": "Native"},
+        {"start": "-1"},
+        {"start": "01"},
+        {"xxh3_128": "0"},
+        {"provenance": ""},
+        {"pad": "x"},
+        {"more": "x"},
+    ],
+)
+def test_impossible_metadata_is_refused(store: DiskStore, metadata: dict[str, str]) -> None:
+    path = put(store)
+    bomb(path, {"tokens": TOKENS, "kv": TOKENS}, metadata)
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+
+
+def test_another_safetensors_file_a_folder_a_pipe_and_a_link_are_refused(store: DiskStore) -> None:
+    path = put(store)
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        file_facts(str(path), path.stem)
+    os.symlink("/dev/zero", path)
+    with pytest.raises(CorruptChunkError, match="not a file"):
+        file_facts(str(path), path.stem)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CorruptChunkError):
+        file_facts(str(path), path.stem)
+
+
+# ---------------------------------------------------------------------- upkeep
+def only(store: DiskStore) -> tuple[NamespaceFolder, StoredFile]:
+    (namespace,) = namespaces(store.root)
+    (found,) = chunks(store)
+    return namespace, found
+
+
+def test_letting_go_is_what_the_store_calls_release(store: DiskStore) -> None:
+    put(store)
+    key = key_of(make_chunk())
+    store.claim(key, "a")
+    _, found = only(store)
+    assert not let_go(found, owner_mark("b"))
+    assert let_go(found, owner_mark("a"))
+    assert not let_go(found, owner_mark("a"))
+    assert only(store)[1].released.keys() == {owner_mark("a")}
+    assert store.sweep() == 0, "the grace time begins now"
+    take_back(found, owner_mark("a"))
+    assert only(store)[1].owners.keys() == {owner_mark("a")}
+    at_once = DiskStore(store.root, release_grace=-1)
+    assert at_once.sweep() == 0
+    let_go(found, owner_mark("a"))
+    assert only(store)[1].is_released(time.time() + 1)
+    assert at_once.sweep() == 1
+
+
+def test_a_link_in_place_of_the_quarantine_is_not_followed(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    path = put(store)
+    (tmp_path / "outside").mkdir()
+    os.symlink(tmp_path / "outside", path.parent.parent.parent / "quarantine")
+    namespace, found = only(store)
+    with pytest.raises(NotADirectoryError):
+        put_aside(namespace, found)
+    assert path.exists()
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_what_an_interrupted_deletion_left_is_listed(store: DiskStore) -> None:
+    path = put(store)
+    spec = path.parent.parent
+    os.rename(spec, spec.parent / ".deleted-0123")
+    (namespace,) = namespaces(store.root)
+    assert list(namespace.specs()) == []
+    assert path.name in {os.path.basename(one.path) for one in namespace.deleted()}
+
+
+def test_an_id_is_its_own_mark() -> None:
+    assert owner_mark(owner_mark("a")) == owner_mark("a") != "a"
+
+
+def test_a_damaged_file_is_put_where_the_store_puts_it(store: DiskStore) -> None:
+    for seed in range(6):
+        put(store, seed)
+        namespace, found = only(store)
+        put_aside(namespace, found)
+        put_aside(namespace, found)  # it is gone
+        kept = list(namespace.quarantined())
+        assert len(kept) == min(seed + 1, 4)
+        assert any(one.path.endswith(found.digest) for one in kept)
+    assert all(discard(one) for one in kept)
+    assert not discard(kept[0])
+    assert all(isinstance(one, Leftover) for one in kept)

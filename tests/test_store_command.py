@@ -1,0 +1,371 @@
+"""`kvcache-rag store` and `rebuild` on real stores and real Chroma collections."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import chromadb
+import pytest
+from chroma_server import chroma_server
+from small import make_model, make_tokenizer
+from store_place import TEMPLATE, TEXTS, Place, age, forget, write
+
+from kvcache_rag import DiskStore, Engine, PromptTemplate, TieredStore, cli
+from kvcache_rag.integration import RowPrefiller
+from kvcache_rag.stores import RemoteStore
+from kvcache_rag.stores.inventory import StoredFile, namespaces
+from kvcache_rag.stores.upkeep import owner_mark
+from tests.contracts import key_of, make_chunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    place = Place(tmp_path)
+    write(place.docs, TEXTS)
+    age(place, 1000)
+    return place
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# ---------------------------------------------------------------------- ls and du
+def test_ls_says_which_model_and_whose(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("ls", "--json") == 0
+    (namespace,) = json.loads(capsys.readouterr().out)["namespaces"]
+    (spec,) = namespace["specs"]
+    assert namespace["is_default"]
+    assert spec["spec"] == place.engine.spec[:16]
+    assert (spec["codec"], spec["chunks"]) == ("native", 4), "three chunks and their prefix"
+    assert spec["owners"] == {"docs": 3}
+    assert (spec["unowned"], spec["released"], spec["missing"]) == (1, 0, 0)
+    assert spec["nbytes"] == sum(chunk.nbytes for chunk in place.chunks().values())
+    assert spec["revision"], "the store wrote a manifest beside the first chunk"
+    assert place.run("ls") == 0
+    out = capsys.readouterr().out
+    assert "(default)" in out
+    assert "docs: 3 (unowned: 1)" in out
+
+
+def test_ls_without_a_database_shows_ids(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["store", "ls", str(place.kv)]) == 0
+    assert f"{owner_mark(place.docs.owner)}: 3" in capsys.readouterr().out
+
+
+def test_ls_of_a_store_without_manifests_reads_the_codec_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunk = make_chunk()
+    DiskStore(tmp_path).put(key_of(chunk), chunk)
+    assert cli.main(["store", "ls", str(tmp_path)]) == 0
+    assert re.search(r"unknown model +native +1 ", capsys.readouterr().out)
+
+
+def test_ls_of_chunks_is_a_line_for_each(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("ls", "--chunks", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    tokens = {key.digest: key.tokens for key in place.engine.keys(TEXTS)}
+    found = {line["digest"]: line["tokens"] for line in lines}
+    assert len(found) == 4
+    assert found.items() >= tokens.items()
+    assert sorted(str(line["owners"]) for line in lines) == ["['docs']"] * 3 + ["[]"]
+    assert place.run("ls", "--chunks") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_namespace_can_be_chosen(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = make_chunk()
+    place.store.put(key_of(chunk, namespace="tenant"), chunk)
+    for name, specs in (("tenant", 1), ("", 1), ("nobody", 0)):
+        assert place.run("ls", "--json", "--namespace", name) == 0
+        found = json.loads(capsys.readouterr().out)["namespaces"]
+        assert sum(len(one["specs"]) for one in found) == specs
+
+
+def test_du_adds_up(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = place.chunks()
+    first = next(iter(chunks.values()))
+    os.rename(first.path, first.path + ".away")
+    with open(first.path, "wb") as file:
+        file.write(b"damaged")
+    assert place.run("verify", "--delete") == 1
+    (place.kv / os.path.dirname(first.path) / ".tmp-torso").write_bytes(b"12345")
+    capsys.readouterr()
+    assert place.run("du", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    parts = {part["part"].split("  ")[-1]: part for part in found["parts"]}
+    assert parts["quarantined files"]["bytes"] == len("damaged")
+    assert parts["unfinished files"]["bytes"] == 5
+    assert found["bytes"] == sum(part["bytes"] for part in found["parts"])
+    assert found["bytes"] == sum(c.nbytes for c in chunks.values()) - first.nbytes + 12
+    assert place.run("du") == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("total")
+
+
+# ---------------------------------------------------------------------- verify
+def test_verify_passes_a_whole_store(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("verify") == 0
+    assert "4 files" in (out := capsys.readouterr().out)
+    assert out.endswith("all whole\n")
+
+
+def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = place.engine.keys(TEXTS)[0].digest
+    path = place.chunks()[digest].path
+    with open(path, "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+    assert place.run("verify") == 1
+    out = capsys.readouterr().out
+    assert f"{path}: the checksum is wrong" in out
+    assert out.endswith("1 damaged\n")
+    assert os.path.exists(path)
+    assert place.run("verify", "--delete") == 1
+    assert not os.path.exists(path)
+    assert place.run("verify") == 0
+    (quarantined,) = next(namespaces(place.kv)).quarantined()
+    assert quarantined.path.endswith(digest)
+    assert place.engine.generate("alpha?", TEXTS, max_new_tokens=1).metrics.misses == 1
+
+
+# ---------------------------------------------------------------------- gc
+def test_gc_releases_what_no_row_refers_to(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, *kept = (key.digest for key in place.engine.keys(TEXTS))
+    forget(place.docs, "0")
+    assert place.run("gc", "--collection", "docs") == 0
+    out = capsys.readouterr().out
+    assert "2 chunks in use" in out
+    assert "1 chunk (" in out
+    assert "would be released" in out
+    assert out.endswith("say --yes to do it\n")
+    assert all(chunk.released == {} for chunk in place.chunks().values()), "nothing was changed"
+    assert place.run("gc", "--collection", "docs", "--yes") == 0
+    assert "0 chunks dropped" in capsys.readouterr().out, "the grace time has just begun"
+    mark = owner_mark(place.docs.owner)
+    chunks = place.chunks()
+    assert (chunks[gone].owners, set(chunks[gone].released)) == ({}, {mark})
+    assert all(set(chunks[digest].owners) == {mark} for digest in kept)
+    age(place, 1000)
+    assert place.run("gc", "--collection", "docs") == 0
+    assert "released before would be dropped" in capsys.readouterr().out
+    assert place.run("gc", "--collection", "docs", "--yes") == 0
+    assert "1 chunk dropped" in capsys.readouterr().out
+    assert gone not in place.chunks()
+    assert len(place.chunks()) == 3
+
+
+def test_gc_touches_nobody_elses_claims(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    other = place.prefiller("other")
+    write(other, TEXTS[:1])
+    age(place, 1000)
+    forget(place.docs, "0")
+    forget(other, "0")
+    assert place.run("gc", "--collection", "docs", "--grace", "0", "--yes") == 0
+    digest = place.engine.keys(TEXTS)[0].digest
+    chunk = place.chunks()[digest]
+    assert chunk.is_held
+    assert set(chunk.owners) == {owner_mark(other.owner)}
+    assert "docs: 2 chunks in use" in capsys.readouterr().out
+
+
+def test_gc_leaves_claims_alone_whose_rows_may_be_on_their_way(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.engine.add(["delta is coming"], owner=place.docs.owner)
+    assert place.run("gc", "--collection", "docs", "--yes") == 0
+    assert "1 claimed too recently" in capsys.readouterr().out
+    digest = place.engine.keys(["delta is coming"])[0].digest
+    assert set(place.chunks()[digest].owners) == {owner_mark(place.docs.owner)}
+
+
+def test_gc_claims_again_what_a_row_turned_up_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache_rag.stores import upkeep
+
+    rows = place.docs.rows.get(ids=["0"])
+    forget(place.docs, "0")
+    real = upkeep.let_go
+
+    def slow(file: StoredFile, mark: str) -> bool:
+        place.client.get_collection("docs", embedding_function=None).add(
+            ids=["late"], metadatas=[dict(rows[0].metadata)], embeddings=[[0.0, 1.0]]
+        )
+        return real(file, mark)
+
+    monkeypatch.setattr(upkeep, "let_go", slow)
+    assert place.run("gc", "--collection", "docs", "--grace", "0", "--yes") == 0
+    digest = place.engine.keys(TEXTS)[0].digest
+    assert set(place.chunks()[digest].owners) == {owner_mark(place.docs.owner)}
+    assert len(place.chunks()) == 4
+
+
+@pytest.mark.parametrize("form", ["id", "mark"])
+def test_gc_releases_all_of_a_deleted_collection(
+    place: Place, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = place.docs.owner if form == "id" else owner_mark(place.docs.owner)
+    assert place.run("gc", "--owner", owner) == 2
+    assert "is the collection 'docs'" in refused(capsys)
+    place.client.delete_collection("docs")
+    assert place.run("gc", "--owner", owner, "--yes", "--grace", "0") == 0
+    assert "3 chunks (" in capsys.readouterr().out
+    assert len(place.chunks()) == 1, "the prefix is nobody's"
+
+
+def test_gc_and_rebuild_reach_the_remote_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, url = Place(tmp_path), (tmp_path / "remote").as_uri()
+    store = TieredStore(place.store, RemoteStore(url))
+    place.engine.store = store
+    engine = Engine(make_model(), make_tokenizer(), store=store, template=TEMPLATE)
+    prefiller = RowPrefiller(place.docs.rows, engine, place.docs.owner)
+    write(prefiller, TEXTS)
+
+    def remote() -> dict[str, StoredFile]:
+        found = list(namespaces(tmp_path / "remote"))
+        return {c.digest: c for one in found for spec in one.specs() for c in spec.chunks()}
+
+    gone, *kept = (key.digest for key in engine.keys(TEXTS))
+    forget(prefiller, "0")
+    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0"]
+    assert place.run(*words) == 0
+    assert set(remote()[gone].owners) == {owner_mark(place.docs.owner)}
+    assert place.run(*words, "--yes") == 0
+    assert f"1 chunk and 1 in {url} dropped" in capsys.readouterr().out
+    assert gone not in remote()
+    assert all(remote()[digest].owners for digest in kept)
+
+    monkeypatch.setattr(
+        "kvcache_rag.loading.load",
+        lambda *_, **__: (make_model(), make_tokenizer(), PromptTemplate(system="New.\n")),
+    )
+    words = ["rebuild", str(place.kv), "--model", "x", "--persist-dir", str(place.chroma)]
+    assert cli.main([*words, "--collection", "docs", "--remote", url, "--yes"]) == 0
+    assert all(remote()[digest].released for digest in kept)
+    assert {chunk.digest for chunk in remote().values() if chunk.owners} == {
+        digest for digest, chunk in place.chunks().items() if chunk.owners
+    }
+    assert sum(bool(chunk.owners) for chunk in remote().values()) == 2
+
+
+def test_gc_says_that_the_remote_failed(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    forget(place.docs, "0")
+    url = (tmp_path / "file").as_uri()
+    words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0", "--yes"]
+    assert place.run(*words) == 2
+    assert "the remote tier failed (" in capsys.readouterr().err
+    mark = owner_mark(place.docs.owner)
+    assert place.run("gc", "--owner", mark, "--remote", url) == 2
+    assert "exists" in capsys.readouterr().err
+    place.client.delete_collection("docs")
+    assert place.run("gc", "--owner", mark, "--remote", url) == 2
+    assert "needs the whole id" in capsys.readouterr().err
+
+
+def test_a_collection_can_be_on_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv").mkdir()
+    with chroma_server(tmp_path / "served") as (host, port):
+        client = chromadb.HttpClient(host, port)
+        client.create_collection("docs", embedding_function=None)
+        words = ["store", "gc", str(tmp_path / "kv"), "--host", host, "--port", str(port)]
+        assert cli.main([*words, "--collection", "docs"]) == 0
+        assert "docs: 0 chunks in use" in capsys.readouterr().out
+    assert cli.main([*words, "--collection", "docs"]) == 2
+    assert f"there is no Chroma server at {host}:{port}" in refused(capsys)
+
+
+def test_gc_removes_old_leftovers(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = os.path.dirname(next(iter(place.chunks().values())).path)
+    for name, old in ((".tmp-old", 4000), (".tmp-new", 0)):
+        path = os.path.join(folder, name)
+        with open(path, "wb") as file:
+            file.write(b"12345")
+        os.utime(path, (time.time() - old,) * 2)
+    assert place.run("gc", "--leftovers") == 0
+    assert "leftovers: 1 file (5 bytes) would be removed" in capsys.readouterr().out
+    assert place.run("gc", "--leftovers", "--yes") == 0
+    assert "leftovers: 1 file (5 bytes) removed" in capsys.readouterr().out
+    assert [name for name in os.listdir(folder) if name.startswith(".tmp")] == [".tmp-new"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["gc"], "say what to look at"),
+        (["gc", "--collection", "docs"], "say where the collections are"),
+        (["gc", "--leftovers", "--grace", "-1"], "--grace must be at least 0"),
+        (["gc", "--collection", "x", "--persist-dir", "."], "there is no Chroma database"),
+        (["gc", "--collection", "x", "--persist-dir", ".", "--host", "h"], "say where"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(
+    tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    action, *rest = words
+    assert cli.main(["store", action, str(tmp_path), *rest]) == 2
+    assert says in refused(capsys)
+
+
+@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc"])
+def test_a_folder_that_is_not_there_is_not_made(
+    tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["store", action, str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in refused(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_collection_is_not_made(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place.run("gc", "--collection", "doc") == 2
+    assert "there is no collection 'doc', only docs" in refused(capsys)
+    assert [one.name for one in place.client.list_collections()] == ["docs"]
+
+
+def test_without_chromadb_the_line_to_install_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "chromadb", None)
+    assert cli.main(["store", "ls", str(tmp_path), "--host", "localhost"]) == 2
+    assert "pip install 'kvcache-rag[chroma]'" in refused(capsys)
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from kvcache_rag import cli\n"
+        "for name in ('store', 'plan', 'rebuild'):\n"
+        "    try:\n"
+        "        cli.main([name, '--help'])\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'chromadb')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "gc" in done.stdout
