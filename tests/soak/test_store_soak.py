@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import random
 import subprocess
@@ -17,8 +18,10 @@ from kvcache_rag.stores import DiskStore
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 
 ROOT = Path(__file__).parents[2]
+LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
-# Forks writers from one process, so that a writer need not import torch again.
+# Forks writers from one process, so that a writer need not import torch again.  A kill comes
+# before, within or after any of the first few writes.
 WRITERS = """
 import os, random, signal, sys, time
 import torch
@@ -27,33 +30,33 @@ from tests.contracts import key_of, make_chunk
 
 torch.set_num_threads(1)
 chunks = [make_chunk(seed, tokens=4096) for seed in range(6)]
-keys = [key_of(chunk) for chunk in chunks]
-chance = random.Random(0)
-end = time.monotonic() + float(sys.argv[3])
+pairs = [(key_of(chunk), chunk) for chunk in chunks]
+chance = random.Random(sys.argv[2])
 killed = 0
-while time.monotonic() < end:
+for number in range(int(sys.argv[3])):
     child = os.fork()
     if child == 0:
+        random.Random(number).shuffle(pairs)
         store = DiskStore(sys.argv[1], durable=sys.argv[2] == "durable")
         while True:
-            for key, chunk in zip(keys, chunks):
+            for key, chunk in pairs:
                 with store.locked([key]):
                     store.put(key, chunk)
                 store.claim(key, "writer")
                 store.release(key, "writer")
-    time.sleep(chance.uniform(0.002, 0.06))
+    time.sleep(chance.uniform(0.0, 0.03))
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    killed += 1
+    killed += os.waitpid(child, 0)[1] == signal.SIGKILL
 print(killed)
 """
+KILLS = 600  # for each of two ways of writing
 
 
 @pytest.mark.parametrize("durability", ["durable", "quick"])
 def test_killed_writers_leave_whole_chunks_and_temporaries_only(
     tmp_path: Path, durability: str
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WRITERS, str(tmp_path), durability, "20"]
+    command = [sys.executable, "-W", "ignore", "-c", WRITERS, str(tmp_path), durability, str(KILLS)]
     writers = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     store = DiskStore(tmp_path, temp_age=0, release_grace=3600)
     chunks = [make_chunk(seed, tokens=4096) for seed in range(6)]
@@ -69,17 +72,20 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
             hits += 1
     assert writers.stdout is not None
     with writers.stdout as output:
-        assert int(output.read()) > 50
-    assert hits > 50
+        assert int(output.read()) == KILLS, "a writer ended by itself"
+    assert hits > KILLS / 10
     assert store.stats().corrupt == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     kinds = (".tmp", ".owner-", ".released-", ".safetensors", ".lock")
     assert all(any(kind in path.name for kind in kinds) for path in files)
+    torsos = len(list(tmp_path.rglob(".tmp*")))
+    assert torsos > KILLS / 20, "too few were killed in the middle of a write"
     store.sweep()
     assert not list(tmp_path.rglob(".tmp*"))
     for chunk in chunks:
         with store.locked([key_of(chunk)]):  # no lock outlives its holder
             assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)
+    LOG.info("%d kills, %d in the middle of a write, %d right reads", KILLS, torsos, hits)
 
 
 def work(root: str, seed: int, seconds: float, report: Any) -> None:
@@ -138,3 +144,61 @@ def test_many_processes_with_an_evictor_never_see_a_wrong_chunk(tmp_path: Path) 
         "corrupt": 0,
         "failed": 0,
     }
+
+
+STEPS = 2000
+KEYS = 12
+FILE = 4096 + 49152 + 2048
+
+
+def mixed(root: str, seed: int, report: Any) -> None:
+    """Read, or compute what is missing; report how often, and what was wrong."""
+    store = DiskStore(root, durable=False)
+    chunks = [make_chunk(number, tokens=512) for number in range(KEYS)]
+    chance = random.Random(seed)
+    counts = {"hits": 0, "misses": 0, "computed": 0, "torn": 0}
+    out = empty_chunk(512)
+    for _ in range(STEPS):
+        chunk = chance.choice(chunks)
+        key = key_of(chunk)
+        computes = chance.random() < 0.5
+        with store.locked([key] if computes else []):
+            try:
+                store.get(key, LAYOUT, out)
+                counts["hits"] += 1
+                counts["torn"] += not same(out, chunk)
+            except ChunkNotFoundError:
+                counts["misses"] += 1
+                if computes:
+                    counts["computed"] += store.put(key, chunk)
+    stats = store.stats()
+    report.put({**counts, "corrupt": stats.corrupt, "failed": stats.put_failures})
+
+
+def test_each_key_is_computed_once_between_two_evictions(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    report = context.Queue()
+    workers = [context.Process(target=mixed, args=(str(tmp_path), n, report)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    evictor = DiskStore(tmp_path, max_bytes=KEYS // 2 * FILE, release_grace=0)
+    keys = [key_of(make_chunk(number, tokens=512)) for number in range(KEYS)]
+    chance = random.Random(9)
+    evicted = 0
+    while any(worker.is_alive() for worker in workers) and report.qsize() < 4:
+        evicted += evictor.sweep() + evictor.delete(chance.choice(keys))
+        time.sleep(0.002)
+    reports = [report.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    total = {name: sum(counts[name] for counts in reports) for name in reports[0]}
+    assert {name: total[name] for name in ("torn", "corrupt", "failed")} == {
+        "torn": 0,
+        "corrupt": 0,
+        "failed": 0,
+    }
+    assert total["hits"] + total["misses"] == 4 * STEPS
+    # A file that was written while another of its key was there would be in no eviction.
+    assert total["computed"] == evicted + len(list(tmp_path.rglob("*.safetensors")))
+    assert min(evicted, total["misses"]) > 100
+    LOG.info("%s, %d evicted", total, evicted)

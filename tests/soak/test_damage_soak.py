@@ -1,0 +1,41 @@
+"""Every bit of a header, and very many of a payload."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+from kvcache_rag.stores import DiskStore
+from tests.damage import filled, header_size, is_refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAYLOAD_FLIPS = 50_000
+
+
+def test_no_flipped_header_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False)
+    key, raw = filled(store)
+    size = header_size(raw)
+    kept = 0
+    for index in range(size):
+        for bit in range(8):
+            damaged = bytearray(raw)
+            damaged[index] ^= 1 << bit
+            kept += not is_refused(store, key, bytes(damaged))
+    # Only the name of the writer may change unseen.
+    provenance = json.loads(raw[8:size])["__metadata__"]["provenance"]
+    assert kept <= 8 * len(provenance)
+    assert store.stats().corrupt == 8 * size - kept
+
+
+def test_no_flipped_payload_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False)
+    key, raw = filled(store)
+    chance = random.Random(3)
+    for _ in range(PAYLOAD_FLIPS):
+        damaged = bytearray(raw)
+        damaged[chance.randrange(header_size(raw), len(raw))] ^= 1 << chance.randrange(8)
+        assert is_refused(store, key, bytes(damaged))

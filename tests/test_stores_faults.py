@@ -1,0 +1,453 @@
+"""Faults put into a store on disk: it serves the right tensors or none, and stays usable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import struct
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.chunk import ChunkKV, GroupLayout, spec_digest
+from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, chunkfile, directory
+from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
+from tests.damage import SMALL, filled, header_size, is_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvcache_rag.chunk import ChunkKey
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "kv", durable=False, release_grace=100.0)
+
+
+# Bytes.
+
+
+def test_ten_thousand_flips_in_the_payload_are_refused(store: DiskStore) -> None:
+    key, raw = filled(store)
+    chance = random.Random(2)
+    for _ in range(10_000):
+        damaged = bytearray(raw)
+        damaged[chance.randrange(header_size(raw), len(raw))] ^= chance.randrange(1, 256)
+        assert is_refused(store, key, bytes(damaged))
+    assert store.stats().corrupt == 10_000
+
+
+def test_a_file_cut_anywhere_is_refused(store: DiskStore) -> None:
+    key, raw = filled(store)
+    for length in range(len(raw)):
+        assert is_refused(store, key, raw[:length]), length
+
+
+@pytest.mark.parametrize("size", [512, 4096])
+def test_zeroed_sectors_and_pages_are_refused(store: DiskStore, size: int) -> None:
+    chunk = make_chunk(tokens=64)
+    key, raw = filled(store, chunk)
+    zeros = bytes(size)
+    refused = 0
+    for begin in range(0, len(raw) - size + 1, size):
+        damaged = raw[:begin] + zeros + raw[begin + size :]
+        refused += is_refused(store, key, damaged, chunk)
+    assert refused == len(raw) // size
+    for begin in range(0, len(raw), size):  # all that was not written yet when the power went
+        assert is_refused(store, key, raw[:begin] + bytes(len(raw) - begin), chunk)
+
+
+@pytest.mark.parametrize("field", ["namespace", "spec", "start", "tokens"])
+def test_files_swapped_between_keys_of_equal_size_are_refused(store: DiskStore, field: str) -> None:
+    one = make_chunk(1)
+    other = {
+        "namespace": one,
+        "spec": one,
+        "start": dataclasses.replace(one, start=one.start + 1),
+        "tokens": dataclasses.replace(one, tokens=one.tokens.flip(0)),
+    }[field]
+    keys = [
+        key_of(one),
+        key_of(
+            other,
+            namespace="tenant" if field == "namespace" else "",
+            spec=spec_digest({"test": 2 if field == "spec" else 1}),
+        ),
+    ]
+    for key, chunk in zip(keys, (one, other), strict=True):
+        assert store.put(key, chunk)
+    paths = [store.path(key) for key in keys]
+    left, right = (path.read_bytes() for path in paths)
+    assert len(left) == len(right)
+    assert left != right
+    assert is_refused(store, keys[0], right, one)
+    assert is_refused(store, keys[1], left, other)
+
+
+# Headers.
+
+
+def bomb(store: DiskStore, key: ChunkKey, header: bytes, payload: bytes) -> None:
+    size = -(-(8 + len(header)) // chunkfile.ALIGNMENT) * chunkfile.ALIGNMENT
+    with store.path(key).open("wb") as file:
+        file.write(struct.pack("<Q", size - 8))
+        file.write(header.ljust(size - 8))
+        file.write(payload)
+
+
+def huge_metadata(header: dict[str, Any]) -> bytes:
+    header["__metadata__"]["pad"] = " " * 99_000_000
+    return json.dumps(header).encode()
+
+
+def many_tensors(header: dict[str, Any]) -> bytes:
+    empty = b'":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    names = (b',"t%d' % index + empty for index in range(800_000))
+    return json.dumps(header).encode()[:-1] + b"".join(names) + b"}"
+
+
+def huge_shape(header: dict[str, Any]) -> bytes:
+    header["kv"]["shape"] = [0, 1 << 62]
+    return json.dumps(header).encode()
+
+
+def huge_product(header: dict[str, Any]) -> bytes:
+    header["kv"]["shape"] = [1 << 62, 2, 2, 4, 8]
+    header["kv"]["data_offsets"] = [0, 1 << 62]
+    return json.dumps(header).encode()
+
+
+@pytest.mark.parametrize("make", [huge_metadata, many_tensors, huge_shape, huge_product])
+def test_a_header_bomb_is_refused_before_it_is_read(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, make: Callable[[dict[str, Any]], bytes]
+) -> None:
+    key, raw = filled(store)
+    header = json.loads(raw[8:4096])
+    header["__metadata__"]["pad"] = ""
+    bomb(store, key, make(header), raw[4096:])
+    read = 0
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal read
+        read += sum(map(len, buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    out = empty_chunk(4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptChunkError):
+            store.get(key, LAYOUT, out)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0 < read <= chunkfile.MAX_HEADER + 8
+    assert peak < 1 << 20
+    assert not store.contains(key)
+
+
+# Links, and names that are no digests.
+
+
+def test_a_link_to_a_right_file_of_ours_is_not_followed(store: DiskStore) -> None:
+    key, _ = filled(store)
+    kept = store.path(key).rename(store.root / "kept")
+    store.path(key).symlink_to(kept)
+    assert not store.contains(key)
+    with pytest.raises(CorruptChunkError):
+        store.get(key, LAYOUT)
+    assert kept.exists()
+
+
+def test_a_link_in_place_of_a_file_leads_no_call_elsewhere(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    key, _ = filled(store)
+    target = tmp_path / "elsewhere"
+    target.write_bytes(b"precious")
+    os.utime(target, (1, 1))
+
+    def link() -> None:
+        store.path(key).unlink(missing_ok=True)
+        store.path(key).symlink_to(target)
+
+    calls: list[Callable[[], object]] = [
+        lambda: store.put(key, SMALL),
+        lambda: store.delete(key),
+        lambda: store.claim(key, "a"),
+        lambda: store.release(key, "a"),
+        lambda: store.contains(key),
+        store.sweep,
+    ]
+    for call in calls:
+        link()
+        call()
+        assert target.read_bytes() == b"precious"
+        assert target.stat().st_mtime == 1
+    link()
+    assert store.put(key, SMALL)
+    assert not store.path(key).is_symlink()
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
+
+
+def test_use_of_a_link_is_not_marked_on_its_target(store: DiskStore, tmp_path: Path) -> None:
+    key, _ = filled(store)
+    target = tmp_path / "elsewhere"
+    target.write_bytes(b"precious")
+    os.utime(target, (1, 1))
+    store.path(key).unlink()
+    store.path(key).symlink_to(target)
+    os.utime(store.path(key), (1, 1), follow_symlinks=False)
+    store.touch(key)
+    assert target.stat().st_mtime == 1
+
+
+def test_a_link_in_place_of_a_marker_makes_no_file_elsewhere(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    key, _ = filled(store)
+    store.claim(key, "a")
+    (marker,) = store.path(key).parent.glob("*.owner-*")
+    marker.unlink()
+    marker.symlink_to(tmp_path / "elsewhere")
+    store.claim(key, "a")
+    assert not (tmp_path / "elsewhere").exists()
+    store.release(key, "a")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_in_place_of_a_lock_changes_no_file_elsewhere(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    key, _ = filled(store)
+    target = tmp_path / "elsewhere"
+    target.write_bytes(b"precious")
+    lock = Path(directory.lock_path(str(store.root), key))
+    lock.parent.mkdir(exist_ok=True)
+    for path in (lock, store.root / "sweep.lock"):
+        path.symlink_to(target)
+    with store.locked([key]):
+        assert store.contains(key)
+    store.sweep()
+    assert target.read_bytes() == b"precious"
+
+
+def test_a_linked_folder_is_not_swept(store: DiskStore, tmp_path: Path) -> None:
+    key, _ = filled(store)
+    other = DiskStore(tmp_path / "other", durable=False)
+    theirs = key_of(make_chunk(5))
+    assert other.put(theirs, make_chunk(5))
+    (store.path(key).parent.parent / "ff").symlink_to(other.path(theirs).parent)
+    shutil.copytree(other.root, store.root / "copy", symlinks=True)
+    strict = DiskStore(store.root, durable=False, max_bytes=1)
+    assert strict.sweep() == 1
+    assert other.contains(theirs)
+    assert (store.root / "copy").exists()
+
+
+@pytest.mark.parametrize("namespace", ["../..", "/", "..\\..", "a/../../b", "\0", "é" * 300, "~"])
+def test_a_namespace_never_leaves_the_root(store: DiskStore, namespace: str) -> None:
+    key = key_of(SMALL, namespace=namespace)
+    assert store.put(key, SMALL)
+    with store.locked([key]):
+        store.claim(key, "../../" + namespace)
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
+    assert [path.name for path in store.root.parent.iterdir()] == [store.root.name]
+
+
+# Clocks.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of day as seconds from now; files keep their own, as after a clock was set."""
+    shift = [0.0]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift[0])
+    return shift
+
+
+@pytest.mark.parametrize("shift", [-1e9, -HOUR, HOUR, 1e9])
+def test_a_clock_that_was_set_changes_no_tensor(
+    store: DiskStore, clock: list[float], shift: float
+) -> None:
+    key, _ = filled(store)
+    store.claim(key, "a")
+    clock[0] = shift
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
+    store.touch(key)
+    assert store.sweep() == 0
+    assert store.contains(key)
+    assert store.put(key, SMALL)
+
+
+def test_a_clock_going_backwards_drops_nothing_early(store: DiskStore, clock: list[float]) -> None:
+    key, _ = filled(store)
+    store.claim(key, "a")
+    store.release(key, "a")
+    writing = store.path(key).parent / ".tmp-now"
+    writing.write_text("x")
+    clock[0] = -HOUR
+    assert store.sweep() == 0
+    assert store.contains(key)
+    clock[0] = 101.0
+    assert store.sweep() == 1
+    assert writing.exists()
+    clock[0] = HOUR + 1
+    store.sweep()
+    assert not writing.exists()
+
+
+def test_the_limit_is_kept_among_files_of_the_future(store: DiskStore) -> None:
+    chunks = [make_chunk(seed) for seed in range(10)]
+    for chunk in chunks:
+        assert store.put(key_of(chunk), chunk)
+        later = time.time() + 1e8 + chunk.tokens[0].item()
+        os.utime(store.path(key_of(chunk)), (later, later))
+    size = store.path(key_of(chunks[0])).stat().st_size
+    limited = DiskStore(store.root, durable=False, max_bytes=3 * size)
+    assert limited.sweep() == 7
+    new = make_chunk(10)
+    for _ in range(3):
+        assert limited.put(key_of(new), new)
+    limited.sweep()
+    assert len(list(store.root.rglob("*.safetensors"))) <= 3
+
+
+def test_what_a_wrong_clock_dated_ahead_goes_all_the_same(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, ttl=HOUR, release_grace=100.0, temp_age=100.0)
+    kept, released = make_chunk(1), make_chunk(2)
+    for chunk in (kept, released):
+        assert store.put(key_of(chunk), chunk)
+    store.claim(key_of(released), "a")
+    store.release(key_of(released), "a")
+    torso = store.path(key_of(kept)).parent / f".tmp-{'0' * 32}"
+    torso.write_bytes(b"half")
+
+    def shift(seconds: float) -> None:
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                moment = path.stat().st_mtime + seconds
+                os.utime(path, (moment, moment))
+
+    shift(1e9)
+    assert store.sweep() == 0, "nothing goes early"
+    shift(-101.0)
+    assert store.sweep() == 1
+    assert not torso.exists()
+    assert store.contains(key_of(kept))
+    shift(-HOUR)
+    assert not store.contains(key_of(kept))
+
+
+def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
+    store: DiskStore, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = chunkfile.save_file
+
+    def swept_meanwhile(*arguments: Any, **named: Any) -> None:
+        write(*arguments, **named)
+        clock[0] = 1e9
+        DiskStore(store.root).sweep()
+        clock[0] = 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunkfile, "save_file", swept_meanwhile)
+        assert not store.put(key_of(SMALL), SMALL)
+    assert store.stats().put_failures == 1
+    assert store.put(key_of(SMALL), SMALL)
+
+
+def test_memory_does_not_look_at_the_time_of_day(clock: list[float]) -> None:
+    memory = MemoryStore(release_grace=100.0)
+    memory.put(key_of(SMALL), SMALL)
+    memory.claim(key_of(SMALL), "a")
+    memory.release(key_of(SMALL), "a")
+    for clock[0] in (-1e9, 1e9):
+        assert memory.sweep() == 0
+        assert memory.contains(key_of(SMALL))
+
+
+# Hosts that died, and sweeps.
+
+
+def test_what_a_dead_host_left_is_in_nobodys_way(store: DiskStore) -> None:
+    key, raw = filled(store)
+    folder = store.path(key).parent
+    torso = folder / ".tmp-0123456789abcdef"
+    torso.write_bytes(raw[:100])
+    lock = Path(directory.lock_path(str(store.root), key))
+    lock.parent.mkdir(exist_ok=True)
+    for path in (lock, store.root / "sweep.lock"):
+        path.write_text("held by pid 1 of another host")
+    orphan = folder / f"{'0' * 64}.released-{'0' * 16}"
+    orphan.touch()
+    for path in folder.parent.parent.rglob("*"):
+        os.utime(path, (1, 1))
+    with store.locked([key]):
+        assert store.contains(key)
+    store.sweep()
+    assert not torso.exists()
+    assert not orphan.exists()
+    assert same(store.get(key, LAYOUT).chunk, SMALL)
+
+
+def test_a_sweep_that_hangs_blocks_no_other_call(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = filled(store)
+    reached, go_on = threading.Event(), threading.Event()
+    scan = os.scandir
+
+    def hanging(path: Any) -> Any:
+        reached.set()
+        go_on.wait(60)
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", hanging)
+        thread = threading.Thread(target=store.sweep, daemon=True)
+        thread.start()
+        assert reached.wait(60)
+        for other in (store, DiskStore(store.root, durable=False)):
+            assert same(other.get(key, LAYOUT).chunk, SMALL)
+            assert other.contains(key)
+            assert other.put(key, SMALL)
+            other.claim(key, "a")
+            other.release(key, "a")
+            with other.locked([key]):
+                assert other.delete(key)
+            assert other.put(key, SMALL)
+        assert thread.is_alive(), "it hung while all of this was done"
+        go_on.set()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+# A faster tier in front of a damaged one.
+
+
+def test_damage_on_disk_is_mended_by_the_next_put(store: DiskStore) -> None:
+    tiers = TieredStore(MemoryStore(), store)
+    wide = type(LAYOUT)((GroupLayout((0,), (1, 8), (1, 8)),), LAYOUT.dtype)
+    chunk: ChunkKV = make_chunk(tokens=4, layout=wide)
+    key = key_of(chunk)
+    assert tiers.put(key, chunk)
+    store.path(key).write_bytes(b"")
+    assert tiers.get(key, wide).tier == "memory"
+    with pytest.raises(CorruptChunkError):
+        store.get(key, wide)
+    assert tiers.put(key, chunk)
+    assert same(store.get(key, wide).chunk, chunk)
