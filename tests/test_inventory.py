@@ -398,7 +398,7 @@ def test_letting_go_is_what_the_store_calls_release(store: DiskStore) -> None:
     assert only(store)[1].owners.keys() == {owner_mark("a")}
     at_once = DiskStore(store.root, release_grace=-1)
     assert at_once.sweep() == 0
-    let_go(found, owner_mark("a"))
+    let_go(only(store)[1], owner_mark("a"))
     assert only(store)[1].is_released(time.time() + 1)
     assert at_once.sweep() == 1
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvcache_rag.stores as stores
+from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
 from tests.contracts import LAYOUT, StoreContract, empty_chunk, flat, key_of, make_chunk, same
@@ -186,6 +187,13 @@ def test_tiers_nest(tmp_path: Path) -> None:
     assert [store.get(key_of(chunk), LAYOUT).tier for _ in range(2)] == ["ram", "hbm"]
     assert store.stats().hits == {"hbm": 1, "ram": 1}
     assert store.codec.name == "native"
+
+
+def test_tiers_of_different_codecs_are_refused(tmp_path: Path) -> None:
+    other = DiskStore(tmp_path / "b", codec=Int8())
+    with pytest.raises(InvalidInputError, match="one codec, not int8-kc-vt, native"):
+        TieredStore(MemoryStore(), DiskStore(tmp_path / "a"), other)
+    assert TieredStore(MemoryStore(), other).codec == Int8()
 
 
 def test_a_tier_is_needed() -> None:

@@ -187,13 +187,15 @@ def sweep(folder: str, when: Deadlines, *, limit: int | None, room: int) -> Swep
     for place in entries.folders(folder, _CHUNKS):
         for entry in entries.scan(place, when).values():
             released = entry.is_released(when.released)
-            if released:
-                for _, path in entry.tombstones:
-                    entries.unlink(path)
+            gone = not entry.path
             if entry.path and (released or when.is_expired(entry.written)):
-                dropped += entries.unlink(entry.path)
+                gone = entries.unlink(entry.path)
+                dropped += gone
             elif entry.path:
                 kept.append((entry.used, entry.size, entry.path))
+            # Last: without a tombstone a chunk that is still there would never go.
+            for _, path in entry.tombstones if released and gone else ():
+                entries.unlink(path)
     _clear(folder, when)
     swept = Swept(dropped, kept)
     return swept if limit is None else evict(swept, limit, room)
@@ -223,7 +225,9 @@ def evict(swept: Swept, limit: int, room: int) -> Swept:
 
 
 def _clear(folder: str, when: Deadlines) -> None:
-    """Drop what an interrupted deletion left, and what was put aside too long ago."""
+    """Drop unfinished manifests, what an interrupted deletion left, and what was aside too long."""
+    for place in entries.folders(folder, _CHUNKS[:1]):
+        entries.scan(place, when)
     with suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(DELETED):

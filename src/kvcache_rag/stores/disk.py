@@ -295,4 +295,5 @@ class DiskStore(ChunkStore):
         def sweep() -> None:
             self._counters.add("evictions", self._sweeper.sweep_one(namespace))
 
-        threading.Thread(target=sweep, name="kvcache-rag-sweep", daemon=True).start()
+        with suppress(RuntimeError):  # no more threads: another time
+            threading.Thread(target=sweep, name="kvcache-rag-sweep", daemon=True).start()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TEMPORARY = ".tmp"
 
-_FILE = re.compile(r"([0-9a-f]{64})\.(safetensors|owner|released)(?:-[0-9a-f]{16})?")
+_FILE = re.compile(r"([0-9a-f]{64})\.(safetensors(?!-)|(?:owner|released)(?=-))(?:-[0-9a-f]{16})?")
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ class EpochWatch:
         self.recheck = recheck
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, int]] = {}  # when, and which number
+        self._undone: set[str] = set()  # what a change asked for could not be done
 
     def look(self, namespace: str) -> tuple[int | None, int]:
         """The number seen before, None when there was none, and the one of now.
 
         The two are equal when the last look is young enough; of several threads that look at once,
-        one is told of a change.
+        one is told of a change.  After `undone` the one before is -1.
         """
         with self._lock:
             seen = self._seen.get(namespace)
@@ -43,6 +44,9 @@ class EpochWatch:
         with self._lock:
             before = self._seen.get(namespace)
             self._seen[namespace] = (time.monotonic(), now)
+            if namespace in self._undone:
+                self._undone.discard(namespace)
+                return -1, now
         return (None if before is None else before[1]), now
 
     def number(self, namespace: str) -> int:
@@ -57,15 +61,31 @@ class EpochWatch:
         with self._lock:
             self._seen[namespace] = (time.monotonic(), now)
 
-    def forget(self, namespace: str) -> None:
-        """Look as if for the first time when next asked."""
+    def undone(self, namespace: str) -> None:
+        """Look anew when next asked, and tell of a change whatever is seen."""
         with self._lock:
             self._seen.pop(namespace, None)
+            self._undone.add(namespace)
 
     def namespaces(self) -> list[str]:
         """Those that were looked at."""
         with self._lock:
             return list(self._seen)
+
+
+def forgotten(store: ChunkStore, watch: EpochWatch, namespace: str, failures: list[OSError]) -> int:
+    """Drop a namespace in a store, and know its new epoch for our own doing.
+
+    Returns:
+        How many chunks were dropped; 0 after an error, which is added to `failures`.
+    """
+    try:
+        dropped = store.delete_namespace(namespace)
+        watch.accept(namespace)
+    except OSError as error:
+        failures.append(error)
+        return 0
+    return dropped
 
 
 class IdleLooks:
@@ -81,12 +101,16 @@ class IdleLooks:
         """Start the thread unless this process has it."""
         if self._process != os.getpid():  # threads do not survive a fork
             self._process = os.getpid()
-            threading.Thread(
+            thread = threading.Thread(
                 target=_repeat,
                 args=(self._look, self.seconds),
                 name="kvcache-rag-epochs",
                 daemon=True,
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: who asks next tries again
+                self._process = 0
 
 
 def _repeat(method: weakref.WeakMethod[Callable[[], None]], seconds: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+_ALL: weakref.WeakSet[ThreadLocks] = weakref.WeakSet()
+
+
 class ThreadLocks:
     """Locks by name among the threads of a process, made on first use and kept."""
 
@@ -26,6 +30,7 @@ class ThreadLocks:
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
         self._holders: dict[str, int] = {}
+        _ALL.add(self)
 
     @contextmanager
     def hold(self, names: Iterable[str]) -> Iterator[None]:
@@ -60,8 +65,15 @@ class ThreadLocks:
 
 
 _PROCESS = ThreadLocks()
+
+
+def _in_child() -> None:
+    for one in _ALL:
+        one.forget()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_PROCESS.forget)
+    os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Manifests:
         if description is None or os.path.lexists(f"{folder}/{NAME}"):
             return
         temporary = f"{folder}/{TEMPORARY}-{secrets.token_hex(16)}"
-        with suppress(OSError):
+        with suppress(OSError, TypeError, ValueError):  # the last two: it is no JSON
             try:
                 _write(temporary, {**description, "created": int(time.time())})
                 os.replace(temporary, f"{folder}/{NAME}")

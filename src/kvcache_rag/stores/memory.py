@@ -17,6 +17,7 @@ from kvcache_rag.stores.checks import check_chunk, check_key, check_out
 from kvcache_rag.stores.counters import Counters
 from kvcache_rag.stores.filetimes import check_ttl
 from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.sweeping import LEAST_PAUSE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +76,7 @@ class MemoryStore(ChunkStore):
         self._epochs: Counter[str] = Counter()
         self._counters = Counters()
         self._stripes = ThreadLocks()
+        self._due = time.monotonic() + self._pause()
 
     def __repr__(self) -> str:
         """The call that made it."""
@@ -126,6 +128,8 @@ class MemoryStore(ChunkStore):
             evicted = before + 1 - len(self._chunks)
         self._counters.kept(self.tier, size)
         self._counters.add("evictions", evicted)
+        if self.ttl is not None:
+            self._sweep_when_due()
         return True
 
     def contains(self, key: ChunkKey) -> bool:
@@ -172,6 +176,7 @@ class MemoryStore(ChunkStore):
         check_key(key)
         with self._lock:
             self._owners.setdefault(key, {})[owner] = None
+        self._sweep_when_due()
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note when `owner` stopped using the key."""
@@ -180,6 +185,7 @@ class MemoryStore(ChunkStore):
             owners = self._owners.get(key, {})
             if owner in owners and owners[owner] is None:
                 owners[owner] = time.monotonic()
+        self._sweep_when_due()
 
     def sweep(self) -> int:
         """Drop released and old chunks; the limit is kept by `put`."""
@@ -200,6 +206,19 @@ class MemoryStore(ChunkStore):
     def stats(self) -> StoreStats:
         """Counters of this store."""
         return self._counters.stats()
+
+    def _pause(self) -> float:
+        times = [self.release_grace] if self.ttl is None else [self.release_grace, self.ttl]
+        return max(LEAST_PAUSE, min(times))
+
+    def _sweep_when_due(self) -> None:
+        """Sweep, once per pause: nobody else lets go of what was released long ago."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._due:
+                return
+            self._due = now + self._pause()
+        self.sweep()
 
     def _is_expired(self, key: ChunkKey) -> bool:
         put_at = self._chunks.put_at.get(key)

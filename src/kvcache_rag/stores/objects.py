@@ -24,7 +24,7 @@ _EPOCH_DIGITS = 20
 _LEFT_OVER = 3600.0  # seconds after which an unfinished file is of a killed writer
 _OURS = re.compile(
     r"(?P<stem>[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}/(?P<digest>[0-9a-f]{64}))"
-    r"\.(?P<kind>safetensors|owner|released)(?:-[0-9a-f]{16})?"
+    r"\.(?P<kind>safetensors(?!-)|(?:owner|released)(?=-))(?:-[0-9a-f]{16})?"
 )
 _UNFINISHED = re.compile(r"(?:[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}/)?\.tmp-[0-9a-f]{32}")
 

@@ -55,7 +55,8 @@ class RemoteStore(ChunkStore):
 
     Attributes:
         url: Where, without credentials.
-        timeout: Seconds that one `get`, `put`, `contains`, ... may take.
+        timeout: Seconds that one call may take; a `put` makes two, a `get` of a damaged object
+            three, all others one.
         retries: How often a failed call is made again within that time.
         pause: Seconds for which a failing remote is skipped.
         release_grace: Seconds between the release of a chunk and its end.

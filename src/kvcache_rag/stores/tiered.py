@@ -11,7 +11,8 @@ from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_key
 from kvcache_rag.stores.counters import Counters, joined
-from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
+from kvcache_rag.stores.epochs import EpochWatch, IdleLooks, forgotten
+from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.writeback import WriteBack
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class TieredStore(ChunkStore):
         """Join stores.
 
         Raises:
-            InvalidInputError: If there is none, or none of a name in `write_back`.
+            InvalidInputError: If there is none, or none of a name in `write_back`, or if two of
+                them write different codecs.
         """
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
@@ -60,6 +62,9 @@ class TieredStore(ChunkStore):
             raise InvalidInputError(
                 f"write_back is a list of names out of {names}; {sorted(unknown)} is none"
             )
+        forms = {store.codec.name for store in stores if not isinstance(store, MemoryStore)}
+        if len(forms) > 1:  # memory holds what was decoded
+            raise InvalidInputError(f"tiers must have one codec, not {', '.join(sorted(forms))}")
         self.tiers = stores
         self.tier = stores[-1].tier
         self.write_back = tuple(write_back)
@@ -144,8 +149,9 @@ class TieredStore(ChunkStore):
             store.touch(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        """Drop a chunk in all tiers."""
-        return sum(store.delete(key) for store in self._stores) > 0
+        """Drop a chunk in all tiers, the slowest first: no faster one is filled again then."""
+        self._refuse(check_key(key).namespace)
+        return sum(store.delete(key) for store in reversed(self._stores)) > 0
 
     def delete_namespace(self, namespace: str) -> int:
         """Drop a namespace in all tiers and in what waits to be written.
@@ -156,10 +162,11 @@ class TieredStore(ChunkStore):
         Raises:
             OSError: If a tier could not drop all; the others have done so.
         """
+        self._refuse(namespace)
         failures: list[OSError] = []
         # The slowest first: then no faster tier is filled again from one that still holds it.
         tiers = [*zip(self._stores, self._watches, strict=True)]
-        dropped = [_delete_namespace(*tier, namespace, failures) for tier in reversed(tiers)]
+        dropped = [forgotten(*tier, namespace, failures) for tier in reversed(tiers)]
         if failures:
             raise failures[0]
         return max(dropped)
@@ -205,7 +212,7 @@ class TieredStore(ChunkStore):
 
     def sweep(self) -> int:
         """Sweep all tiers; the sum of what they dropped."""
-        return sum(store.sweep() for store in self._stores)
+        return sum(store.sweep() for store in reversed(self._stores))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing waits to be written; False when `timeout` seconds did not do."""
@@ -268,32 +275,26 @@ class TieredStore(ChunkStore):
         """Forget a namespace in faster tiers that was deleted in a slower one."""
         if len(self._stores) > 1:
             self._idle.start()
-        for index in range(len(self._stores) - 1, 0, -1):
+        for index in range(len(self._stores) - 1, -1, -1):
             before, now = self._watches[index].look(namespace)
             if before == now:
                 continue
             failures: list[OSError] = []
-            for faster, watch in zip(self._stores[:index], self._watches, strict=False):
-                # At the first look: was the slower one deleted after this one was?
-                if before is not None or now > faster.epoch(namespace):
-                    _delete_namespace(faster, watch, namespace, failures)
+            for faster, watch in [*zip(self._stores[:index], self._watches, strict=False)][::-1]:
+                # Seen for the first time: was the slower one deleted after this one was?
+                if before or now > faster.epoch(namespace):
+                    forgotten(faster, watch, namespace, failures)
             if failures:
                 # A folder that cannot be written, for example; tried again at the next look.
-                self._watches[index].forget(namespace)
+                self._watches[index].undone(namespace)
 
     def _look_at_all(self) -> None:
         for namespace in {name for watch in self._watches for name in watch.namespaces()}:
-            self._look(namespace)
+            with suppress(InvalidInputError):  # somebody asked for it, and a tier refused
+                self._look(namespace)
 
-
-def _delete_namespace(
-    store: ChunkStore, watch: EpochWatch, namespace: str, failures: list[OSError]
-) -> int:
-    """Drop a namespace in one tier, and know its new epoch for our own doing."""
-    try:
-        dropped = store.delete_namespace(namespace)
-        watch.accept(namespace)
-    except OSError as error:
-        failures.append(error)
-        return 0
-    return dropped
+    def _refuse(self, namespace: str) -> None:
+        """Let a tier that serves one namespace refuse another, before anything is dropped."""
+        for store in self.tiers:
+            if store.excludes_processes:
+                store.epoch(namespace)

@@ -28,12 +28,17 @@ def owner_mark(owner: str) -> str:
 
 
 def let_go(file: StoredFile, mark: str) -> bool:
-    """Turn an owner's claim into a tombstone of this moment; False if there is no claim (left).
+    """Turn an owner's claim into a tombstone of this moment.
+
+    Returns:
+        False if there is no claim any more, or one that was made since `file` was listed.
 
     Raises:
         OSError: If the folder cannot be written.
     """
     try:
+        if os.lstat(f"{file.stem}.owner-{mark}").st_mtime != file.owners.get(mark):
+            return False
         release_mark(file.stem, mark)
     except FileNotFoundError:
         return False
@@ -50,8 +55,15 @@ def take_back(file: StoredFile, mark: str) -> None:
         os.replace(f"{file.stem}.released-{mark}", f"{file.stem}.owner-{mark}")
 
 
-def put_aside(namespace: NamespaceFolder, file: StoredFile) -> None:
+def put_aside(
+    namespace: NamespaceFolder, file: StoredFile, found: os.stat_result | None = None
+) -> None:
     """Move a damaged file into the namespace's quarantine, of which the newest few stay.
+
+    Args:
+        namespace: Where it lies.
+        file: The file.
+        found: Its status when it was found damaged: another one in its place stays.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -59,6 +71,9 @@ def put_aside(namespace: NamespaceFolder, file: StoredFile) -> None:
     folder = f"{namespace.path}/{QUARANTINE}"
     make_folder(os.path.dirname(namespace.path), folder)
     with suppress(FileNotFoundError):
+        now = os.lstat(file.path)
+        if found is not None and (now.st_dev, now.st_ino) != (found.st_dev, found.st_ino):
+            return
         os.replace(file.path, f"{folder}/{time.time_ns():020d}-{file.digest}")
     kept = sorted(namespace.quarantined(), key=lambda found: found.path)
     for old in kept[:-MAX_QUARANTINED]:

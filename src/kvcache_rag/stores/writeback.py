@@ -112,12 +112,12 @@ class WriteBack(ChunkStore):
         if not room:
             return self.store.put(key, chunk)
         try:
+            epoch = self._watch.number(key.namespace)  # before: a deletion may come meanwhile
             copy = private_copy(chunk)
         except BaseException:
             with self._changed:
                 self._nbytes -= size
             raise
-        epoch = self._watch.number(key.namespace)
         self._append(_Write(key, epoch, size, lambda: self.store.put(key, copy), copy))
         return True
 
@@ -206,15 +206,23 @@ class WriteBack(ChunkStore):
             do()
 
     def _append(self, write: _Write) -> None:
-        """Queue a write whose room is taken already."""
+        """Queue a write whose room is taken already; without a thread for it, do it here."""
         with self._changed:
             self._waiting.append(write)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name=f"kvcache-rag-{self.tier}", daemon=True
-                )
-                self._thread.start()
             self._changed.notify_all()
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(
+                target=self._work, name=f"kvcache-rag-{self.tier}", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads
+                lacking = True
+            else:
+                lacking = False
+        if lacking:
+            self._work(lingers=False)
 
     def _drop(self, matches: Callable[[_Write], bool]) -> list[_Write]:
         """Forget what waits and matches; the lock is held."""
@@ -235,10 +243,11 @@ class WriteBack(ChunkStore):
     def _is_idle(self) -> bool:
         return not self._waiting and self._current is None
 
-    def _work(self) -> None:
+    def _work(self, *, lingers: bool = True) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE)
+                idle = _IDLE if lingers else 0.0
+                self._changed.wait_for(lambda: self._waiting or self._closed, idle)
                 if not self._waiting:
                     self._thread = None
                     self._changed.notify_all()

@@ -1,0 +1,312 @@
+"""Tiers under deletions, foreign names and a lack of threads: nothing comes back, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore, directory
+from kvcache_rag.stores.inventory import namespaces
+from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.upkeep import let_go, owner_mark, put_aside
+from kvcache_rag.stores.verify import verify_file
+from tests.contracts import LAYOUT, key_of, make_chunk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHUNK = make_chunk()
+KEY = key_of(CHUNK, namespace="a")
+
+
+def disk_at(path: Path, **settings: Any) -> DiskStore:
+    return DiskStore(path, durable=False, **settings)
+
+
+def remote_at(path: Path, **settings: Any) -> RemoteStore:
+    return RemoteStore(f"file://{path}", **settings)
+
+
+def called_after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: Any) -> None:
+    """Let `call` run in another thread right after a method of `target`, once."""
+    method = getattr(target, name)
+
+    def both(*args: Any) -> Any:
+        result = method(*args)
+        monkeypatch.setattr(target, name, method)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return result
+
+    monkeypatch.setattr(target, name, both)
+
+
+# ---------------------------------------------------------------------- deleting
+def test_memory_is_not_filled_again_from_a_disk_that_is_about_to_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = MemoryStore(), disk_at(tmp_path / "disk")
+    store = TieredStore(memory, disk, remote_at(tmp_path / "remote"), recheck=0.0)
+    store.put(KEY, CHUNK)
+    store.recheck = 0.0
+    remote_at(tmp_path / "remote").delete_namespace("a")
+    # Another thread asks between the two tiers; it has looked a moment before.
+    called_after(monkeypatch, memory, "delete_namespace", lambda: _got(store, LAYOUT))
+    monkeypatch.setattr(store._watches[1], "recheck", 1e9)
+
+    with pytest.raises(ChunkNotFoundError):
+        store.get(KEY, LAYOUT)
+    assert not memory.contains(KEY)
+    assert not disk.contains(KEY)
+
+
+def _got(store: TieredStore, layout: Any) -> None:
+    store._watches[2].recheck = 1e9
+    try:
+        store.get(KEY, layout)
+    except ChunkNotFoundError:
+        return
+
+
+def test_a_deleted_chunk_is_not_promoted_from_a_tier_that_still_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MemoryStore()
+    store = TieredStore(memory, disk_at(tmp_path))
+    store.put(KEY, CHUNK)
+    called_after(monkeypatch, memory, "delete", lambda: _tried(lambda: store.get(KEY, LAYOUT)))
+    assert store.delete(KEY)
+    assert not store.contains(KEY)
+
+
+def _tried(call: Any) -> None:
+    try:
+        call()
+    except ChunkNotFoundError:
+        return
+
+
+def test_a_remote_that_is_down_at_first_costs_no_local_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> tuple[TieredStore, DiskStore, RemoteStore]:
+        disk, remote = disk_at(tmp_path / "disk"), remote_at(tmp_path / "remote")
+        return TieredStore(disk, remote, recheck=0.0), disk, remote
+
+    first, _, _ = opened()
+    first.delete_namespace("a")  # long ago
+    first.put(KEY, CHUNK)
+    store, disk, remote = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(remote._transport, "run", _down)
+        store.get(KEY, LAYOUT)
+    assert store.get(KEY, LAYOUT).tier == "disk"
+    assert disk.contains(KEY)
+
+
+def _down(*_: Any, **__: Any) -> Any:
+    raise OSError("down")
+
+
+def test_a_tier_that_could_not_forget_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = disk_at(tmp_path / "disk")
+    store = TieredStore(disk, remote_at(tmp_path / "remote"), recheck=0.0)
+    store.put(KEY, CHUNK)
+    remote_at(tmp_path / "remote").delete_namespace("a")
+    rename = os.rename
+
+    def denied(*_: Any) -> None:
+        raise PermissionError("denied")
+
+    monkeypatch.setattr(os, "rename", denied)  # the epoch grows, the folders stay
+    store.contains(KEY)
+    assert disk.contains(KEY)
+    monkeypatch.setattr(os, "rename", rename)
+    assert not store.contains(KEY)
+    assert not disk.contains(KEY)
+
+
+# ---------------------------------------------------------------------- foreign namespaces
+def test_a_namespace_that_a_tier_refuses_is_deleted_in_none(tmp_path: Path) -> None:
+    foreign = key_of(CHUNK, namespace="b")
+    remote = remote_at(tmp_path / "remote")
+    remote.put(foreign, CHUNK)
+    store = TieredStore(MemoryStore(), disk_at(tmp_path / "disk", namespace="a"), remote)
+    with pytest.raises(InvalidInputError):
+        store.delete_namespace("b")
+    with pytest.raises(InvalidInputError):
+        store.delete(foreign)
+    assert remote.contains(foreign)
+
+
+def test_a_namespace_that_a_tier_refuses_does_not_stop_the_idle_looks(tmp_path: Path) -> None:
+    memory = MemoryStore()
+    store = TieredStore(
+        memory,
+        disk_at(tmp_path / "disk", namespace="a"),
+        remote_at(tmp_path / "remote"),
+        recheck=0.0,
+    )
+    store.put(KEY, CHUNK)
+    for name in "bcdefgh":
+        with pytest.raises(InvalidInputError):
+            store.get(key_of(CHUNK, namespace=name), LAYOUT)
+    remote_at(tmp_path / "remote").delete_namespace("a")
+    store._look_at_all()
+    assert not memory.contains(KEY)
+
+
+# ---------------------------------------------------------------------- writing back
+def test_the_first_tier_written_back_sees_every_deletion(tmp_path: Path) -> None:
+    store = TieredStore(disk_at(tmp_path), write_back=["disk"], recheck=0.0)
+    store.delete_namespace("a")
+    disk_at(tmp_path).delete_namespace("a")
+    store.put(KEY, CHUNK)
+    store.flush()
+    assert disk_at(tmp_path).contains(KEY)
+
+
+def test_a_chunk_that_is_being_queued_during_a_deletion_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache_rag.stores import writeback
+
+    store = TieredStore(disk_at(tmp_path), write_back=["disk"])
+    called_after(monkeypatch, writeback, "private_copy", lambda: store.delete_namespace("a"))
+    store.put(KEY, CHUNK)
+    store.flush()
+    assert not disk_at(tmp_path).contains(KEY)
+
+
+def test_without_threads_writes_go_through_and_nothing_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    disk = disk_at(tmp_path, ttl=3600.0)
+    disk._due = 0.0
+    store = TieredStore(MemoryStore(), disk, write_back=["disk"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert store.put(KEY, CHUNK)
+        store.claim(KEY, "owner")
+        assert store.get(KEY, LAYOUT).tier == "memory"
+    assert store.flush(10)
+    assert disk.contains(KEY)
+
+
+# ---------------------------------------------------------------------- looking after
+def test_memory_does_not_remember_released_claims_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvcache_rag.stores.memory.time.monotonic", lambda: now)
+    store = MemoryStore(release_grace=10.0)
+    store.put(KEY, CHUNK)
+    store.claim(KEY, "owner")
+    store.release(KEY, "owner")
+    now += 3600
+    other = key_of(make_chunk(seed=1), namespace="a")
+    store.claim(other, "owner")
+    assert not store.contains(KEY)
+    assert [*store._owners] == [other]
+
+
+def test_a_release_that_was_half_swept_is_swept_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, release_grace=-1.0)
+    store.put(KEY, CHUNK)
+    store.claim(KEY, "owner")
+    store.release(KEY, "owner")
+    unlink = os.unlink
+
+    def denied(path: str) -> None:
+        if str(path).endswith(directory.SUFFIX):
+            raise PermissionError("denied")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", denied)
+        store.sweep()
+    store.sweep()
+    assert not store.contains(KEY)
+
+
+@pytest.mark.parametrize("name", ["{}.owner", "{}.released"])
+def test_names_that_only_look_like_ours_are_left_alone(tmp_path: Path, name: str) -> None:
+    store = disk_at(tmp_path, max_bytes=1 << 20, release_grace=-1.0)
+    store.put(KEY, CHUNK)
+    store.claim(KEY, "owner")
+    store.release(KEY, "owner")
+    folder = store.path(KEY).parent
+    foreign = folder / name.format(KEY.digest)
+    foreign.touch()
+    copy = folder / f"{KEY.digest}{directory.SUFFIX}-0123456789abcdef"
+    store.sweep()
+    assert foreign.exists()
+    assert not store.contains(KEY)
+
+    store.claim(KEY, "owner")
+    store.release(KEY, "owner")
+    copy.touch()
+    store.sweep()
+    assert copy.exists()
+
+
+def test_an_unfinished_manifest_goes_too(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, temp_age=-1.0)
+    store.put(KEY, CHUNK)
+    unfinished = store.path(KEY).parent.parent / f".tmp-{'0' * 32}"
+    unfinished.touch()
+    store.sweep()
+    assert not unfinished.exists()
+    assert store.contains(KEY)
+
+
+def test_a_claim_made_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
+    store = disk_at(tmp_path)
+    store.put(KEY, CHUNK)
+    store.claim(KEY, "owner")
+    mark = owner_mark("owner")
+    marker = store.path(KEY).with_name(f"{KEY.digest}.owner-{mark}")
+    os.utime(marker, (1e9, 1e9))
+    (listed,) = (
+        file for one in namespaces(tmp_path) for spec in one.specs() for file in spec.chunks()
+    )
+    store.claim(KEY, "owner")  # its row is on its way
+    assert not let_go(listed, mark)
+    assert marker.exists()
+
+
+def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path) -> None:
+    store = disk_at(tmp_path)
+    store.put(KEY, CHUNK)
+    (namespace,) = namespaces(tmp_path)
+    store.path(KEY).write_bytes(b"damaged")
+    found = store.path(KEY).lstat()
+    os.link(store.path(KEY), tmp_path / "kept")  # or its inode might be used again
+    (listed,) = (file for spec in namespace.specs() for file in spec.chunks())
+    store.put(KEY, CHUNK)  # a reader computed it anew while it was being checked
+    put_aside(namespace, listed, found)
+    verify_file(listed.path, listed.digest)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    locks = ThreadLocks()
+    with locks.hold(["one"]):
+        child = os.fork()
+        if not child:
+            done = threading.Thread(target=lambda: locks.hold(["one"]).__enter__(), daemon=True)
+            done.start()
+            done.join(5)
+            os._exit(done.is_alive())
+    assert os.waitpid(child, 0)[1] == 0
