@@ -21,7 +21,9 @@ from kvcache_rag import (
     Message,
     PromptTemplate,
     Reuse,
+    ReusePolicy,
     StoredChunk,
+    TieredStore,
     UnsupportedModelError,
 )
 
@@ -269,6 +271,48 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
     assert others.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
     again = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
     assert (again.metrics.misses, again.token_ids) == (1, expected.token_ids)
+
+
+def test_a_namespace_deleted_by_others_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.combination.RECHECK", 0.0)
+    store = TieredStore(MemoryStore(), DiskStore(tmp_path), recheck=0.0)
+    engine = make_engine(store=store, namespace="mine")
+    keys = engine.add(TEXTS)
+    combined = engine.add_combination([keys])[0]
+    assert engine.generate(QUESTION, keys, max_new_tokens=1).metrics.hits == {"combinations": 1}
+    DiskStore(tmp_path).delete_namespace("others")
+    assert engine.generate(QUESTION, keys, max_new_tokens=1).metrics.hits == {"combinations": 1}
+    DiskStore(tmp_path).delete_namespace("mine")
+    with pytest.raises(ChunkNotFoundError):
+        engine.generate(QUESTION, keys)
+    assert not engine.combinations.contains(combined)
+    engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.hits == {"combinations": 1}
+
+
+def test_combinations_on_disk_are_not_deleted_for_those_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.combination.RECHECK", 0.0)
+    store = MemoryStore()
+    engine = make_engine(store=store, combinations=DiskStore(tmp_path))
+    key = engine.add_combination([TEXTS])[0]
+    store.delete_namespace("")
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
+    assert engine.combinations.contains(key)
+
+
+@pytest.mark.parametrize("policy", [Reuse(), FullRecompute(), Combination()])
+def test_a_chunk_that_lies_about_its_tokens_is_never_used(policy: ReusePolicy) -> None:
+    engine = make_engine()
+    honest, liar = engine.add(["The cat sat on the mat.", "The dog sat on the mat."])
+    layout = engine._adapter.measured.chunk_layout
+    engine.store.put(liar, engine.store.get(honest, layout).chunk)
+    with pytest.raises(ChunkNotFoundError):
+        engine.logits(QUESTION, [TEXTS[1], liar], policy=policy)
+    assert not engine.store.contains(liar)
 
 
 # ---------------------------------------------------------------------- codecs

@@ -116,6 +116,7 @@ def test_the_command_compares_codecs(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["--n", "0"],
         ["--facts", "0"],
         ["--json", "no/such/folder/x.json"],
+        ["--json", "."],
     ],
 )
 def test_settings_that_cannot_be_used_say_so_at_once(given: list[str]) -> None:

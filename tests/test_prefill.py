@@ -238,3 +238,18 @@ def test_adding_resumes_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.add(texts) == keys
     assert len(passes.shapes) == 3 - sum(held)
     assert all(engine.store.contains(key) for key in keys)
+
+
+def test_a_question_keeps_no_wide_copy_of_the_model() -> None:
+    store = MemoryStore()
+    model = build("qwen2").to(torch.bfloat16)
+    options: dict[str, Any] = {"template": TEMPLATE, "store": store}
+    options["prefill_dtype"] = torch.float32
+    Engine(model, byte_tokenizer(), **options).add(TEXTS)
+    engine = Engine(model, byte_tokenizer(), **options)
+    prefiller: Any = engine._prefiller
+    prefix = chunk_key(prefiller.prefix_ids, prefix_ids=(), spec=prefiller.spec, namespace="")
+    assert store.delete(prefix)
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
+    assert store.contains(prefix)
+    assert engine._adapter._wide is None

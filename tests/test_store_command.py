@@ -319,6 +319,7 @@ def test_gc_removes_old_leftovers(place: Place, capsys: pytest.CaptureFixture[st
         (["gc"], "say what to look at"),
         (["gc", "--collection", "docs"], "say where the collections are"),
         (["gc", "--leftovers", "--grace", "-1"], "--grace must be at least 0"),
+        (["gc", "--leftovers", "--grace", "nan"], "--grace must be at least 0"),
         (["gc", "--collection", "x", "--persist-dir", "."], "there is no Chroma database"),
         (["gc", "--collection", "x", "--persist-dir", ".", "--host", "h"], "say where"),
     ],

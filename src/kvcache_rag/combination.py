@@ -18,6 +18,8 @@ from cachetools import LRUCache
 from kvcache_rag.context import ContextChunk
 from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, InvalidInputError
 from kvcache_rag.prefill import PendingChunk
+from kvcache_rag.stores import MemoryStore
+from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 REMEMBERED = 4096
 COMBINATION_BYTES = 1 << 30
 """Limit of the store that keeps combinations when the caller gives none."""
+# Seconds until a deletion of the namespace by somebody else is noticed: before the next question
+# with combinations, and when nobody asks.  As of `TieredStore`.
+RECHECK, IDLE_LOOK = 5.0, 60.0
 
 
 class Combinations:
@@ -53,6 +58,8 @@ class Combinations:
         self._lock = threading.Lock()
         self._ids: LRUCache[ChunkKey, array[int]] = LRUCache(REMEMBERED)
         self._members: LRUCache[ChunkKey, frozenset[ChunkKey]] = LRUCache(REMEMBERED)
+        self._watch = EpochWatch(plain.prefiller.store, RECHECK)
+        self._idle = IdleLooks(self._look, IDLE_LOOK)
 
     @property
     def store(self) -> ChunkStore:
@@ -67,6 +74,8 @@ class Combinations:
         """
         if not request.policy.joint:
             return request
+        self._look()
+        self._idle.start()
         return replace(request, rounds=tuple(map(self.joined, request.rounds)))
 
     def joined(self, chunks: Sequence[ContextChunk]) -> tuple[ContextChunk, ...]:
@@ -124,6 +133,8 @@ class Combinations:
             InvalidInputError: If one has no chunk.
             ContextTooLongError: If one does not fit the context window; nothing is computed then.
         """
+        self._look()
+        self._idle.start()
         room = self._window - len(self._plain.prefiller.prefix_ids)
         for index, chunks in enumerate(lists):
             if not chunks:
@@ -154,6 +165,21 @@ class Combinations:
             self._ids.clear()
         for loader in (self._plain, self._joint):
             loader.prefiller.forget_prefix()
+        self._watch = EpochWatch(self._plain.prefiller.store, RECHECK)  # look anew
+
+    def _look(self) -> None:
+        """Forget a namespace whose chunks were deleted, by any process or past the engine."""
+        plain = self._plain.prefiller
+        before, now = self._watch.look(plain.namespace)
+        if before == now:
+            return
+        with self._lock:
+            self._members.clear()
+            self._ids.clear()
+        # Memory is of this process alone: nobody else can delete what lies in it.
+        is_own = isinstance(self.store, MemoryStore) and self.store is not plain.store
+        if is_own and now > self.store.epoch(plain.namespace):
+            self.store.delete_namespace(plain.namespace)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
         """Drop at once every combination of which a chunk was released.

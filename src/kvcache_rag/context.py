@@ -107,7 +107,11 @@ class ContextLoader:
         if chunk.text is not None:
             return self.renderer.chunk_ids(chunk.text)
         found = self.prefiller.store.get(chunk.key, self._layout.chunk_layout).chunk
-        return tuple(found.tokens.tolist())
+        ids = tuple(found.tokens.tolist())
+        if self.prefiller.key(ids) != chunk.key:  # as in `_fetch`
+            self.prefiller.store.delete(chunk.key)
+            raise ChunkNotFoundError(f"chunk {chunk.key.digest[:12]} is not what it should be")
+        return ids
 
     def from_text(self, chunk: ContextChunk) -> ContextChunk:
         """A reference as what its text is; without a text it stays a reference."""
@@ -164,6 +168,7 @@ class ContextLoader:
                 hits[tier] += 1
         self._compute(missing, self.prefiller.fill_batch)
         self._compute(declined, self._without_storing)
+        self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
         for chunk, view in declined:
             # As after a load from there.
             self.prefiller.store.promote(chunk.key, view, reasons[chunk][0])

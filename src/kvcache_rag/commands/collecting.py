@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show what would go, or let go of it; 0."""
     if not (arguments.collection or arguments.owner or arguments.leftovers):
         raise InvalidInputError("say what to look at: --collection, --owner or --leftovers")
-    if arguments.grace < 0:
+    if not arguments.grace >= 0:  # NaN, too
         raise InvalidInputError("--grace must be at least 0 seconds")
     remote = open_remote(arguments, grace=arguments.grace)
     for owner in _owners(arguments):

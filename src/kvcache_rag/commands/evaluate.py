@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidInputError(f"--{name} must be at least 1")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise InvalidInputError(f"there is no folder for {arguments.json}; make it first")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise InvalidInputError(f"{arguments.json} is a folder; name a file")
     if arguments.codec and set(arguments.policies) == {"full"}:
         raise InvalidInputError(
             "--codec needs a policy that reuses chunks; add --policies reordered"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,7 @@ def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) 
     from kvcache_rag.stores.verify import verify_file
 
     try:
+        found = os.lstat(chunk.path)
         verify_file(chunk.path, chunk.digest)
     except FileNotFoundError:
         return False  # it was dropped meanwhile
@@ -262,6 +264,6 @@ def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) 
     except CorruptChunkError as error:
         print(f"{chunk.path}: {error}", flush=True)
         if delete:
-            put_aside(namespace, chunk)
+            put_aside(namespace, chunk, found)
         return True
     return False
