@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TINY = ChunkLayout((GroupLayout((0,), (1, 8), (1, 8)),), torch.bfloat16)
+
+
+def _is_over(thread: threading.Thread) -> bool:
+    return not thread.is_alive()
 
 
 def tiny_store(folder: Path, entries: int) -> tuple[DiskStore, list[ChunkKey]]:
@@ -97,7 +102,7 @@ def measure_sweeps(store: DiskStore, keys: Sequence[ChunkKey], rounds: int) -> l
         found["no"] += lookups(store, keys, chance)
         thread = threading.Thread(target=store.sweep)
         thread.start()
-        beside("thread", lambda thread=thread: not thread.is_alive())  # type: ignore[misc]
+        beside("thread", partial(_is_over, thread))
     rows = [row_of("lookup, no sweep", found["no"])]
     for kind in lasted:
         rows.append(row_of(f"lookup, sweep in a {kind}", found[kind], rows[0].side, found["no"]))

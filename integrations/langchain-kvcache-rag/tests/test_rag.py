@@ -147,7 +147,7 @@ def test_without_documents_the_instruction_still_holds(rag: KVCacheRAG, engine: 
 
 def test_keywords_reach_the_model(rag: KVCacheRAG, llm: ChatKVCache, engine: Engine) -> None:
     long = expected(engine)
-    assert rag.invoke(ASKED, max_tokens=2).usage_metadata["output_tokens"] == 2  # type: ignore[index]
+    assert rag.invoke(ASKED, max_tokens=2).usage_metadata["output_tokens"] == 2
     stop = long[3]
     for stopping in (rag.bind(stop=[stop]), KVCacheRAG(llm=llm.bind(stop=[stop]))):
         assert stopping.invoke(ASKED).content == long.split(stop)[0]
@@ -298,7 +298,7 @@ def test_a_closed_stream_frees_the_model_at_once(
     llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
 ) -> None:
     engine.add(TEXTS)
-    with closing(_endless(llm).stream("Who sat?")) as pieces:  # type: ignore[type-var]
+    with closing(_endless(llm).stream("Who sat?")) as pieces:
         for _, _ in zip(range(3), pieces, strict=False):
             pass
     computed = len(forwards)
@@ -316,7 +316,7 @@ def test_a_closed_retrieval_chain_frees_the_model_at_once(
     endless = llm.bind(max_tokens=2000, min_new_tokens=2000)
     chain = create_kvcache_rag_chain(Fixed(), endless)
     answers = 0
-    with closing(chain.stream({"input": "Who sat?"})) as pieces:  # type: ignore[type-var]
+    with closing(chain.stream({"input": "Who sat?"})) as pieces:
         for piece in pieces:
             answers += "answer" in piece
             if answers == read:
@@ -331,7 +331,7 @@ async def test_a_closed_async_stream_frees_the_model_at_once(
     llm: ChatKVCache, engine: Engine, forwards: list[tuple[int, ...]]
 ) -> None:
     engine.add(TEXTS)
-    async with aclosing(_endless(llm).astream("Who sat?")) as pieces:  # type: ignore[type-var]
+    async with aclosing(_endless(llm).astream("Who sat?")) as pieces:
         async for _ in pieces:
             break
     computed = len(forwards)
@@ -347,7 +347,7 @@ async def test_a_cancelled_task_frees_the_model_at_once(
     seen = asyncio.Event()
 
     async def read() -> None:
-        async with aclosing(_endless(llm).astream("Who sat?")) as pieces:  # type: ignore[type-var]
+        async with aclosing(_endless(llm).astream("Who sat?")) as pieces:
             async for _ in pieces:
                 seen.set()
 
