@@ -71,7 +71,7 @@ def stated(example: ReaderExample) -> dict[tuple[str, str], list[tuple[int, str]
     return table
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:5])
 @pytest.mark.parametrize("seed", range(8))
 def test_answers_follow_from_the_documents(kind: str, seed: int) -> None:
     example = make_example(seed, kind=kind)

@@ -18,9 +18,10 @@ from kvcache_rag.reader.check import as_json, as_table, check, load_reader
 from kvcache_rag.reader.check import main as check_main
 from kvcache_rag.reader.data import READING, training_batch
 from kvcache_rag.reader.language import INSTRUCTION
-from kvcache_rag.reader.loop import TrainConfig, Trainer
+from kvcache_rag.reader.loop import Trainer
 from kvcache_rag.reader.network import Network, NetworkConfig
 from kvcache_rag.reader.scoring import Share, prefix_ids, wilson
+from kvcache_rag.reader.settings import TrainConfig
 from kvcache_rag.reader.tokenizer import WordEncoder, build_tokenizer
 from kvcache_rag.reader.train import main as train_main
 from kvcache_rag.reader.train import train
@@ -260,14 +261,15 @@ def test_training_writes_a_model_and_goes_on_after_an_interruption(tmp_path: Pat
         steps=3,
         block_steps=2,
         name_steps=2,
+        link_steps=2,
         average_every=1,
         checkpoint_every=1,
         questions=2,
         network=SMALL,
     )
     facts = train(config, tmp_path / "whole", tmp_path / "work", check_questions=0)
-    assert facts["steps"] == 7
-    (tmp_path / "work" / "worker0-000007.pt").unlink()
+    assert facts["steps"] == 9
+    (tmp_path / "work" / "worker0-000009.pt").unlink()
     train(config, tmp_path / "resumed", tmp_path / "work", check_questions=4)
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "resumed")
@@ -286,7 +288,7 @@ def test_one_command_trains_and_prints_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "reader"
-    settings = "--steps 1 --block-steps 1 --name-steps 1 --workers 1"
+    settings = "--steps 1 --block-steps 1 --name-steps 1 --link-steps 1 --workers 1"
     assert train_main(["--out", str(out), *settings.split(), "--check", "0"]) == 0
     assert f"reader.train --out DIR {settings}\n" in capsys.readouterr().out
     assert (out / "model.safetensors").stat().st_size < 8_000_000
@@ -309,7 +311,7 @@ def test_workers_average_their_parameters(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_learning_rate_warms_up_decays_and_restarts_lower() -> None:
-    config = TrainConfig(steps=1000, block_steps=100, name_steps=200)
+    config = TrainConfig(steps=1000, block_steps=100, name_steps=200, link_steps=400)
     assert config.rate(0) == pytest.approx(1 / config.warm_up)
     assert config.rate(500) == 1.0
     assert config.rate(775) == pytest.approx(0.5)
@@ -318,4 +320,8 @@ def test_learning_rate_warms_up_decays_and_restarts_lower() -> None:
     assert config.rate(1099) < 0.02
     assert config.rate(1100) == config.name_rate
     assert config.rate(1200) == pytest.approx(config.name_rate / 2)
-    assert config.rate(config.total_steps - 1) == pytest.approx(0.05 * config.name_rate)
+    assert config.rate(1299) == pytest.approx(0.05 * config.name_rate)
+    assert config.rate(1300) == pytest.approx(config.link_rate / config.warm_up)
+    assert config.rate(1400) == config.link_rate
+    assert config.rate(1580) == pytest.approx(config.link_rate / 2)
+    assert config.rate(config.total_steps - 1) == pytest.approx(0.05 * config.link_rate)

@@ -238,6 +238,29 @@ def several(world: World, documents: int, facts: int) -> Context:
     return _cut(drawn, documents)
 
 
+def noisy(world: World, documents: int, facts: int, noise: float) -> tuple[Context, list[Fact]]:
+    """Two facts that some documents state; a share `noise` states the relations of other entities.
+
+    So it is in RGB (arXiv 2309.01431): some documents hold the answer, the others only seem to.
+    """
+    rng, kind = world.rng, world.kind()
+    relations = rng.sample(single_valued(kind), min(2, facts))
+    asked = [world.fact(world.entity(kind), relation) for relation in relations]
+    others = min(round(documents * noise), documents - 1)
+    context: Context = []
+    for index in range(documents):
+        document = list(asked)
+        if index < others:
+            document = [world.fact(world.entity(kind), relation) for relation in relations]
+        while len(document) < facts:
+            other = world.kind()
+            document.append(world.fact(world.entity(other), rng.choice(single_valued(other))))
+        rng.shuffle(document)
+        context.append(document)
+    rng.shuffle(context)
+    return context, asked
+
+
 FORMS: Final[dict[str, Callable[[World, int, int], Context]]] = {
     "profile": profile,
     "mixed": mixed,

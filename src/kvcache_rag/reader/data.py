@@ -2,7 +2,8 @@
 
 Binding facts to entities, not to relations, is the hard part, so the first mix is mostly contexts
 in which every sentence states the same relation. Refusals and questions for several values come
-later: while nothing else is known they are an easy way to lower the loss without reading.
+later: while nothing else is known they are an easy way to lower the loss without reading. Facts
+that need the document before (`linked`) come last.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from kvcache_rag.reader.batches import encode, pack
 from kvcache_rag.reader.contexts import World, draw_context
 from kvcache_rag.reader.generator import ReaderExample, write_documents
+from kvcache_rag.reader.linked import linked_context
 from kvcache_rag.reader.names import names
 from kvcache_rag.reader.questions import Asker
 from kvcache_rag.reader.wide import piece_names, wide_names
@@ -33,6 +35,13 @@ SMALL_SIZES: Final[tuple[Size, ...]] = (
     *((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (5, 2), (6, 1)),
     *((6, 2), (7, 2), (8, 1), (8, 2), (8, 3)),
 )
+LINKED_SIZES: Final[tuple[Size, ...]] = (
+    *((6, 4), (6, 4), (6, 4), (3, 4), (4, 4), (5, 4), (4, 5), (6, 3), (2, 4), (3, 2), (5, 2)),
+    *((8, 4), (6, 2)),
+)
+_LINKED_KINDS: Final = {"pronoun": 0.45, "alias": 0.45, "unit": 0.1}
+_LINKED_PAIRS: Final = (1.0, 0.7, 0.4)  # how many neighbours are linked
+_ONE_ALIAS: Final = 0.5  # of the contexts with aliases
 _OTHER_SHARE: Final = 0.25
 _SMALL_SHARE: Final = 0.25  # of the batches with wide names
 _POOL_WEIGHTS: Final = (0.2, 0.4, 0.4)  # syllable names only, all together, wide names only
@@ -77,6 +86,14 @@ READING: Final = Mix(
         "several": {"single": 0.26, "multi_value": 0.64, "unanswerable": 0.10},
     },
 )
+# Beside linked contexts: more of what is forgotten first.
+KEEPING: Final = Mix(
+    {**READING.forms, "chain": 0.16, "several": 0.30},
+    {
+        **READING.questions,
+        "chain": {"single": 0.20, "two_hop": 0.58, "two_hop_direct": 0.14, "unanswerable": 0.08},
+    },
+)
 
 
 def training_batch(
@@ -89,6 +106,7 @@ def training_batch(
     questions: int,
     block: bool,
     wide: bool = False,
+    linked: float = 0.0,
 ) -> Batch:
     """Return the training batch named by `stream`.
 
@@ -101,9 +119,12 @@ def training_batch(
         questions: Questions per context at most.
         block: Whether to pack for the stitched computation.
         wide: Whether to draw wide names too, and small contexts in the last stage.
+        linked: Share of contexts with facts that need the document before; sizes are drawn too.
     """
     rng = random.Random(f"train/{stream}")
-    if size == STAGES[-1]:
+    if linked:
+        size = rng.choice(LINKED_SIZES)
+    elif size == STAGES[-1]:
         chance = rng.random()
         if chance < _OTHER_SHARE:
             size = rng.choice(OTHER_SIZES)
@@ -115,7 +136,10 @@ def training_batch(
     examples: list[EncodedExample] = []
     while len(examples) < contexts:
         pool = rng.choices(pools, _POOL_WEIGHTS)[0] if wide else pools[0]
-        example = draw_example(rng, mix, size, questions, pool)
+        if linked and rng.random() < linked:
+            example = draw_linked_example(rng, size, questions, pool)
+        else:
+            example = draw_example(rng, mix, size, questions, pool)
         if example.questions:
             examples.append(encode(example, encoder))
     return pack(examples, prefix, block=block)
@@ -140,6 +164,21 @@ def draw_example(
         if len(found) == questions:
             break
     return ReaderExample(texts, tuple(found))
+
+
+def draw_linked_example(
+    rng: random.Random, size: Size, questions: int, pool: Sequence[str]
+) -> ReaderExample:
+    """Return one training example in which facts need the document before."""
+    kind = rng.choices(list(_LINKED_KINDS), list(_LINKED_KINDS.values()))[0]
+    context = linked_context(
+        World(rng, pool),
+        kind,
+        *size,
+        share=rng.choice(_LINKED_PAIRS),
+        one_alias=rng.random() < _ONE_ALIAS,
+    )
+    return ReaderExample(context.documents, (context.linked + context.plain)[:questions])
 
 
 @lru_cache(maxsize=2)

@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from kvcache_rag.reader.contexts import World, draw_context, profile
+from kvcache_rag.reader.contexts import World, draw_context, noisy, profile
+from kvcache_rag.reader.linked import LINKED_KINDS, linked_context
 from kvcache_rag.reader.names import names
 from kvcache_rag.reader.questions import Asker, ReaderQuestion
 from kvcache_rag.reader.wide import wide_names
@@ -19,14 +20,20 @@ from kvcache_rag.reader.wide import wide_names
 if TYPE_CHECKING:
     from kvcache_rag.reader.contexts import Context
 
-NamePool = Literal["train", "held_out", "wide"]
+NamePool = Literal["train", "held_out", "wide", "wide_train"]
 
-KINDS: Final = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
+_NOISE: Final = {"noise_20": 0.2, "noise_40": 0.4, "noise_60": 0.6, "noise_80": 0.8}
+KINDS: Final = (
+    *("single", "same_relation", "unanswerable", "two_hop", "multi_value", "two_hop_direct"),
+    *_NOISE,
+    *LINKED_KINDS,
+)
 _FORMS: Final = {
     "single": ("profile", "mixed"),
     "same_relation": ("rivals",),
     "unanswerable": ("profile", "mixed", "rivals"),
     "two_hop": ("chain",),
+    "two_hop_direct": ("chain",),
     "multi_value": ("several",),
 }
 _TRIES: Final = 20
@@ -67,10 +74,14 @@ def make_example(
         documents: How many documents.
         facts: Facts per document ("several" values and odd products may shift one by rounding).
         kind: One of `KINDS`. "same_relation": every document states the asked relation, each of
-            another entity; "unanswerable": no document states the answer, which is "not found".
+            another entity; "noise_40": 40 % of the documents state it of another entity, the others
+            state the answer; "unanswerable": no document states the answer, which is "not found";
+            "two_hop_direct": a chain answered without its bridge; for those that need the document
+            before see `linked`.
         questions: How many questions at most; fewer if the context does not give that many.
         names: Which pool the names come from. "held_out" names are new ones of the syllables that
-            "train" names have; "wide" ones are new too and of every make, up to three words long.
+            "train" names have; "wide" ones are new too and of every make, up to three words long;
+            "wide_train" ones are like these, for training.
 
     Raises:
         ValueError: If `kind` or `names` is unknown or a count is below one.
@@ -78,7 +89,16 @@ def make_example(
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}, choose from {', '.join(KINDS)}")
     rng = random.Random(f"example/{names}/{kind}/{documents}x{facts}/{seed}")
+    if kind in LINKED_KINDS:
+        linked = linked_context(World(rng, _pool(names)), kind, documents, facts)
+        return ReaderExample(linked.documents, linked.linked[:questions])
     found: list[ReaderQuestion] = []
+    if kind in _NOISE:
+        world = World(rng, _pool(names))
+        context, asked = noisy(world, documents, facts, _NOISE[kind])
+        asker = Asker(world, context)
+        texts = write_documents(rng, context)
+        found = [asker.about(fact, kind) for fact in asked[:questions]]
     while not found:
         world = World(rng, _pool(names))
         context = draw_context(world, rng.choice(_FORMS[kind]), documents, facts)
@@ -148,7 +168,9 @@ def make_corpus(
 def _pool(pool: NamePool) -> tuple[str, ...]:
     if pool not in get_args(NamePool):
         raise ValueError(f"unknown names {pool!r}, choose from {', '.join(get_args(NamePool))}")
-    return wide_names(training=False) if pool == "wide" else names(pool)
+    if pool in ("wide", "wide_train"):
+        return wide_names(training=pool == "wide_train")
+    return names("train" if pool == "train" else "held_out")
 
 
 def _is_degenerate(question: ReaderQuestion) -> bool:

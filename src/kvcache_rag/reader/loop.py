@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from kvcache_rag.reader.batches import IGNORED, read
-from kvcache_rag.reader.data import BINDING, READING, STAGES, training_batch
+from kvcache_rag.reader.data import BINDING, KEEPING, READING, STAGES, training_batch
 from kvcache_rag.reader.language import INSTRUCTION
-from kvcache_rag.reader.network import Network, NetworkConfig
+from kvcache_rag.reader.network import Network
 from kvcache_rag.reader.tokenizer import BOS, PAD, WordEncoder, build_tokenizer
 from kvcache_rag.reader.wiring import wire
 
@@ -25,80 +25,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from kvcache_rag.reader.batches import Batch
+    from kvcache_rag.reader.settings import TrainConfig
 
 _FORGET: Final = 0.95
 _AFTER_ADVANCE: Final = 0.6
 _SMALL_CONTEXT: Final = 9  # facts; larger contexts learn language only every fourth step
-_FLOOR: Final = 0.05
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything a run depends on.
-
-    Attributes:
-        seed: Weights and data; the same seed and number of workers give the same run.
-        workers: One-thread processes that average their parameters.
-        steps: Steps under full attention, all stages together.
-        block_steps: Steps after that in which half of the batches use the block mask.
-        name_steps: Steps after those, block batches too, in which names are of every make.
-        decay_from: Fraction of `steps` after which the learning rate falls linearly.
-        block_rate: Learning rate at the start of the block steps, as a share of the full one.
-        name_rate: The same at the start of the name steps.
-        block_share: Share of block batches in the block and name steps.
-        matrix_rate: Learning rate of Muon, for matrices.
-        embedding_rate: Learning rate of AdamW, for the embedding.
-        vector_rate: Learning rate of AdamW, for biases and norms.
-        warm_up: Steps of linear warm-up.
-        average_every: Steps between two averagings of the parameters.
-        advance_at: First-token accuracy at which the next stage begins.
-        questions: Questions per context.
-        language_weight: Weight of the language-model loss on the context.
-        checkpoint_every: Steps between checkpoints, a multiple of `average_every`.
-        network: Sizes of the model.
-    """
-
-    seed: int = 0
-    workers: int = 2
-    steps: int = 1900
-    block_steps: int = 300
-    name_steps: int = 600
-    decay_from: float = 0.55
-    block_rate: float = 0.25
-    name_rate: float = 0.5
-    block_share: float = 0.5
-    matrix_rate: float = 0.01
-    embedding_rate: float = 0.006
-    vector_rate: float = 0.0015
-    warm_up: int = 50
-    average_every: int = 20
-    advance_at: float = 0.85
-    questions: int = 14
-    language_weight: float = 0.2
-    checkpoint_every: int = 100
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-
-    @property
-    def names_from(self) -> int:
-        """The first step with names of every make."""
-        return self.steps + self.block_steps
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of all phases."""
-        return self.names_from + self.name_steps
-
-    def rate(self, step: int) -> float:
-        """Return the learning-rate factor of `step`."""
-        if step >= self.names_from:
-            done = (step - self.names_from) / max(1, self.name_steps)
-            return self.name_rate * max(_FLOOR, 1 - done)
-        if step >= self.steps:
-            done = (step - self.steps) / max(1, self.block_steps)
-            return self.block_rate * max(_FLOOR, 1 - done)
-        done = step / max(1, self.steps)
-        decay = 1 - max(0.0, done - self.decay_from) / (1 - self.decay_from)
-        return min(1.0, (step + 1) / self.warm_up) * max(_FLOOR, decay)
 
 
 @dataclass
@@ -144,7 +75,8 @@ class Trainer:
 
     def _keep(self) -> None:
         """Keep the weights at the end of a phase."""
-        ends = {self.config.steps: "block", self.config.names_from: "names"}
+        config = self.config
+        ends = {config.steps: "block", config.names_from: "names", config.links_from: "links"}
         if self.rank == 0 and self.progress.step in ends:
             name = f"before-{ends[self.progress.step]}.pt"
             torch.save(self.network.state_dict(), self.directory / name)
@@ -176,16 +108,19 @@ class Trainer:
         last = stage == len(STAGES) - 1
         # Deterministic, evenly spread and different on each worker.
         turn = (step + self.rank) * config.block_share
-        blocked = step >= config.steps and int(turn) != int(turn + config.block_share)
+        linking = step >= config.links_from
+        alternates = config.steps <= step and not linking
+        blocked = alternates and int(turn) != int(turn + config.block_share)
         batch = training_batch(
             name,
-            READING if last else BINDING,
+            KEEPING if linking else READING if last else BINDING,
             STAGES[stage],
             self.encoder,
             self.prefix,
             questions=config.questions,
             block=blocked,
             wide=step >= config.names_from,
+            linked=config.link_share if linking else 0.0,
         )
         return batch, blocked
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcache_rag.reader.language import ENTITY_TYPES, REFUSAL, RELATIONS, Relation, relations_of
 
 if TYPE_CHECKING:
-    from kvcache_rag.reader.contexts import Context, World
+    from kvcache_rag.reader.contexts import Context, Fact, World
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ReaderQuestion:
         text: The question.
         answer: The exact answer; "bridge; final" for two hops, "A, B" for several values,
             "not found" if the documents do not say.
-        kind: "single", "same_relation", "unanswerable", "two_hop" or "multi_value".
+        kind: One of `kvcache_rag.reader.KINDS`.
         documents: Indices of the documents that state the facts; empty for a refusal.
     """
 
@@ -45,7 +45,9 @@ class Asker:
         for index, document in enumerate(context):
             for fact in document:
                 key = (fact.entity, fact.relation.name)
-                self._values.setdefault(key, []).append(fact.value)
+                values = self._values.setdefault(key, [])
+                if fact.value not in values:
+                    values.append(fact.value)
                 self._documents.setdefault(key, []).append(index)
                 self._types[fact.entity] = fact.relation.subject
                 if fact.relation.value in ENTITY_TYPES:
@@ -56,6 +58,10 @@ class Asker:
         self._shared = [key for key in self._single if self._is_shared(key[1], len(context))]
         self._chains = self._find_chains()
         self._asked: set[str] = set()
+
+    def about(self, fact: Fact, kind: str) -> ReaderQuestion:
+        """Return the question about one fact of the context."""
+        return self._question((fact.entity, fact.relation.name), kind)
 
     def ask(self, kind: str) -> ReaderQuestion | None:
         """Return a new question of `kind`, or None if none was found.
@@ -68,6 +74,7 @@ class Asker:
             "same_relation": self._ask_shared,
             "unanswerable": self._ask_unanswerable,
             "two_hop": self._ask_two_hop,
+            "two_hop_direct": self._ask_two_hop_directly,
             "multi_value": self._ask_several,
         }.get(kind)
         if draw is None:
@@ -129,6 +136,16 @@ class Asker:
         answer = f"{self._values[first][0]}; {self._values[second][0]}"
         where = (self._documents[first][0], self._documents[second][0])
         return ReaderQuestion(text, answer, "two_hop", where)
+
+    def _ask_two_hop_directly(self) -> ReaderQuestion | None:
+        """Ask for the end of a chain without its bridge."""
+        question = self._ask_two_hop()
+        if question is None:
+            return None
+        final = question.answer.partition("; ")[2]
+        return ReaderQuestion(
+            f"In short: {question.text}", final, "two_hop_direct", question.documents
+        )
 
     def _ask_unanswerable(self) -> ReaderQuestion | None:
         """Ask about an unknown entity, or about a known one what no document says of it."""

@@ -117,7 +117,7 @@ def answer_outcomes(
     return outcomes
 
 
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
     """Return the Wilson score interval of a proportion (95 % by default)."""
     if trials == 0:
         return 0.0, 1.0

@@ -23,9 +23,10 @@ from torch.multiprocessing.spawn import spawn
 
 from kvcache_rag.reader.card import model_card
 from kvcache_rag.reader.check import as_table, check
-from kvcache_rag.reader.loop import TrainConfig, Trainer
+from kvcache_rag.reader.loop import Trainer
 from kvcache_rag.reader.network import Network
 from kvcache_rag.reader.publish import publish
+from kvcache_rag.reader.settings import TrainConfig
 from kvcache_rag.reader.tokenizer import WordEncoder, build_tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _NAMES: Final[dict[str, NamePool]] = {"syllable names": "held_out", "wide names"
 _MEASURED: Final = {
     "After phase 1": "before-block.pt",
     "After phase 2": "before-names.pt",
-    "After phase 3, as published": "finished.pt",
+    "After phase 3": "before-links.pt",
+    "After phase 4, as published": "finished.pt",
 }
 
 
@@ -134,7 +136,7 @@ def _command(config: TrainConfig) -> str:
     """Return the command that repeats the run."""
     defaults = TrainConfig()
     parts = ["python -m kvcache_rag.reader.train --out DIR"]
-    for name in ("seed", "steps", "block_steps", "name_steps", "workers"):
+    for name in ("seed", "steps", "block_steps", "name_steps", "link_steps", "workers"):
         value = getattr(config, name)
         if value != getattr(defaults, name):
             parts.append(f"--{name.replace('_', '-')} {value}")
@@ -150,6 +152,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=defaults.steps, help="under full attention")
     parser.add_argument("--block-steps", type=int, default=defaults.block_steps)
     parser.add_argument("--name-steps", type=int, default=defaults.name_steps)
+    parser.add_argument("--link-steps", type=int, default=defaults.link_steps)
     parser.add_argument("--workers", type=int, default=defaults.workers)
     parser.add_argument("--check", type=int, default=1000, help="questions per kind to measure")
     return parser.parse_args(arguments)
@@ -164,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps=options.steps,
         block_steps=options.block_steps,
         name_steps=options.name_steps,
+        link_steps=options.link_steps,
         workers=options.workers,
     )
     work = options.work or options.out.with_name(options.out.name + ".work")
