@@ -1,75 +1,21 @@
-"""`kvcache-rag eval`: every policy answers the same questions, and the table says how well."""
+"""`kvcache-rag eval`: every cell answers the same questions, and the table says how well."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcache_rag import Engine, FullRecompute, Int4, Int8, InvalidInputError, Native, Reuse
+from kvcache_rag import InvalidInputError
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.commands import evaluate
-from kvcache_rag.evaluation.codec_task import evaluate_codecs
-from kvcache_rag.evaluation.reader_task import evaluate_reader, examples
+from kvcache_rag.evaluation.reader_task import examples
+from kvcache_rag.reader import KINDS
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-KINDS = ["single", "unanswerable"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine.from_pretrained("tiny")
-
-
-def test_policies_answer_the_same_questions(engine: Engine) -> None:
-    noted = []
-    results = evaluate_reader(
-        engine, [FullRecompute(), Reuse()], questions=12, kinds=KINDS, note=noted.append
-    )
-    assert noted == results
-    assert [(one.kind, one.policy) for one in results] == [
-        (kind, repr(policy)) for kind in KINDS for policy in (FullRecompute(), Reuse())
-    ]
-    assert len({one.right.trials for one in results if one.kind == "single"}) == 1
-    assert all(one.right.trials >= 12 and one.right.value >= 0.8 for one in results)
-    assert [one.refused.value > 0.8 for one in results] == [False, False, True, True]
-    assert [one.reused_share for one in results] == [0, 1, 0, 1]
-
-
-def test_a_wrong_answer_counts_as_wrong(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_rag.evaluation.reader_task.MAX_NEW_TOKENS", 1)
-    (result,) = evaluate_reader(engine, [Reuse()], questions=8, kinds=["single"])
-    assert result.right.value < 0.6, "one token is no whole answer as a rule"
-
-
-def test_codecs_answer_the_same_questions_from_files(engine: Engine, tmp_path: Path) -> None:
-    noted = []
-    results = evaluate_codecs(
-        engine,
-        [Int4(), Int8(), Native()],
-        Reuse(),
-        tmp_path,
-        questions=12,
-        kinds=["single"],
-        note=noted.append,
-    )
-    assert noted == results
-    assert [one.codec for one in results] == ["native", "int4-g64", "int8-kc-vt"]
-    assert all(one.loaded_share == 1 and one.right.value >= 0.8 for one in results)
-    native, int4, int8 = results
-    assert (native.divergence, native.largest, native.changed.value) == (0, 0, 0)
-    assert 0 < 5 * int8.divergence < int4.divergence < int4.largest < 0.5
-    assert not list(tmp_path.glob("native/*/*/*/*.safetensors"))[2:], "chunks were left over"
-
-
-def test_another_seed_asks_other_questions() -> None:
-    one, other = (examples("single", 4, seed, 6, 4) for seed in (0, 1))
-    assert one != other
-    assert one == examples("single", 4, 0, 6, 4)
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -78,47 +24,115 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(list(given))
 
 
-def test_the_command_prints_intervals_and_writes_json(
+def groups(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["groups"]
+    return found
+
+
+def test_another_seed_asks_other_questions() -> None:
+    one, other = (examples("single", 4, seed, 6, 4) for seed in (0, 1))
+    assert one != other
+    assert one == examples("single", 4, 0, 6, 4)
+
+
+def test_the_reader_is_asked_all_its_kinds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    assert evaluate.run(arguments("--n", "4", "--json", str(file), "--policies", "reordered")) == 0
+    given = ("--n", "4", "--json", str(file), "--policies", "reordered", "--timed", "0")
+    assert evaluate.run(arguments(*given)) == 0
     printed = capsys.readouterr().out
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    assert [row["kind"] for row in rows] == [
-        "single",
-        "same_relation",
-        "unanswerable",
-        "two_hop",
-        "multi_value",
-    ]
-    low, high = rows[0]["right"]["interval"]
-    assert 0 <= low <= rows[0]["right"]["value"] <= high <= 1
-    assert f"{100 * low:.1f}-{100 * high:.1f}" in printed
+    found = groups(file)
+    assert [group["task"] for group in found] == [f"reader_{kind}" for kind in KINDS]
+    row = found[0]["rows"][0]
+    quality = row["quality"]
+    assert 0 <= quality["low"] <= quality["value"] <= quality["high"] <= 1
+    assert f"{100 * quality['low']:.1f} to {100 * quality['high']:.1f}" in printed
+    assert row["reused_share"] == 1
 
 
-def test_the_command_compares_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    assert evaluate.run(arguments("--n", "4", "--json", str(file), "--codec", "int8")) == 0
+    given = ("--task", "reader_single", "reader_unanswerable", "--n", "12", "--timed", "0")
+    assert evaluate.run(arguments(*given, "--json", str(file))) == 0
+    for group, refuses in zip(groups(file), (False, True), strict=True):
+        assert group["scored"] is True
+        for row in group["rows"]:
+            assert row["quality"]["value"] >= 0.8
+            assert (row["scores"]["refused"]["value"] > 0.8) is refuses
+
+
+def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "8", "--timed", "0", "--json", str(file))
+    assert evaluate.run(arguments(*given, "--codec", "int8", "--policies", "reordered")) == 0
     printed = capsys.readouterr().out
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    assert [row["codec"] for row in rows] == ["native", "int8-kc-vt"] * 5
-    assert {row["policy"] for row in rows} == {"Reuse(positions='reordered')"}
-    low, high = rows[1]["changed"]["interval"]
-    assert f"{100 * low:.1f}-{100 * high:.1f}" in printed
+    (group,) = groups(file)
+    native, int8 = group["rows"]
+    assert (native["codec"], int8["codec"]) == ("native", "int8")
+    assert (native["reused_share"], int8["reused_share"]) == (1, 1)
+    assert native["changed"] is None
+    assert 0 < int8["divergence"][0] <= int8["divergence"][1] < 0.5
+    assert "changed %" in printed
     assert tuple(CODECS) == evaluate.CODECS
 
 
+def test_a_folder_of_results_takes_more_policies_and_more_k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "2", "--out", str(out))
+    assert evaluate.run(arguments(*given, "--policies", "full", "--k", "2")) == 0
+    first = (out / "records.jsonl").read_bytes()
+    wider = ("--policies", "full", "legolink:2", "cacheblend:0.3", "--k", "2", "6")
+    assert evaluate.run(arguments(*given, *wider)) == 0
+    assert (out / "records.jsonl").read_bytes().startswith(first)
+    assert "<svg" in (out / "plot.svg").read_text(encoding="utf-8")
+    assert (out / "report.md").read_text(encoding="utf-8") in capsys.readouterr().out
+    found = groups(out / "report.json")
+    assert [group["k"] for group in found] == [2, 6]
+    shares = {row["policy"]: row["recomputed_share"] for row in found[1]["rows"]}
+    assert shares["full"] == 1
+    assert 0 < shares["legolink:2"] < shares["cacheblend:0.3"] == pytest.approx(0.3, abs=0.05)
+    with pytest.raises(InvalidInputError, match="other questions"):
+        evaluate.run(arguments(*given, "--facts", "3", "--policies", "full", "--k", "2"))
+
+
+def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "1", "--json", str(file))
+    clip = ("--policies", "cacheclip:0.2", "--auxiliary", "tiny")
+    assert evaluate.run(arguments(*given, *clip)) == 0
+    (group,) = groups(file)
+    (row,) = group["rows"]
+    assert 0 < row["recomputed_share"] < 0.35
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "says"),
     [
-        ["--codec", "int8", "--policies", "full"],
-        ["--n", "0"],
-        ["--facts", "0"],
-        ["--json", "no/such/folder/x.json"],
-        ["--json", "."],
+        (["--codec", "int8", "--policies", "full"], "reuses chunks"),
+        (["--n", "0"], "--n must"),
+        (["--facts", "0"], "--facts must"),
+        (["--k", "2", "0"], "--k must"),
+        (["--batch", "0"], "--batch must"),
+        (["--timed", "-1"], "negative"),
+        (["--seed", "-1"], "negative"),
+        (["--json", "no/such/folder/x.json"], "no folder"),
+        (["--json", "."], "is a folder"),
+        (["--plot", "x.txt"], "must end in"),
+        (["--plot", "x.png", "--timed", "0"], "--timed"),
+        (["--data", "no/such/folder"], "no folder"),
+        (["--policies", "reorderd"], "reordered"),
+        (["--policies", "cacheclip"], "--auxiliary"),
+        (["--task", "hotpot"], "hotpotqa"),
+        (["--task", "hotpotqa", "--data", "."], "hotpotqa"),
+        (["--task", "reader_single", "--model", "./no/such/model"], "no model folder"),
+        (["--task", "niah_single_1", "--model", "./no/such/model"], "no model folder"),
+        (["--policies", "cacheclip", "--auxiliary", "./no/such/model"], "no model folder"),
     ],
 )
-def test_settings_that_cannot_be_used_say_so_at_once(given: list[str]) -> None:
-    with pytest.raises(InvalidInputError):
+def test_settings_that_cannot_be_used_say_so_at_once(given: list[str], says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says) as raised:
         evaluate.run(arguments(*given))
+    assert "\n" not in str(raised.value)

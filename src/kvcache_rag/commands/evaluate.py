@@ -1,157 +1,245 @@
-"""`kvcache-rag eval`: how well a model answers under different policies, on the same questions.
+"""`kvcache-rag eval`: how well models answer under different policies, on the same questions.
 
-With `--codec` instead: over chunks stored in different codecs, each against `Native`.
+Policies x models x codecs x numbers of documents; quality with intervals, and cost beside it.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.evaluation.codec_task import CodecResult
-    from kvcache_rag.evaluation.reader_task import KindResult
+    from kvcache_rag.evaluation.cells import Cell
+    from kvcache_rag.evaluation.records import Records
+    from kvcache_rag.evaluation.tasks import Task, TokenCounter
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.reader.scoring import Share
+    from kvcache_rag.policies.base import Scorer
 
-HELP = "measure how well a model answers with cached chunks and with full prefill"
-POLICIES = ("full", "reordered", "composite")
+HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
+POLICIES = (
+    "full, reordered, composite, legolink:16, cacheblend:0.15, cacheclip:0.2, ape:0.9,0.9, "
+    "combination, auto:SECONDS; joined by | their union"
+)
+TASKS = (
+    "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "
+    "hotpotqa, 2wiki, musique, squad, dureader, multifieldqa_zh, ...; a wrong name lists all"
+)
+READER = "reader"
+# Tasks that are cut into chunks of so many tokens of the model's tokenizer.
+_COUNTED = ("niah_", "multifieldqa_zh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare task, model, policies and size."""
-    parser.add_argument("--task", choices=("reader",), default="reader", help="which questions")
-    parser.add_argument("--model", default="tiny", help="a folder, a hub name, or tiny")
-    parser.add_argument("--n", type=int, default=200, help="questions per kind, at least")
-    parser.add_argument("--seed", type=int, default=0, help="other names, facts and questions")
-    parser.add_argument("--documents", type=int, default=6, help="documents per question")
-    parser.add_argument("--facts", type=int, default=4, help="facts per document")
-    parser.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=["full", "reordered"], help="compared"
+    """Declare tasks, cells, size and where results go."""
+    tasks = parser.add_argument_group("questions")
+    tasks.add_argument("--task", nargs="+", metavar="TASK", default=[READER], help=TASKS)
+    tasks.add_argument(
+        "--data", metavar="DIR", type=Path, help="folder of NAME.jsonl (default: the hub)"
     )
-    parser.add_argument(
+    tasks.add_argument(
+        "--n", type=int, help="questions per task (default: all, 200 of a generator)"
+    )
+    tasks.add_argument("--seed", type=int, default=0, help="other questions, and other resamples")
+    tasks.add_argument("--documents", type=int, default=6, help="per question of the reader")
+    tasks.add_argument("--facts", type=int, default=4, help="per document of the reader")
+    tasks.add_argument("--length", type=int, default=4096, help="tokens of a prompt of niah_*")
+    compared = parser.add_argument_group("what is compared, every combination")
+    compared.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="POLICY",
+        default=["full", "reordered"],
+        help=POLICIES,
+    )
+    compared.add_argument(
+        "--models", "--model", nargs="+", metavar="MODEL", default=["tiny"], help="folder, hub name"
+    )
+    compared.add_argument(
+        "--codecs",
         "--codec",
         nargs="+",
         choices=CODECS,
-        help="compare stored forms of chunks with native instead, under the first policy that "
-        "reuses chunks",
+        help="put chunks into files in these forms; native is always one of them",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
+    compared.add_argument(
+        "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
+    )
+    compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
+    compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
+    compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
+    compared.add_argument(
+        "--divergence",
+        action="store_true",
+        help="how far first tokens are from full prefill's; always with --codecs",
+    )
+    work = parser.add_argument_group("work and results")
+    work.add_argument("--batch", type=int, default=32, help="questions at a time")
+    work.add_argument("--timed", type=int, default=16, help="questions per task asked alone")
+    work.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="all results; run again to go on where a run was cut short, or to add policies",
+    )
+    work.add_argument("--json", metavar="FILE", type=Path, help="the numbers of the tables")
+    work.add_argument(
+        "--plot", metavar="FILE", type=Path, help="quality against TTFT, .png or .svg"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, and print exact match with 95 % intervals."""
-    from kvcache_rag.engine import Engine
-    from kvcache_rag.errors import InvalidInputError
+    """Ask, print tables with 95 % intervals, and write what was asked for."""
+    from kvcache_rag.evaluation.runner import evaluate
 
-    for name in ("n", "documents", "facts"):
-        if getattr(arguments, name) < 1:
+    _check(arguments)
+    policies = _policies(arguments)
+    tasks = _tasks(arguments)
+    cells = _cells(arguments, policies)
+    records = evaluate(
+        tasks,
+        cells,
+        models=_models(arguments),
+        n=arguments.n,
+        seed=arguments.seed,
+        file=arguments.out / "records.jsonl" if arguments.out else None,
+        batch=arguments.batch,
+        timed=arguments.timed,
+        auxiliary=_auxiliary(arguments),
+        divergence=arguments.divergence or bool(arguments.codecs),
+        show_progress=True,
+    )
+    _report(arguments, records)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be said before a model is loaded."""
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag.evaluation.plot import check_plot
+
+    for name in ("n", "documents", "facts", "length", "batch", "k"):
+        given = getattr(arguments, name)
+        values = given if isinstance(given, list) else [given]
+        if any(value is not None and value < 1 for value in values):
             raise InvalidInputError(f"--{name} must be at least 1")
+    if arguments.timed < 0 or arguments.seed < 0:
+        raise InvalidInputError("--timed and --seed must not be negative")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise InvalidInputError(f"there is no folder for {arguments.json}; make it first")
     if arguments.json is not None and arguments.json.is_dir():
         raise InvalidInputError(f"{arguments.json} is a folder; name a file")
-    if arguments.codec and set(arguments.policies) == {"full"}:
+    if arguments.data is not None and not arguments.data.is_dir():
+        raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+        if not arguments.timed:
+            raise InvalidInputError("--plot shows times, and --timed 0 takes none; leave one out")
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+
+
+def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag.policies.named import policy_by_name
+
+    policies = {name: policy_by_name(name) for name in arguments.policies}
+    for name, policy in policies.items():
+        if policy.needs_scorer and not arguments.auxiliary:
+            raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
+    if arguments.codecs and all(policy.is_full for policy in policies.values()):
         raise InvalidInputError(
-            "--codec needs a policy that reuses chunks; add --policies reordered"
+            "--codecs needs a policy that reuses chunks; add --policies reordered"
         )
-    engine = Engine.from_pretrained(arguments.model)
-    print(
-        f"model {arguments.model}, {arguments.documents} documents of {arguments.facts} facts, "
-        f"names never seen in training, seed {arguments.seed}\n"
-    )
-    compare = _compare_codecs if arguments.codec else _compare_policies
-    rows = compare(engine, arguments)
+    return policies
+
+
+def _tasks(arguments: argparse.Namespace) -> list[Task]:
+    from kvcache_rag.evaluation.tasks import task_by_name
+    from kvcache_rag.reader import KINDS
+
+    names: list[str] = []
+    for name in arguments.task:
+        names += [f"{READER}_{kind}" for kind in KINDS] if name == READER else [name]
+    count = _counter(arguments.models[0]) if any(map(_is_counted, names)) else None
+    return [
+        task_by_name(
+            name,
+            data=arguments.data,
+            count=count,
+            length=arguments.length,
+            documents=arguments.documents,
+            facts=arguments.facts,
+        )
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _is_counted(name: str) -> bool:
+    return name.startswith(_COUNTED) and not name.startswith("niah_reader_")
+
+
+def _counter(model: str) -> TokenCounter:
+    """Tokens of a text by the tokenizer of a model."""
+    from kvcache_rag.loading import resolve
+    from kvcache_rag.models.pretrained import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve(model), {})
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
+    from kvcache_rag.evaluation.cells import make_cells
+
+    codecs = tuple(dict.fromkeys(("native", *arguments.codecs))) if arguments.codecs else ("",)
+    models = tuple(dict.fromkeys(arguments.models))
+    return make_cells(policies, models, codecs, tuple(dict.fromkeys(arguments.k or [None])))
+
+
+def _models(arguments: argparse.Namespace) -> dict[str, Any]:
+    from kvcache_rag.engine import Engine
+
+    options: dict[str, Any] = {"dtype": arguments.dtype, "device": arguments.device}
+    makers: dict[str, partial[Engine]] = {
+        name: partial(Engine.from_pretrained, name, **options) for name in arguments.models
+    }
+    return makers
+
+
+def _auxiliary(arguments: argparse.Namespace) -> Scorer | None:
+    if arguments.auxiliary is None:
+        return None
+    from kvcache_rag.auxiliary import Auxiliary
+
+    return Auxiliary.from_pretrained(arguments.auxiliary)
+
+
+def _report(arguments: argparse.Namespace, records: Records) -> None:
+    from kvcache_rag.errors import MissingExtraError
+    from kvcache_rag.evaluation.plot import draw
+    from kvcache_rag.evaluation.report import summarise, to_json
+    from kvcache_rag.evaluation.tables import to_markdown
+
+    groups = summarise(records, seed=arguments.seed)
+    table = to_markdown(groups)
+    print(table, end="")
+    values = json.dumps(to_json(groups, records), indent=1, allow_nan=False) + "\n"
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _compare_policies(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvcache_rag.evaluation.reader_task import evaluate_reader
-
-    print(f"{'kind':<15}{'policy':<36}{'n':>6}  {'exact match':<22}{'refused':<22}")
-    results = evaluate_reader(
-        engine, _policies(arguments.policies), note=_print_result, **_size(arguments)
-    )
-    return [_plain(result, "right", "refused") for result in results]
-
-
-def _compare_codecs(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    import tempfile
-
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.evaluation.codec_task import evaluate_codecs
-
-    policy = next(one for one in _policies(arguments.policies) if one.name != "full")
-    print(
-        f"{policy!r}; changed: answers unlike native's; KL: of the first token from native's\n\n"
-        f"{'kind':<15}{'codec':<12}{'n':>6}  {'exact match':<22}{'changed':<20}"
-        f"{'mean KL':<11}{'largest KL':<11}"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        results = evaluate_codecs(
-            engine,
-            [by_name(name) for name in arguments.codec],
-            policy,
-            Path(folder),
-            note=_print_codec,
-            **_size(arguments),
-        )
-    return [_plain(result, "right", "refused", "changed") for result in results]
-
-
-def _size(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "questions": arguments.n,
-        "seed": arguments.seed,
-        "documents": arguments.documents,
-        "facts": arguments.facts,
-    }
-
-
-def _policies(names: list[str]) -> list[ReusePolicy]:
-    from kvcache_rag.policies import FullRecompute, Reuse
-
-    known: dict[str, ReusePolicy] = {
-        "full": FullRecompute(),
-        "reordered": Reuse(),
-        "composite": Reuse(positions="composite"),
-    }
-    return [known[name] for name in names]
-
-
-def _print_result(result: KindResult) -> None:
-    right, refused = _written(result.right), _written(result.refused)
-    print(
-        f"{result.kind:<15}{result.policy:<36}{result.right.trials:>6}  {right:<22}{refused:<22}",
-        flush=True,
-    )
-
-
-def _print_codec(result: CodecResult) -> None:
-    right, changed = _written(result.right), _written(result.changed)
-    print(
-        f"{result.kind:<15}{result.codec:<12}{result.right.trials:>6}  {right:<22}{changed:<20}"
-        f"{result.divergence:<11.2g}{result.largest:<11.2g}",
-        flush=True,
-    )
-
-
-def _written(share: Share) -> str:
-    low, high = share.interval
-    return f"{100 * share.value:.1f} % ({100 * low:.1f}-{100 * high:.1f})"
-
-
-def _plain(result: KindResult | CodecResult, *shares: str) -> dict[str, Any]:
-    values = asdict(result)
-    for name in shares:
-        share = getattr(result, name)
-        values[name] = {**values[name], "value": share.value, "interval": share.interval}
-    return values
+        arguments.json.write_text(values, encoding="utf-8")
+    if arguments.plot is not None:
+        draw(groups, arguments.plot, records.baseline)
+    if arguments.out is None:
+        return
+    (arguments.out / "report.json").write_text(values, encoding="utf-8")
+    (arguments.out / "report.md").write_text(table, encoding="utf-8")
+    if arguments.timed:
+        try:
+            draw(groups, arguments.out / "plot.svg", records.baseline)
+        except MissingExtraError as error:
+            print(f"no plot: {error}")

@@ -1,0 +1,191 @@
+"""Every way to answer gets the same questions: policies x models x codecs x numbers of documents.
+
+Every cell answers exactly the same questions, batch by batch, so differences are paired.  Scores
+come from padded batches, which is cheap; the time to the first token of a batch says nothing about
+a user's, so a sample of the questions is asked once more, alone, the cells taking turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from kvcache_rag.chunk import canonical_json
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.evaluation.asking import Asked, Asker
+from kvcache_rag.evaluation.cells import Cell, make_cells
+from kvcache_rag.evaluation.engines import Model, Workplaces, open_model
+from kvcache_rag.evaluation.records import RecordFile, Records
+from kvcache_rag.models.identity import model_identity
+from kvcache_rag.progress import progress_bar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.evaluation.tasks import Task
+    from kvcache_rag.policies.base import Scorer
+
+__all__ = ["BATCH", "TIMED", "Cell", "Records", "evaluate", "make_cells"]
+
+BATCH: Final = 32
+TIMED: Final = 16
+
+
+def evaluate(
+    tasks: Sequence[Task],
+    cells: Sequence[Cell],
+    *,
+    models: Mapping[str, Model] | None = None,
+    n: int | None = None,
+    seed: int = 0,
+    file: Path | None = None,
+    batch: int = BATCH,
+    timed: int = TIMED,
+    auxiliary: Scorer | None = None,
+    divergence: bool = False,
+    show_progress: bool = False,
+) -> Records:
+    """Ask every question of every task in every cell.
+
+    Args:
+        tasks: What is asked.
+        cells: How, from `make_cells`.
+        models: By label; a label that is not there is itself a folder, a hub name or "tiny".
+        n: Questions per task; None for all there are.
+        seed: Of the questions.
+        file: Where records are kept as they come; what it holds is not asked again.
+        batch: Questions answered at a time.
+        timed: So many questions of each task are asked alone too, for their times.
+        auxiliary: Scores chunks for policies that need it and bring none.
+        divergence: Compare the first token's distribution with that of the same policy over the
+            first codec of its kind, or else with that of full prefill.
+        show_progress: Whether to show a bar.
+
+    Raises:
+        InvalidInputError: If `file` was made with other settings, two cells are the same, or a
+            number cannot be used.
+        ContextTooLongError: If a question with its documents does not fit a model.
+        UnsupportedModelError: If a model's chunks cannot be reused.
+    """
+    if batch < 1 or timed < 0 or not tasks or not cells:
+        raise InvalidInputError(
+            "an evaluation needs a task, a cell, batch of at least 1 and timed of at least 0"
+        )
+    if len({cell.place("", "") for cell in cells}) < len(cells):
+        raise InvalidInputError("two cells have the same labels; give each policy one of its own")
+    records = RecordFile(file)
+    for cell in cells:
+        records.note(f"policy {cell.label}", repr(cell.policy))
+        if cell.policy.needs_scorer and auxiliary is not None:
+            records.note("the auxiliary", repr(auxiliary))
+    run = _Run(tasks, cells, records, n, seed, batch, timed, divergence)
+    with progress_bar(run.missing(), "eval", "answer", show=show_progress) as bar:
+        for label in dict.fromkeys(cell.model for cell in cells):
+            if run.missing(label):
+                engine = open_model((models or {}).get(label, label))
+                identity = canonical_json(model_identity(engine.model))
+                records.note(f"model {label}", xxhash.xxh3_128_hexdigest(identity))
+                with tempfile.TemporaryDirectory() as folder:
+                    run.ask(label, Workplaces(engine, Path(folder), auxiliary), bar)
+                del engine  # before the next one is loaded
+    return run.result()
+
+
+class _Run:
+    """The questions of a run, and what is still to be asked."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        cells: Sequence[Cell],
+        records: RecordFile,
+        n: int | None,
+        seed: int,
+        batch: int,
+        timed: int,
+        divergence: bool,
+    ) -> None:
+        self.tasks, self.cells, self.records = tasks, cells, records
+        self.batch, self.timed, self.divergence = batch, timed, divergence
+        self.ks = tuple(dict.fromkeys(cell.k for cell in cells))
+        self.asked = {
+            (task.name, k): _drawn(task, n, seed, k, whole)
+            for task in tasks
+            for whole in [_clusters(task, n, seed)]
+            for k in self.ks
+        }
+
+    def missing(self, model: str | None = None) -> int:
+        """How many answers are still to be made, of one model or of all."""
+        return sum(
+            len(self._todo(task, cell, self.asked[task.name, cell.k]))
+            for task in self.tasks
+            for cell in self.cells
+            if model in (None, cell.model)
+        )
+
+    def _todo(self, task: Task, cell: Cell, asked: Sequence[Asked]) -> list[Asked]:
+        return [
+            one
+            for one in asked
+            if self.records.get(cell.place(task.name, one.question.id), one.digest) is None
+        ]
+
+    def ask(self, model: str, workplaces: Workplaces, bar: Any) -> None:
+        """Make what is missing of one model, whose cells take turns over each batch."""
+        asker = Asker(workplaces, self.cells if self.divergence else ())
+        for task in self.tasks:
+            for k in self.ks:
+                cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
+                asked = self.asked[task.name, k]
+                timed = {one.question.id for one in asked[: self.timed]}
+                for start in range(0, len(asked), self.batch):
+                    some = asked[start : start + self.batch]
+                    todo = {cell: self._todo(task, cell, some) for cell in cells}
+                    todo = {cell: left for cell, left in todo.items() if left}
+                    if todo:
+                        self.records.append(asker.ask(task, todo, timed))
+                        bar.update(sum(map(len, todo.values())))
+
+    def result(self) -> Records:
+        """All records that were asked for."""
+        rows = [
+            self.records.get(cell.place(task.name, one.question.id), one.digest)
+            for task in self.tasks
+            for cell in self.cells
+            for one in self.asked[task.name, cell.k]
+        ]
+        full = next((cell.label for cell in self.cells if cell.policy.is_full), None)
+        return Records(
+            rows=tuple(row for row in rows if row is not None),
+            metrics={task.name: task.metric for task in self.tasks},
+            policies={cell.label: repr(cell.policy) for cell in self.cells},
+            baseline=full,
+        )
+
+
+def _drawn(
+    task: Task, n: int | None, seed: int, k: int | None, clusters: Mapping[str, str]
+) -> list[Asked]:
+    """The questions of a task at one `k`, in an order that is the same in every run."""
+    found = []
+    for question in task.questions(n, seed, k):
+        values = [question.question, *question.chunks, "answers", *question.answers]
+        digest = _digest([*values, *("|".join(group) for group in question.answer_groups)])
+        cluster = clusters.get(question.id) or _digest(question.chunks)
+        found.append(Asked(question, digest, cluster))
+    if len({one.question.id for one in found}) < len(found):
+        raise InvalidInputError(f"two questions of {task.name} have the same id; number them anew")
+    return found
+
+
+def _clusters(task: Task, n: int | None, seed: int) -> dict[str, str]:
+    """What questions share, by all of their documents: fewer may be theirs at a smaller `k`."""
+    return {one.id: _digest(one.chunks) for one in task.questions(n, seed, None)}
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest(canonical_json({"texts": list(texts)}))

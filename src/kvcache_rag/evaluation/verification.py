@@ -1,0 +1,273 @@
+"""A paired check of policies against full prefill, on questions of one's own.
+
+Every policy answers the same questions over the same documents, and reads full prefill's answer
+token by token to say how likely it finds each.  What comes out is a `Verdict`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.chunk import canonical_json, digest
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.evaluation.metrics import f1
+from kvcache_rag.evaluation.numerics import check_numerics
+from kvcache_rag.evaluation.recommending import AGREEMENT, least_kept, notes, recommended
+from kvcache_rag.evaluation.statistics import paired_ratio
+from kvcache_rag.gate import policy_key, scorer_name
+from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.progress import progress_bar
+from kvcache_rag.verdict import THRESHOLD, PolicyScore, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.evaluation.question import Question
+    from kvcache_rag.metrics import Answer
+    from kvcache_rag.verdict import AuxiliaryAgreement
+
+Scoring = Callable[[str, "Question"], Mapping[str, float]]
+"""Metrics of an answer, each between 0 and 1."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one policy did on one question; divergences in nats, `ttft` in seconds.
+
+    Attributes:
+        metrics: What the task measures, and `agreement_f1`.
+        agrees: Whether the answer is full prefill's to the letter.
+        first: Divergence from full prefill at the answer's first token.
+        mean: Mean divergence over the tokens of full prefill's answer.
+        top1: Share of these tokens at which both rank the same first.
+        recomputed: Share of context tokens that the policy computed again; 1 for full prefill.
+        ttft: Seconds to the first token.
+    """
+
+    metrics: Mapping[str, float]
+    agrees: bool
+    first: float
+    mean: float
+    top1: float
+    recomputed: float
+    ttft: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is checked, and how strictly.
+
+    Attributes:
+        questions: Each with its documents.
+        score: Metrics of an answer; None for questions without answers.
+        measure: Which of them decides.
+        source: Name of the questions, noted in the verdict.
+        max_new_tokens: Of an answer.
+        threshold: Share of full prefill's score that a policy has to keep.
+        seed: Of the bootstrap.
+    """
+
+    questions: Sequence[Question]
+    score: Scoring | None = None
+    measure: str = AGREEMENT
+    source: str = ""
+    max_new_tokens: int = 32
+    threshold: float = THRESHOLD
+    seed: int = 0
+
+    def verdict(
+        self,
+        engine: Engine,
+        policies: Sequence[ReusePolicy],
+        *,
+        auxiliary: AuxiliaryAgreement | None = None,
+        scorer: str = "",
+        show_progress: bool = False,
+    ) -> Verdict:
+        """Ask every question of every policy.
+
+        Args:
+            engine: The model; without a gate, and not `cost_aware`, or chunks that are slow to load
+                are computed instead and times say little.
+            policies: What is compared with `FullRecompute()`.
+            auxiliary: Goes into the verdict.
+            scorer: Name of the engine's own auxiliary model, for policies that use it.
+            show_progress: Whether to show a bar.
+
+        Raises:
+            InvalidInputError: If there is nothing to ask, or nothing fits the context window.
+            UnsupportedModelError: If a policy moves chunks and the model's keys cannot move.
+        """
+        compared = {policy_key(one): one for one in policies if not one.is_full}
+        if not self.questions or not compared:
+            raise InvalidInputError(
+                "there is nothing to verify; give at least one question and one policy that reuses"
+            )
+        asked, found = self._ask(engine, compared, show_progress)
+        checks = check_numerics(engine, asked[0].question, asked[0].chunks)
+        full = self._row(repr(FullRecompute()), "", found[""], found[""], asked)
+        rows = tuple(
+            self._row(
+                name,
+                (scorer_name(policy.auxiliary) or scorer) if policy.needs_scorer else "",
+                found[name],
+                found[""],
+                asked,
+            )
+            for name, policy in compared.items()
+        )
+        sound = all(check.passed for check in checks)
+        return Verdict(
+            identity=engine.identity,
+            created=datetime.date.today().isoformat(),
+            source=self.source,
+            source_digest=questions_digest(self.questions),
+            questions=len(asked),
+            measure=self.measure,
+            threshold=self.threshold,
+            full=full,
+            policies=rows,
+            recommended=recommended(full, rows if sound else (), self.threshold),
+            checks=checks,
+            auxiliary=auxiliary,
+            packages=_packages(),
+            notes=notes(full, len(asked), len(self.questions), self.measure),
+        )
+
+    def _ask(
+        self, engine: Engine, compared: Mapping[str, ReusePolicy], show: bool
+    ) -> tuple[list[Question], dict[str, list[Outcome]]]:
+        """Outcomes per policy, full prefill's under ""; interleaved, so that times compare."""
+        found: dict[str, list[Outcome]] = {name: [] for name in ("", *compared)}
+        asked: list[Question] = []
+        warm = False
+        order = list(compared)
+        with progress_bar(len(self.questions), "verify", "question", show=show) as bar:
+            for question in self.questions:
+                bar.update(1)
+                try:
+                    if not warm:  # first calls allocate
+                        self._outcomes(engine, compared, question)
+                        warm = True
+                    turn = {name: compared[name] for name in order}
+                    outcomes = self._outcomes(engine, turn, question)
+                except ContextTooLongError as error:
+                    if question is self.questions[-1] and not asked:
+                        raise InvalidInputError(f"no question fits: {error}") from error
+                    continue
+                asked.append(question)
+                order.append(order.pop(0))  # whoever is asked later finds a warmer machine
+                for name, outcome in outcomes.items():
+                    found[name].append(outcome)
+        return asked, found
+
+    def _outcomes(
+        self, engine: Engine, compared: Mapping[str, ReusePolicy], question: Question
+    ) -> dict[str, Outcome]:
+        chunks = list(question.chunks)
+        engine.add(chunks)
+        if any(policy.joint for policy in compared.values()):
+            engine.add_combination([chunks])
+        truth, expected = self._answer(engine, FullRecompute(), question, None)
+        outcomes = {"": self._outcome(question, truth, truth, expected, expected)}
+        for name, policy in compared.items():
+            answer, logits = self._answer(engine, policy, question, truth)
+            outcomes[name] = self._outcome(question, answer, truth, logits, expected)
+        return outcomes
+
+    def _answer(
+        self, engine: Engine, policy: ReusePolicy, question: Question, truth: Answer | None
+    ) -> tuple[Answer, Tensor]:
+        """An answer, and logits `(tokens, vocabulary)` of the tokens of full prefill's answer."""
+        chunks = list(question.chunks)
+        answer = engine.generate(
+            question.question, chunks, policy=policy, max_new_tokens=self.max_new_tokens
+        )
+        if answer.metrics.gate:
+            raise InvalidInputError("the engine to verify has a gate; make it without gate=")
+        given = (truth or answer).token_ids
+        logits = engine.logits(question.question, chunks, policy=policy, answer_ids=given[:-1])
+        return answer, logits[-max(1, len(given)) :].double().log_softmax(-1)
+
+    def _outcome(
+        self, question: Question, answer: Answer, truth: Answer, found: Tensor, expected: Tensor
+    ) -> Outcome:
+        text, theirs = answer.text.strip(), truth.text.strip()
+        terms = expected.exp() * (expected - found)
+        # What is impossible adds nothing; a NaN of the model stays one.
+        divergences = terms.masked_fill(expected == -math.inf, 0.0).sum(-1)
+        metrics = dict(self.score(text, question)) if self.score is not None else {}
+        same = text == theirs
+        metrics[AGREEMENT] = 1.0 if same else f1(text, theirs)
+        cost = answer.metrics
+        context = cost.prompt_tokens - cost.query_tokens
+        return Outcome(
+            metrics=metrics,
+            agrees=same,
+            first=float(divergences[0]),
+            mean=float(divergences.mean()),
+            top1=float((expected.argmax(-1) == found.argmax(-1)).double().mean()),
+            recomputed=1.0 if answer is truth else cost.recomputed_tokens / max(1, context),
+            ttft=cost.ttft,
+        )
+
+    def _row(
+        self,
+        policy: str,
+        auxiliary: str,
+        found: Sequence[Outcome],
+        full: Sequence[Outcome],
+        asked: Sequence[Question],
+    ) -> PolicyScore:
+        mine = [one.metrics[self.measure] for one in found]
+        theirs = [one.metrics[self.measure] for one in full]
+        kept = paired_ratio(mine, theirs, [one.chunks for one in asked], seed=self.seed)
+        low = kept.low if found is full else min(kept.low, least_kept(mine, theirs))
+        ratios = [a.ttft / max(b.ttft, 1e-9) for a, b in zip(found, full, strict=True)]
+
+        def mean(values: Sequence[float]) -> float:
+            return statistics.fmean(values)
+
+        def metric(name: str) -> float:
+            known = all(name in one.metrics for one in found)
+            return mean([one.metrics[name] for one in found]) if known else math.nan
+
+        return PolicyScore(
+            policy=policy,
+            auxiliary=auxiliary,
+            score=mean(mine),
+            kept=kept.value,
+            kept_low=low,
+            kept_high=kept.high,
+            exact_match=metric("exact_match"),
+            f1=metric("f1"),
+            agreement=mean([float(one.agrees) for one in found]),
+            first_divergence=mean([one.first for one in found]),
+            answer_divergence=mean([one.mean for one in found]),
+            top1=mean([one.top1 for one in found]),
+            recomputed=mean([one.recomputed for one in found]),
+            ttft=statistics.median([one.ttft for one in found]),
+            ttft_ratio=statistics.median(ratios),
+        )
+
+
+def questions_digest(questions: Sequence[Question]) -> str:
+    """Digest of questions, documents and answers, 64 hexadecimal digits."""
+    rows: list[Any] = [
+        [one.question, list(one.chunks), list(one.answers), [list(g) for g in one.answer_groups]]
+        for one in questions
+    ]
+    return digest("kvcache-rag-questions", canonical_json({"questions": rows}))
+
+
+def _packages() -> dict[str, str]:
+    found = {name: version(name) for name in ("kvcache-rag", "torch", "transformers")}
+    return {**found, "python": platform.python_version()}

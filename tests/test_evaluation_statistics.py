@@ -1,0 +1,160 @@
+"""Intervals hold what they promise: on hand-worked cases, and as often as they say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.evaluation.statistics import (
+    LEAST_DIFFERING,
+    mean_interval,
+    median_interval,
+    paired_bootstrap,
+    paired_ratio,
+)
+
+
+def test_six_questions_by_hand() -> None:
+    # Of the 64 equally likely halves of (+1, -1) drawn six times, one is -6, six are -4: the
+    # 2.5 % quantile is -4, and the other end is its mirror image.
+    found = paired_bootstrap([1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1])
+    assert (found.difference, found.n, found.differing) == (0, 6, 6)
+    assert (found.low, found.high) == pytest.approx((-4 / 6, 4 / 6))
+
+
+def test_equals_the_enumeration_of_all_resamples() -> None:
+    sums, sizes = np.array([3.0, -1.0, 0.5, 2.0, 1.0, 1.5]), np.array([3, 1, 2, 4, 1, 2])
+    draws = np.array(list(itertools.product(range(6), repeat=6)))
+    exact = np.quantile(sums[draws].sum(1) / sizes[draws].sum(1), (0.025, 0.975))
+    clusters = np.repeat(np.arange(6), sizes)
+    first = np.repeat(sums / sizes, sizes)
+    found = paired_bootstrap(first.tolist(), [0.0] * len(first), clusters.tolist())
+    assert found.difference == pytest.approx(7 / 13)
+    assert (found.low, found.high) == pytest.approx(tuple(exact), abs=0.02)
+
+
+def test_no_difference_among_few_is_not_none_among_all() -> None:
+    scores = [0.0, 1.0, 0.5, 1.0] * 25
+    found = paired_bootstrap(scores, scores)
+    assert (found.difference, found.differing) == (0, 0)
+    assert not found.ranked
+    # Wilson's upper end for none of 100: 1.96² / (100 + 1.96²).
+    assert (found.low, found.high) == pytest.approx((-0.0370, 0.0370), abs=1e-4)
+    shared = paired_bootstrap(scores, scores, [index // 4 for index in range(100)])
+    assert shared.high == pytest.approx(1.96**2 / (25 + 1.96**2))
+    one = paired_bootstrap([1.0, *scores], [0.0, *scores])
+    assert one.low == pytest.approx(-0.0367, abs=1e-4)
+    assert one.high == pytest.approx(0.054, abs=1e-3)
+
+
+def test_the_other_way_round_is_the_negative() -> None:
+    generator = np.random.default_rng(0)
+    first, second = generator.random((2, 50)).tolist()
+    one, other = paired_bootstrap(first, second), paired_bootstrap(second, first)
+    assert (one.difference, one.low, one.high) == pytest.approx(
+        (-other.difference, -other.high, -other.low)
+    )
+
+
+@pytest.mark.parametrize("shared", [1, 4])
+def test_the_interval_covers_the_truth_as_often_as_it_says(shared: int) -> None:
+    """95 % of the intervals of simulated studies hold the true difference of 0.1.
+
+    Four questions of a context fare alike; resampling single questions would cover 70 %.
+    """
+    generator = np.random.default_rng(1)
+    clusters = np.repeat(np.arange(60), shared).tolist()
+    covered, studies = 0, 400
+    for study in range(studies):
+        common = np.repeat(generator.normal(0.1, 0.4, 60), shared)
+        noise = generator.normal(0, 0.1, 60 * shared)
+        second = generator.random(60 * shared)
+        first = second + common + noise
+        found = paired_bootstrap(
+            first.tolist(), second.tolist(), clusters, seed=study % 3, resamples=1000
+        )
+        covered += found.low <= 0.1 <= found.high
+    assert 0.92 <= covered / studies <= 0.975
+
+
+def test_pairing_sees_what_two_separate_intervals_do_not() -> None:
+    generator = np.random.default_rng(2)
+    easy = generator.random(300)
+    second = (easy > 0.5).astype(float)
+    first = (easy > 0.44).astype(float)
+    compared = paired_bootstrap(first.tolist(), second.tolist())
+    assert compared.ranked
+    apart = mean_interval(first.tolist()), mean_interval(second.tolist())
+    assert apart[0].low < apart[1].high
+
+
+@pytest.mark.parametrize(("wins", "ranked"), [(LEAST_DIFFERING - 1, False), (8, True)])
+def test_a_few_wins_are_no_ranking(wins: int, ranked: bool) -> None:
+    first = [1.0] * wins + [0.0] * (200 - wins)
+    found = paired_bootstrap(first, [0.0] * 200)
+    assert (found.low > 0) is ranked
+    assert found.ranked is ranked
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    scores = np.random.default_rng(3).random((2, 40)).tolist()
+    assert paired_bootstrap(*scores, seed=5) == paired_bootstrap(*scores, seed=5)
+    assert paired_bootstrap(*scores, seed=5) != paired_bootstrap(*scores, seed=6)
+
+
+def test_shares_have_wilsons_interval() -> None:
+    found = mean_interval([1.0] * 8 + [0.0] * 2)
+    # Wilson by hand: (0.8 + 1.9208/10 ± 1.96 sqrt(0.016 + 0.9604/100)) / 1.38416
+    spread = 1.96 * math.sqrt(0.8 * 0.2 / 10 + 1.96**2 / 400)
+    centre, divisor = 0.8 + 1.96**2 / 20, 1 + 1.96**2 / 10
+    expected = ((centre - spread) / divisor, (centre + spread) / divisor)
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert (found.value, found.n) == (0.8, 10)
+    assert mean_interval([1.0] * 30).high == pytest.approx(1.0)
+    assert mean_interval([1.0] * 30).low < 0.9
+
+
+def test_questions_that_fare_alike_count_once() -> None:
+    single = mean_interval([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    clusters = [index // 4 for index in range(24)]
+    repeated = mean_interval([one for one in (1.0, 0.0, 1.0, 1.0, 0.0, 1.0) for _ in range(4)])
+    together = mean_interval(
+        [one for one in (1.0, 0.0, 1.0, 1.0, 0.0, 1.0) for _ in range(4)], clusters
+    )
+    assert together.high - together.low > single.high - single.low - 1e-9
+    assert repeated.high - repeated.low < single.high - single.low
+
+
+def test_scores_between_0_and_1_are_bootstrapped() -> None:
+    scores = np.random.default_rng(4).random(400)
+    found = mean_interval(scores.tolist())
+    error = 1.96 * scores.std() / math.sqrt(400)
+    assert (found.low, found.high) == pytest.approx(
+        (scores.mean() - error, scores.mean() + error), abs=0.004
+    )
+
+
+def test_ratios_and_medians() -> None:
+    first, second = [1.0, 0.0, 1.0, 1.0] * 50, [1.0] * 200
+    found = paired_ratio(first, second)
+    assert found.value == 0.75
+    assert 0.67 < found.low < 0.72 < 0.78 < found.high < 0.83
+    assert math.isnan(paired_ratio([1.0], [0.0]).value)
+    middle = median_interval([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert middle.value == 3
+    assert (middle.low, middle.high) == (1, 100)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "clusters"),
+    [([], [], None), ([1.0], [1.0, 0.0], None), ([1.0, 0.0], [1.0, 0.0], [1])],
+)
+def test_what_cannot_be_compared_is_refused(
+    first: list[float], second: list[float], clusters: list[int] | None
+) -> None:
+    with pytest.raises(InvalidInputError):
+        paired_bootstrap(first, second, clusters)
