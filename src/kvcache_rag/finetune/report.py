@@ -1,0 +1,146 @@
+"""What a run did to the model: before and after, in numbers, a table and a sentence each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.finetune.measure import Change, Measure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TITLES = {
+    "plain": "plain text, full attention",
+    "free": "questions without chunks",
+    "full": "document questions, full prefill",
+    "block": "document questions, stitched",
+    "selection": "attention against its target",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of a run.
+
+    Attributes:
+        before: Held-out measures of the model as it came, by name: "plain", "free" (questions
+            without chunks, TurboRAG's Table 4), "full", "block"; "selection" for that objective.
+        after: The same of the model as it was saved.
+        steps: Optimiser steps.
+        tokens: Tokens trained on, padding not counted, copies of the prefix counted.
+        seconds: Spent training.
+        skipped: Samples left out because they are too long.
+        data: Where the data came from, in words.
+        settings: Of the run.
+    """
+
+    before: Mapping[str, Measure]
+    after: Mapping[str, Measure]
+    steps: int
+    tokens: int
+    seconds: float
+    skipped: int
+    data: str
+    settings: Mapping[str, Any]
+
+    def change(self, name: str) -> Change:
+        """Paired difference of the loss, nats per token."""
+        return Change.of(self.before[name].losses, self.after[name].losses)
+
+    def exact_change(self, name: str) -> Change:
+        """Paired difference of the share of right answers."""
+        return Change.of(self.before[name].exact, self.after[name].exact)
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What the numbers say; a change counts if its 95 % interval leaves out 0."""
+        sentences = []
+        if "plain" in self.before:
+            sentences.append(
+                _regression("The loss on plain text", self.change("plain"), "nats", -1)
+            )
+        if "free" in self.before:
+            change = self.exact_change("free")
+            sentences.append(
+                _regression("The share of right answers without chunks", _points(change), "points")
+            )
+        if "block" in self.before:
+            sentences.append(self._gap())
+        if "selection" in self.before:
+            change = self.change("selection")
+            moved = "fell" if change.high < 0 else "did not fall surely"
+            sentences.append(
+                f"The divergence of attention from its target {moved}: {change.mean:+.4f} nats "
+                f"(95 %: {change.low:+.4f} to {change.high:+.4f})."
+            )
+        return tuple(sentences)
+
+    def _gap(self) -> str:
+        """How far stitched chunks are behind full prefill, before and after."""
+        parts = []
+        for measures in (self.before, self.after):
+            gap = _points(Change.of(measures["full"].exact, measures["block"].exact))
+            parts.append(f"{gap.mean:+.1f} points ({gap.low:+.1f} to {gap.high:+.1f})")
+        return (
+            f"Stitched chunks against full prefill of the same model: {parts[0]} before, "
+            f"{parts[1]} after."
+        )
+
+    def table(self) -> str:
+        """The measures as text."""
+        heads = f"{'held out':<34}{'n':>6}{'loss before':>13}{'after':>9}"
+        lines = [f"{heads}{'right before':>14}{'after':>9}"]
+        for name, before in self.before.items():
+            after = self.after[name]
+            rights = (_percent(before.exact_match), _percent(after.exact_match))
+            lines.append(
+                f"{_TITLES[name]:<34}{len(before.losses):>6}{before.loss:>13.4f}{after.loss:>9.4f}"
+                f"{rights[0]:>14}{rights[1]:>9}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `report.json`."""
+        return {
+            "measures": {
+                name: {
+                    "what": _TITLES[name],
+                    "n": len(before.losses),
+                    "loss": [before.loss, self.after[name].loss],
+                    "loss_change": vars(self.change(name)),
+                    "exact_match": [before.exact_match, self.after[name].exact_match],
+                    "exact_match_change": vars(self.exact_change(name)) if before.exact else None,
+                }
+                for name, before in self.before.items()
+            },
+            "verdict": list(self.verdict),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 1),
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+            "skipped": self.skipped,
+            "data": self.data,
+            "settings": dict(self.settings),
+        }
+
+
+def _regression(what: str, change: Change, unit: str, better: int = 1) -> str:
+    """Whether something became worse; `better` is the direction that is good."""
+    low, high = sorted((better * change.low, better * change.high))
+    if high < 0:
+        word = "became worse"
+    elif low > 0:
+        word = "became better"
+    else:
+        word = "shows no regression"
+    interval = f"95 %: {change.low:+.3f} to {change.high:+.3f}"
+    return f"{what} {word}: {change.mean:+.3f} {unit} ({interval})."
+
+
+def _points(change: Change) -> Change:
+    return Change(100 * change.mean, 100 * change.low, 100 * change.high)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
