@@ -1,0 +1,235 @@
+"""`kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
+
+Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.evaluation.question import Question
+    from kvcache_rag.evaluation.verification import Scoring, Verification
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.template import PromptTemplate
+    from kvcache_rag.verdict import AuxiliaryAgreement
+
+HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
+CODECS = ("native", "int8", "int4")
+POLICIES = ("reordered", "composite", "legolink", "cacheblend", "ape")
+READER = "reader"
+# Questions of a task; a file is asked as a whole.
+QUESTIONS = 200
+FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare model, questions, policies and where the verdict goes."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or tiny")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--questions",
+        metavar="FILE",
+        type=Path,
+        help='one JSON object a line: {"question": "...", "documents": ["..."], "answers": '
+        '["..."]}; answers may be left out',
+    )
+    asked.add_argument(
+        "--task", help=f"a task of `eval` instead; {READER} for the packaged reader's own questions"
+    )
+    parser.add_argument("--data", metavar="DIR", type=Path, help="folder with the task's data set")
+    parser.add_argument(
+        "--n", type=int, help=f"at most so many (default: all, {QUESTIONS} of a task)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which of them, and of the intervals")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="POLICY",
+        default=list(POLICIES),
+        help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)})",
+    )
+    parser.add_argument(
+        "--auxiliary", metavar="MODEL", help="small model of CacheClip, compared and used by it"
+    )
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="share of full prefill's score that a policy must keep for sure (default: 0.95)",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="instruction before the documents")
+    parser.add_argument("--codec", choices=CODECS, default="native", help="form of stored chunks")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
+    parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("verdict.json"), help="the verdict"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, print, write; 1 if the model's caches do not even stitch."""
+    from kvcache_rag.commands.verdicts import lines
+    from kvcache_rag.errors import InvalidInputError
+
+    for name in ("n", "max_new_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 < arguments.keep <= 1:
+        raise InvalidInputError("--keep must be above 0 and at most 1")
+    if arguments.out.is_dir() or not arguments.out.absolute().parent.is_dir():
+        raise InvalidInputError(f"{arguments.out} cannot be a file; name one in a folder there is")
+    planned = _planned(arguments)  # before the model is loaded, which takes longer
+    policies = _policies(arguments)
+    with _opened(arguments) as (engine, auxiliary):
+        agreement, scorer = None, ""
+        if auxiliary is not None:
+            agreement = _agreement(engine, auxiliary, planned)
+            scorer = agreement.name
+        verdict = planned.verdict(
+            engine, policies, auxiliary=agreement, scorer=scorer, show_progress=True
+        )
+    verdict.save(arguments.out)
+    print("\n".join(lines(verdict, str(arguments.out))))
+    return 0 if all(check.passed for check in verdict.checks) else FAILED
+
+
+def _planned(arguments: argparse.Namespace) -> Verification:
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag.evaluation.recommending import AGREEMENT
+    from kvcache_rag.evaluation.verification import Verification
+
+    score: Scoring | None = None
+    if arguments.questions is not None:
+        from kvcache_rag.evaluation.own_questions import own_score, read_own_questions
+
+        questions = _drawn(read_own_questions(arguments.questions), arguments)
+        answered = all(one.answers or one.answer_groups for one in questions)
+        score, measure = (own_score, "f1") if answered else (None, AGREEMENT)
+        source = arguments.questions.name
+    elif arguments.task is not None:
+        questions, score, measure = _task(arguments)
+        source = arguments.task
+    else:
+        raise InvalidInputError(
+            "give --questions FILE with questions of your own, or --task reader for a first try"
+        )
+    return Verification(
+        questions=questions,
+        score=score,
+        measure=measure,
+        source=source,
+        max_new_tokens=arguments.max_new_tokens,
+        threshold=arguments.keep,
+        seed=arguments.seed,
+    )
+
+
+def _drawn(questions: list[Question], arguments: argparse.Namespace) -> list[Question]:
+    import random
+
+    if arguments.n is None or arguments.n >= len(questions):
+        return questions
+    chosen = random.Random(arguments.seed).sample(range(len(questions)), arguments.n)
+    return [questions[index] for index in sorted(chosen)]
+
+
+def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
+    from dataclasses import replace
+
+    from kvcache_rag.evaluation.tasks import task_by_name
+    from kvcache_rag.reader import KINDS
+
+    names = [arguments.task]
+    if arguments.task == READER:
+        names = [f"{READER}_{kind}" for kind in KINDS]
+    tasks = {name: task_by_name(name, data=arguments.data) for name in names}
+    each = -(-(arguments.n or QUESTIONS) // len(names))
+    questions = [
+        replace(one, id=f"{name}/{one.id}")
+        for name, task in tasks.items()
+        for one in task.questions(each, arguments.seed)
+    ]
+
+    def score(answer: str, question: Question) -> dict[str, float]:
+        return tasks[question.id.partition("/")[0]].score(answer, question)
+
+    return questions, score, tasks[names[0]].metric
+
+
+def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag.policies.named import policy_by_name
+
+    names = list(dict.fromkeys(arguments.policies))
+    if arguments.auxiliary and not any(name.startswith("cacheclip") for name in names):
+        names.append("cacheclip")
+    policies = [policy_by_name(name) for name in names]
+    if all(policy.is_full for policy in policies):
+        raise InvalidInputError("there is nothing to verify; add a policy that reuses chunks")
+    return policies
+
+
+@contextlib.contextmanager
+def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
+    """An engine whose chunks are kept in memory, or in files of a codec, and its auxiliary."""
+    import tempfile
+    from dataclasses import replace
+
+    from kvcache_rag.codecs import by_name
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.stores import DiskStore
+
+    auxiliary = None
+    if arguments.auxiliary:
+        from kvcache_rag.auxiliary import Auxiliary
+
+        auxiliary = Auxiliary.from_pretrained(arguments.auxiliary)
+    engine = Engine.from_pretrained(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        auxiliary=auxiliary,
+        cost_aware=False,
+    )
+    template: PromptTemplate = engine.template
+    if arguments.system_prompt:
+        template = replace(template, system=arguments.system_prompt)
+
+    def again(store: DiskStore | None) -> Engine:
+        return Engine(
+            engine.model,
+            engine.tokenizer,
+            store=store,
+            template=template,
+            auxiliary=auxiliary,
+            cost_aware=False,
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.codec == "native":
+            yield again(None) if arguments.system_prompt else engine, auxiliary
+            return
+
+        def files() -> DiskStore:
+            return DiskStore(folder, durable=False, codec=by_name(arguments.codec))
+
+        again(files()).add(["."])  # writes the prefix, which whoever computes it remembers exactly
+        yield again(files()), auxiliary
+
+
+def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> AuxiliaryAgreement:
+    from kvcache_rag.evaluation.auxiliary_task import auxiliary_agreement
+
+    return auxiliary_agreement(
+        engine, auxiliary, planned.questions, seed=planned.seed, show_progress=True
+    )

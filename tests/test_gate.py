@@ -1,0 +1,256 @@
+"""The gate: a policy answers only where a verdict says that it is good enough on this model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small import make_model, make_tokenizer
+from verdicts import REUSE, make_verdict
+
+from kvcache_rag import (
+    CacheClip,
+    Combination,
+    DiskStore,
+    Engine,
+    FingerprintMismatchError,
+    FullRecompute,
+    Gate,
+    Int8,
+    InvalidInputError,
+    LegoLink,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+TEMPLATE = PromptTemplate(system="Read.\n", chunk_start="<d>", chunk_end="</d>")
+TEXTS = ["the cat sat on a mat", "a dog ran home late", "birds fly south in autumn"]
+QUESTION = "Who sat?"
+BELOW = (
+    "fell back to FullRecompute(): Reuse(positions='reordered') kept 83.1 % of full prefill's "
+    "score, below 95 %"
+)
+
+
+def make_engine(**options: Any) -> Engine:
+    settings = {"template": TEMPLATE, "context_window": 400, **options}
+    return Engine(make_model(), make_tokenizer(), **settings)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def low(plain: Engine) -> Verdict:
+    return make_verdict(plain.identity, {REUSE: 0.831})
+
+
+@pytest.fixture(scope="module")
+def gated(low: Verdict) -> Engine:
+    return make_engine(gate=low)
+
+
+def test_a_policy_below_is_answered_by_full_prefill_and_says_why(
+    plain: Engine, gated: Engine
+) -> None:
+    answer = gated.generate(QUESTION, TEXTS, max_new_tokens=6)
+    full = plain.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=6)
+    assert answer.token_ids == full.token_ids
+    assert answer.metrics.gate == answer.metrics.to_dict()["gate"] == BELOW
+    assert answer.metrics.policy == "FullRecompute()"
+    assert answer.metrics.reused_tokens == 0
+    assert plain.generate(QUESTION, TEXTS, max_new_tokens=6).metrics.gate == ""
+
+
+def test_every_way_to_ask_is_gated(plain: Engine, gated: Engine) -> None:
+    stream = gated.stream(QUESTION, TEXTS, max_new_tokens=4)
+    assert "".join(stream) == stream.text
+    assert stream.metrics.gate == BELOW
+    batch = gated.generate_batch([(QUESTION, TEXTS), ("x", [])], max_new_tokens=4)
+    assert [one.metrics.gate for one in batch] == [BELOW, ""]
+    full = plain.generate_batch(
+        [(QUESTION, TEXTS), ("x", [])], policy=FullRecompute(), max_new_tokens=4
+    )
+    assert [one.token_ids for one in batch] == [one.token_ids for one in full]
+    expected = plain.logits(QUESTION, TEXTS, policy=FullRecompute())
+    assert torch.equal(gated.logits(QUESTION, TEXTS), expected)
+    assert not torch.allclose(plain.logits(QUESTION, TEXTS), expected, atol=1e-4)
+
+
+async def test_async_answers_are_gated(gated: Engine) -> None:
+    answer = await gated.agenerate(QUESTION, TEXTS, max_new_tokens=2)
+    assert answer.metrics.gate == BELOW
+    stream = gated.astream(QUESTION, TEXTS, max_new_tokens=2)
+    _ = [piece async for piece in stream]
+    assert stream.metrics.gate == BELOW
+
+
+def test_without_chunks_there_is_nothing_to_lose(gated: Engine) -> None:
+    assert gated.generate("Hello?", max_new_tokens=2).metrics.gate == ""
+    assert gated.complete("Hello", max_new_tokens=2).metrics.gate == ""
+
+
+def test_rounds_of_refine_keep_the_reason(gated: Engine) -> None:
+    texts = ["".join(text for _ in range(6)) for text in TEXTS]
+    answer = gated.generate(QUESTION, texts, max_new_tokens=4, overflow="refine")
+    assert answer.metrics.rounds > 1
+    assert answer.metrics.gate == BELOW
+
+
+def test_the_gate_can_refuse_instead(low: Verdict) -> None:
+    engine = make_engine(gate=Gate(low, below="error"))
+    with pytest.raises(InvalidInputError, match=r"kept 83\.1 % .* below 95 %; use FullRecompute"):
+        engine.generate(QUESTION, TEXTS)
+    with pytest.raises(InvalidInputError, match="below 95"):
+        engine.generate_batch([("x", []), (QUESTION, TEXTS)])
+    with pytest.raises(InvalidInputError, match="below 95"):
+        engine.stream(QUESTION, TEXTS)
+    assert engine.generate("Hello?", max_new_tokens=2).metrics.gate == ""
+    assert engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=2).text
+
+
+def test_the_threshold_is_held_against_what_is_sure(plain: Engine) -> None:
+    verdict = make_verdict(plain.identity, {REUSE: 0.96})  # surely 0.94
+    reason = make_engine(gate=verdict).generate(QUESTION, TEXTS, max_new_tokens=2).metrics.gate
+    assert "score, but 200 questions prove only 94.0 %, below 95 %" in reason
+    lower = make_engine(gate=Gate(verdict, threshold=0.94 - 1e-9))
+    assert lower.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.gate == ""
+    asked_less = dataclasses.replace(verdict, threshold=0.9)
+    answer = make_engine(gate=asked_less).generate(QUESTION, TEXTS, max_new_tokens=2)
+    assert (answer.metrics.gate, answer.metrics.policy) == ("", REUSE), "the verdict's own counts"
+
+
+def test_what_the_verdict_does_not_cover_is_below(plain: Engine) -> None:
+    engine = make_engine(gate=make_verdict(plain.identity, {repr(LegoLink(8)): 1.0}))
+
+    def reason(policy: Any) -> str:
+        return engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=2).metrics.gate
+
+    assert reason(LegoLink(8)) == ""
+    for policy in (Reuse(), LegoLink(16), Reuse(positions="composite")):
+        assert f"does not cover {policy!r}; run `kvcache-rag verify` with it" in reason(policy)
+
+
+def test_what_equals_full_prefill_always_passes(plain: Engine, tmp_path: Path) -> None:
+    empty = make_verdict(plain.identity, {})
+    engine = make_engine(gate=Gate(empty, threshold=1, below="error"))
+    for policy in (FullRecompute(), Combination(), CacheClip(ratio=1.0)):
+        assert not engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=2).metrics.gate
+    lossy = MemoryStore(1 << 20), DiskStore(tmp_path, codec=Int8())
+    engine = make_engine(store=lossy[0], combinations=lossy[1], gate=empty)
+    answer = engine.generate(QUESTION, TEXTS, policy=Combination(), max_new_tokens=2)
+    assert "does not cover Combination()" in answer.metrics.gate
+
+
+class _Scores:
+    """A scorer that knows no model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+        return [torch.arange(len(text)).float() for text in chunks]
+
+
+def test_an_auxiliary_model_has_to_be_the_one_of_the_verdict(plain: Engine) -> None:
+    verdict = make_verdict(plain.identity, {repr(CacheClip()): 1.0}, auxiliary="small")
+    engine = make_engine(gate=verdict, auxiliary=_Scores("small"))
+
+    def reason(policy: Any) -> str:
+        return engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=2).metrics.gate
+
+    assert reason(CacheClip()) == reason(CacheClip(_Scores("small"))) == ""
+    assert "with the auxiliary model small, not other" in reason(CacheClip(_Scores("other")))
+
+
+def test_broken_numerics_let_nothing_through(plain: Engine) -> None:
+    for error in (0.5, math.nan):
+        engine = make_engine(gate=make_verdict(plain.identity, {REUSE: 1.0}, error=error))
+        metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+        assert "this model's caches do not stitch" in metrics.gate
+        assert metrics.policy == "FullRecompute()"
+
+
+def test_a_score_that_is_not_known_does_not_pass(plain: Engine) -> None:
+    verdict = make_verdict(plain.identity, {REUSE: math.nan})
+    engine = make_engine(gate=Gate(verdict, threshold=0))
+    assert "no score" in engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.gate
+
+
+def changed_model() -> Any:
+    model = copy.deepcopy(make_model())
+    with torch.no_grad():
+        model.lm_head.weight[5] += 1
+    return model
+
+
+def half_model() -> Any:
+    return copy.deepcopy(make_model()).to(torch.bfloat16)
+
+
+def test_a_verdict_of_something_else_is_refused_with_what_differs(
+    low: Verdict, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    # The revision is a digest of the weights, so a dtype alone is another model, too.
+    for model in (changed_model(), half_model()):
+        with pytest.raises(FingerprintMismatchError, match=r"made for the model .*, not for "):
+            Engine(model, tokenizer, template=TEMPLATE, gate=low)
+    with pytest.raises(FingerprintMismatchError, match="chunks stored as native, not as int8"):
+        make_engine(gate=low, store=DiskStore(tmp_path, codec=Int8()))
+    with pytest.raises(FingerprintMismatchError, match="dtype float32, not float64, kept as"):
+        make_engine(gate=low, prefill_dtype=torch.float64)
+    changes = {
+        "another instruction": {"system": "Look.\n"},
+        "another form of chunks": {"chunk_start": "<e>"},
+        "another form of chunks or questions": {"question": "Q: {question}"},
+    }
+    for said, change in changes.items():
+        with pytest.raises(FingerprintMismatchError, match=f"{said}.*; run `kvcache-rag verify`"):
+            make_engine(gate=low, template=dataclasses.replace(TEMPLATE, **change))
+
+
+def test_namespace_and_store_do_not_matter(low: Verdict, tmp_path: Path) -> None:
+    make_engine(gate=low, namespace="tenant", store=DiskStore(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": 1.5}, "between 0 and 1"),
+        ({"threshold": math.nan}, "between 0 and 1"),
+        ({"threshold": True}, "between 0 and 1"),
+        ({"below": "warn"}, '"full" or "error"'),
+        ({"verdict": 7}, "not a int"),
+    ],
+)
+def test_settings_that_cannot_be_used(low: Verdict, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Gate(**{"verdict": low, **options})
+
+
+def test_a_path_is_read_when_the_engine_is_made(low: Verdict, tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    for given in (path, str(path), Gate(path, threshold=0.5)):
+        with pytest.raises(InvalidInputError, match=r"cannot be read .*`kvcache-rag verify`"):
+            make_engine(gate=given)
+    low.save(path)
+    reasons = [
+        make_engine(gate=given).generate(QUESTION, TEXTS, max_new_tokens=2).metrics.gate
+        for given in (path, str(path), Gate(path, threshold=0.5))
+    ]
+    assert reasons == [BELOW, BELOW, ""]

@@ -1,0 +1,169 @@
+"""A verdict's file: the same bytes for the same verdict, and one sentence for anything else."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from verdicts import REUSE, make_verdict
+
+from kvcache_rag import InvalidInputError, Verdict
+from kvcache_rag.verdict import AuxiliaryAgreement, Identity, NumericsCheck, PolicyScore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+IDENTITY = Identity("org/model", "c0ffee", "native", "bfloat16", "ab", "cd", "ef" * 32)
+
+
+@pytest.fixture
+def verdict() -> Verdict:
+    return make_verdict(IDENTITY, {REUSE: 0.97, "LegoLink(tokens=16)": 0.99})
+
+
+def test_it_comes_back_as_it_was(verdict: Verdict, tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    verdict.save(path)
+    again = Verdict.load(path)
+    assert again.to_json() == verdict.to_json() == path.read_text(encoding="ascii")
+    assert again.identity == IDENTITY
+    assert again.policies[0].kept == 0.97
+    assert [one.name for one in tmp_path.iterdir()] == ["verdict.json"], "nothing is left over"
+
+
+def test_what_is_not_known_is_null_in_the_file(verdict: Verdict) -> None:
+    values = json.loads(verdict.to_json())  # json itself would take NaN, so look for the word
+    assert "NaN" not in verdict.to_json()
+    assert "Infinity" not in verdict.to_json()
+    assert values["policies"][0]["exact_match"] is None
+    assert math.isnan(Verdict.from_json(verdict.to_json()).policies[0].exact_match)
+    endless = NumericsCheck("x", math.inf, 1.0)
+    assert (
+        json.loads(Verdict(**{**vars(verdict), "checks": (endless,)}).to_json())["checks"][0][
+            "error"
+        ]
+        is None
+    )
+
+
+def test_an_auxiliary_comes_back_too(verdict: Verdict) -> None:
+    found = AuxiliaryAgreement("small", 1.0, 0.9, 1.1, 0.3, 0.2, 0.4, 0.11)
+    whole = Verdict(**{**vars(verdict), "auxiliary": found})
+    assert Verdict.from_json(whole.to_json()).auxiliary == found
+
+
+def test_a_failed_write_leaves_the_old_file(
+    verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "verdict.json"
+    verdict.save(path)
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no room"):
+        make_verdict(IDENTITY, {}).save(path)
+    assert Verdict.load(path).policies
+    assert [one.name for one in tmp_path.iterdir()] == ["verdict.json"]
+
+
+def _drop(values: dict[str, Any]) -> None:
+    del values["identity"]["codec"]
+
+
+def _add(values: dict[str, Any]) -> None:
+    values["policies"][0]["hook"] = "import os"
+
+
+def _retype(values: dict[str, Any]) -> None:
+    values["policies"][0]["kept_low"] = "0.99"
+
+
+def _boolean(values: dict[str, Any]) -> None:
+    values["threshold"] = True
+
+
+def _list(values: dict[str, Any]) -> None:
+    values["policies"] = {"0": values["policies"][0]}
+
+
+def _none(values: dict[str, Any]) -> None:
+    values["questions"] = None
+
+
+def _packages(values: dict[str, Any]) -> None:
+    values["packages"] = ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_drop, "Identity.codec is missing"),
+        (_add, "PolicyScore.hook is missing or unknown"),
+        (_retype, "kept_low is not a float"),
+        (_boolean, "threshold is not a float"),
+        (_list, "policies is not a list"),
+        (_none, "questions is not a int"),
+        (_packages, "packages is not an object"),
+    ],
+)
+def test_a_damaged_file_says_what_is_wrong(
+    verdict: Verdict, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    values = json.loads(verdict.to_json())
+    change(values)
+    with pytest.raises(InvalidInputError, match=f"is damaged .*{said}.*verify` again"):
+        Verdict.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        ("[" * 200_000, "is not JSON"),
+        ("[]", "is not a verdict"),
+        ('{"version": 1}', "is not a verdict"),
+        ('{"format": "kvcache-rag-verdict", "version": 2}', "version 2 and this package reads"),
+        ('{"format": "kvcache-rag-verdict"}', "version None"),
+        ('{"format": "kvcache-rag-verdict", "version": 1}', "is damaged"),
+        (" " * ((4 << 20) + 1), "too large"),
+    ],
+)
+def test_other_files_are_refused_in_one_sentence(
+    tmp_path: Path, content: str | bytes, said: str
+) -> None:
+    path = tmp_path / "v.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InvalidInputError, match=said) as caught:
+        Verdict.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_number_in_the_file_does_not_pass(verdict: Verdict) -> None:
+    text = verdict.to_json().replace('"kept_low": 0.95', '"kept_low": 1e999', 1)
+    assert text != verdict.to_json()
+    with pytest.raises(InvalidInputError, match="kept_low is not finite"):
+        Verdict.from_json(text)
+
+
+def test_a_folder_is_no_verdict(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        Verdict.load(tmp_path)
+
+
+def test_few_questions_are_weak(verdict: Verdict) -> None:
+    assert not verdict.is_weak
+    assert make_verdict(IDENTITY, {}, questions=29).is_weak
+
+
+def test_rows_are_what_they_say() -> None:
+    assert PolicyScore("Reuse()") != PolicyScore("Reuse()", score=1.0)
+    assert NumericsCheck("x", 0.1, 0.1).passed
+    assert not NumericsCheck("x", math.nan, 0.1).passed

@@ -1,0 +1,268 @@
+"""`kvcache-rag verify`: a file of questions in, a table, a sentence and a verdict out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag import Engine, FingerprintMismatchError, InvalidInputError, Reuse, Verdict
+from kvcache_rag.commands import verify
+from kvcache_rag.commands.verdicts import lines
+from kvcache_rag.evaluation.auxiliary_task import random_jaccard
+from kvcache_rag.evaluation.own_questions import own_score, read_own_questions
+from kvcache_rag.evaluation.question import Question
+from kvcache_rag.reader import make_example
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def reader_rows(contexts: int, *, answers: bool = True) -> list[dict[str, Any]]:
+    rows = []
+    for seed in range(contexts):
+        example = make_example(8_000_000 + seed, documents=3, facts=3)
+        for question in example.questions:
+            row = {"question": question.text, "documents": list(example.documents)}
+            rows.append({**row, "answers": [question.answer]} if answers else row)
+    return rows
+
+
+def run(*given: object) -> int:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    return verify.run(parser.parse_args([str(one) for one in given]))
+
+
+def test_a_file_of_questions_becomes_a_verdict_that_opens_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "mine.jsonl", reader_rows(3))
+    out = tmp_path / "verdict.json"
+    policies = ("reordered", "legolink:2", "ape:0.3,0.3")
+    options = ("--policies", *policies, "--out", out, "--keep", "0.6", "--max-new-tokens", "12")
+    assert run("tiny", "--questions", file, *options) == 0
+    printed = capsys.readouterr().out
+    verdict = Verdict.load(out)
+    assert verdict.questions == len(reader_rows(3))
+    assert (verdict.measure, verdict.threshold, verdict.source) == ("f1", 0.6, "mine.jsonl")
+    assert verdict.full.score > 0.6
+    assert [row.policy for row in verdict.policies] == [
+        "Reuse(positions='reordered')",
+        "LegoLink(tokens=2, positions='reordered')",
+        "Ape(temperature=0.3, scale=0.3)",
+    ]
+    for row in verdict.policies:
+        assert row.policy in printed
+    assert "This verdict is weak" in printed
+    assert f'Wrote {out}; use it with Engine(..., gate="{out}").' in printed
+    assert printed.count("equal     ") == 4
+
+    engine = Engine.from_pretrained("tiny", gate=out)
+    question = reader_rows(1)[0]
+    reuse, ape = (
+        engine.generate(
+            question["question"], question["documents"], policy=policy, max_new_tokens=8
+        ).metrics
+        for policy in (
+            Reuse(),
+            verify._policies(argparse.Namespace(policies=["ape:0.3,0.3"], auxiliary=None))[0],
+        )
+    )
+    assert (reuse.gate, reuse.policy) == ("", repr(Reuse()))
+    assert ape.gate.startswith("fell back to FullRecompute(): Ape(temperature=0.3, scale=0.3) kept")
+    with pytest.raises(FingerprintMismatchError, match="another instruction"):
+        Engine.from_pretrained("tiny", template=_other_template(engine), gate=out)
+
+
+def _other_template(engine: Engine) -> Any:
+    from dataclasses import replace
+
+    return replace(engine.template, system="Say something else.\n")
+
+
+def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvcache_rag import DiskStore, Int8
+
+    file = write(tmp_path / "mine.jsonl", reader_rows(1, answers=False))
+    out = tmp_path / "verdict.json"
+    changes = ("--system-prompt", "Say something else.\n", "--codec", "int8")
+    limits = ("--max-new-tokens", "4", "--n", "2", "--policies", "reordered", "--out", out)
+    assert run("tiny", "--questions", file, *changes, *limits) == 0
+    verdict = Verdict.load(out)
+    assert (verdict.questions, verdict.measure) == (2, "agreement_f1")
+    assert verdict.identity.codec == Int8.name
+    assert "The questions have no answers" in capsys.readouterr().out
+    plain = Engine.from_pretrained("tiny")
+    engine = Engine(
+        plain.model,
+        plain.tokenizer,
+        template=_other_template(plain),
+        store=DiskStore(tmp_path / "kv", codec=Int8()),
+        gate=out,
+    )
+    assert engine.identity == verdict.identity
+    with pytest.raises(FingerprintMismatchError):
+        Engine(plain.model, plain.tokenizer, template=plain.template, gate=out)
+
+
+def test_the_reader_and_an_auxiliary_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "verdict.json"
+    options = ("--n", "5", "--policies", "reordered", "--auxiliary", "tiny", "--out", out)
+    assert run("tiny", "--task", "reader", *options) == 0
+    printed = capsys.readouterr().out
+    verdict = Verdict.load(out)
+    assert verdict.questions >= 5
+    assert verdict.auxiliary is not None
+    assert 0 <= verdict.auxiliary.divergence_low <= verdict.auxiliary.divergence
+    assert verdict.auxiliary.random_jaccard == pytest.approx(0.11, abs=0.01)
+    assert verdict.auxiliary.jaccard > 3 * verdict.auxiliary.random_jaccard, "the model itself"
+    assert verdict.auxiliary.name == f"reader/model@{verdict.identity.revision[:12]}"
+    assert f"Attention of {verdict.auxiliary.name} to the chunks" in printed
+    clip = verdict.policies[-1]
+    assert clip.policy.startswith("CacheClip(auxiliary=None, ratio=0.2")
+    assert clip.auxiliary == verdict.auxiliary.name
+    assert [row.auxiliary for row in verdict.policies[:-1]] == [""]
+
+
+def test_chance_is_the_mean_of_random_choices() -> None:
+    import random
+
+    draw = random.Random(3)
+    seen = []
+    for _ in range(20_000):
+        first, second = (set(draw.sample(range(30), 6)) for _ in range(2))
+        seen.append(len(first & second) / len(first | second))
+    assert random_jaccard(30, 6) == pytest.approx(sum(seen) / len(seen), abs=2e-3)
+    assert random_jaccard(5, 5) == pytest.approx(1.0)
+    assert random_jaccard(3, 2) == pytest.approx((1 / 3) * 1 + (2 / 3) * (1 / 3))
+
+
+def test_broken_numerics_are_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.context.stitch", lambda *_, **__: None)
+    file = write(tmp_path / "mine.jsonl", reader_rows(1))
+    out = tmp_path / "verdict.json"
+    options = ("--n", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)
+    assert run("tiny", "--questions", file, *options) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERENT cached chunks (reordered)" in printed
+    assert "Recommended: FullRecompute(), because cached chunks do not give the numbers" in printed
+    assert not all(check.passed for check in Verdict.load(out).checks)
+
+
+def test_the_sentence_says_why(tmp_path: Path) -> None:
+    from test_gate_verdict import IDENTITY
+    from verdicts import REUSE, make_verdict
+
+    def sentence(verdict: Verdict) -> str:
+        return list(lines(verdict, "v.json"))[-2]
+
+    low = make_verdict(IDENTITY, {REUSE: 0.8})
+    assert "because no policy keeps 95 % of its score" in sentence(low)
+    unsure = make_verdict(IDENTITY, {REUSE: 0.96}, questions=40)
+    assert "but 40 questions prove only 94.0 % where 95 % is asked" in sentence(unsure)
+    assert "(82 if none is lost)" in sentence(unsure), "with a full score of 0.9"
+    good = make_verdict(IDENTITY, {REUSE: 0.99})
+    assert "because no policy that passes is sooner" in sentence(good)
+    from dataclasses import replace
+
+    chosen = sentence(replace(good, recommended=REUSE))
+    assert chosen.startswith(f"Recommended: {REUSE}, which keeps 99.0 %")
+    assert "0.40 times its time" in chosen
+
+
+def test_both_forms_of_documents_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"question": "Who?", "documents": ["a", {"id": "d", "text": "b", "relevant": True}]},
+        "",
+        {"id": 7, "question": "谁?", "documents": ["c"], "answers": "王"},
+        {"question": "x", "documents": ["c"], "answers": ["a"], "answer_groups": [["a"], ["b"]]},
+    ]
+    first, second, third = read_own_questions(write(tmp_path / "q.jsonl", rows))
+    assert (first.id, first.chunks, first.answers) == ("line 1", ("a", "b"), ())
+    assert (second.id, second.answers, second.language) == ("7", ("王",), "zh")
+    assert own_score("A and b", third) == {"f1": 1.0, "exact_match": 1.0}
+    assert own_score("only a", third) == {"f1": 0.0, "exact_match": 0.0}
+    english = Question("e", "x", ("c",), ("the red cat", "a dog"))
+    assert own_score("Red cat!", english) == {"f1": 1.0, "exact_match": 1.0}
+    assert own_score("red house", english) == {"f1": 0.5, "exact_match": 0.0}
+
+
+GOOD = {"question": "Who?", "documents": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "line 2: this is not JSON in UTF-8"),
+        ("[1]", "line 2: this is not an object"),
+        ({"documents": ["a"]}, 'line 2: "question" needs a text'),
+        ({"question": " ", "documents": ["a"]}, 'line 2: "question" needs a text'),
+        ({"question": "x"}, 'line 2: "documents" must be a list of at least one text'),
+        ({"question": "x", "documents": []}, 'line 2: "documents" must be a list'),
+        ({"question": "x", "documents": "one text"}, 'line 2: "documents" must be a list'),
+        ({"question": "x", "documents": [{"id": 1}]}, 'line 2: "documents" needs a text'),
+        ({**GOOD, "answers": 7}, 'line 2: "answers" must be a list of texts'),
+        ({**GOOD, "answers": [""]}, 'line 2: "answers" needs a text'),
+        ({**GOOD, "answer_groups": "a"}, 'line 2: "answer_groups" must be a list of lists'),
+        ({**GOOD, "answer_groups": [[]]}, 'line 2: a group of "answer_groups" is empty'),
+        ({**GOOD, "id": "line 1"}, "line 2: another line has the id 'line 1'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        read_own_questions(write(tmp_path / "q.jsonl", [GOOD, row]))
+    assert said in str(caught.value)
+    assert "q.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="has no questions; write one JSON object a line"):
+        read_own_questions(write(tmp_path / "q.jsonl", [""]))
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        read_own_questions(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "give --questions FILE"),
+        (("--task", "reader", "--n", "0"), "--n must be at least 1"),
+        (("--task", "reader", "--max-new-tokens", "0"), "--max-new-tokens must"),
+        (("--task", "reader", "--keep", "1.2"), "--keep must be above 0"),
+        (("--task", "reader", "--keep", "nan"), "--keep must be above 0"),
+        (("--task", "reader", "--out", "."), "cannot be a file"),
+        (("--task", "reader", "--out", "no/such/folder/v.json"), "cannot be a file"),
+        (("--task", "no_such_task"), "no_such_task"),
+        (("--task", "reader", "--policies", "bland"), "no policy 'bland'"),
+        (("--task", "reader", "--policies", "full"), "nothing to verify"),
+        (("--questions", "missing.jsonl"), "cannot be read"),
+    ],
+)
+def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
+    given: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(Engine, "from_pretrained", load)
+    with pytest.raises(InvalidInputError) as caught:
+        run("tiny", *given)
+    assert said in str(caught.value)
