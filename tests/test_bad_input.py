@@ -19,13 +19,17 @@ from kvcache_rag import (
     Reuse,
     ReusePolicy,
 )
+from kvcache_rag.policies.cacheblend import CacheBlend
+from kvcache_rag.policies.legolink import LegoLink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
 
     from kvcache_rag import ChunkKey, ChunkKV
+    from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitch import StitchedPrompt
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -140,17 +144,84 @@ def test_an_empty_completion_is_refused(engine: Engine) -> None:
             engine.complete(prompt)  # type: ignore[arg-type]
 
 
-def test_a_policy_that_selects_some_tokens_is_refused(engine: Engine) -> None:
-    class Half(ReusePolicy):
-        name = "half"
+@pytest.mark.parametrize(
+    ("selected", "message"),
+    [
+        (
+            lambda n: torch.zeros(n + 1, dtype=torch.bool),
+            r"selects from shape \(\d+,\); select must",
+        ),
+        (lambda n: torch.zeros(1, n, dtype=torch.bool), "one per context token"),
+        (lambda n: torch.zeros(n), "selects tokens by torch.float32; select must return a bool"),
+        (lambda n: [True] * n, "selects tokens by list; select must return a bool tensor"),
+        (lambda n: None, "selects tokens by NoneType"),
+    ],
+)
+def test_a_policy_that_selects_nonsense_is_refused(
+    engine: Engine, selected: Callable[[int], Any], message: str
+) -> None:
+    class Nonsense(ReusePolicy):
+        name = "nonsense"
 
-        def select(self, prompt: StitchedPrompt) -> Tensor:
-            return torch.arange(prompt.context_tokens) % 2 == 0
+        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+            found: Tensor = selected(prompt.context_tokens)
+            return found
 
-    with pytest.raises(InvalidInputError, match="selects some of the context tokens"):
-        engine.generate(QUESTION, TEXTS, policy=Half())
-    with pytest.raises(InvalidInputError, match="positions must be"):
-        Reuse(positions="local")  # type: ignore[arg-type]
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(InvalidInputError, match=message):
+            call(QUESTION, TEXTS, policy=Nonsense())
+    with pytest.raises(InvalidInputError, match=message):
+        engine.generate_batch([(QUESTION, TEXTS)], policy=Nonsense())
+
+
+def test_a_policy_cannot_move_the_query_and_compute_tokens_again(engine: Engine) -> None:
+    class Both(ReusePolicy):
+        name = "both"
+        adjacent_query = True
+
+        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+            return torch.ones(prompt.context_tokens, dtype=torch.bool)
+
+    with pytest.raises(InvalidInputError, match="choose one of the two"):
+        engine.generate(QUESTION, TEXTS, policy=Both())
+
+
+def test_signals_that_are_not_there_are_refused(engine: Engine) -> None:
+    class Asking(ReusePolicy):
+        name = "asking"
+
+        def __init__(self, ask: Callable[[Signals], object], needs_scorer: bool = False) -> None:
+            self.ask, self.needs_scorer = ask, needs_scorer
+
+        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+            self.ask(signals)
+            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+    for policy, message in (
+        (Asking(lambda signals: signals.deviation(99)), "layer 99 keeps no values of its own"),
+        (Asking(lambda signals: signals.relevance()), "needs_scorer = False; set it to True"),
+        (Asking(lambda signals: None, needs_scorer=True), "needs an auxiliary model"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            engine.generate(QUESTION, TEXTS, policy=policy)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.2", True, None])
+def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
+    with pytest.raises(InvalidInputError, match="ratio must be a number from 0"):
+        CacheBlend(ratio)
+
+
+def test_numbers_of_tokens_and_layers_are_checked() -> None:
+    for tokens in (-1, 1.5, True, "16"):
+        with pytest.raises(InvalidInputError, match="tokens must be a number of tokens from 0 up"):
+            LegoLink(tokens)  # type: ignore[arg-type]
+    for layer in (0, -1, 1.0, True):
+        with pytest.raises(InvalidInputError, match="check_layer must be the number of a layer"):
+            CacheBlend(check_layer=layer)  # type: ignore[arg-type]
+    for make in (Reuse, LegoLink, CacheBlend):
+        with pytest.raises(InvalidInputError, match="positions must be"):
+            make(positions="local")  # type: ignore[arg-type]
 
 
 def test_criteria_and_processors_of_the_caller_are_kept(engine: Engine) -> None:

@@ -6,60 +6,29 @@ shows for each family that the law can fail.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
+from laws import (
+    QUESTION,
+    TEMPLATE,
+    TEXTS,
+    TOLERANCE,
+    error,
+    make_engine,
+    masked_logits,
+    plain_logits,
+)
 from torch import Tensor
 from zoo import FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.mask import block_mask
-
-TOLERANCE = 1e-3
-TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
-QUESTION = "Who?"
-
-
-def _texts() -> list[str]:
-    letters = random.Random(7)
-    return ["".join(letters.choices("abcdefgh ", k=size)) + "z" for size in (30, 57, 63)]
-
-
-TEXTS = _texts()
-
-
-def error(found: Tensor, reference: Tensor) -> float:
-    """Largest difference in standard deviations of the reference."""
-    return float((found - reference).abs().max() / reference.std())
-
-
-def make_engine(name: str, **options: Any) -> Engine:
-    return Engine(build(name), byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), **options)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def engine(request: pytest.FixtureRequest) -> Engine:
     return make_engine(request.param)
-
-
-def plain_logits(engine: Engine, texts: list[str]) -> Tensor:
-    """Logits of the query from one ordinary forward pass of the very same ids."""
-    ids = engine.tokenize(QUESTION, texts)
-    with torch.no_grad():
-        logits: Tensor = engine.model(torch.tensor([ids.all])).logits[0]
-    return logits[-len(ids.query) :].float()
-
-
-def masked_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
-    """Logits of the query from one forward pass under the block mask."""
-    ids = engine.tokenize(QUESTION, texts)
-    sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
-    adapter = engine._adapter
-    mask = adapter.mask_argument(sequence.allowed, sequence.indices)
-    logits = adapter.forward(sequence.ids[None], None, sequence.positions, mask=mask)
-    return logits[0, -sequence.query_tokens :].float()
 
 
 def test_law_1_full_recompute_is_a_plain_prefill(engine: Engine) -> None:
@@ -90,7 +59,7 @@ def test_law_3_holds_for_repeated_chunks_and_any_order(engine: Engine) -> None:
 def test_law_3_would_notice_keys_that_were_not_moved(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.context.stitch", lambda *_: None)
+    monkeypatch.setattr("kvcache_rag.context.stitch", lambda *_, **__: None)
     found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     assert error(found, masked_logits(engine, TEXTS, "reordered")) > 10 * TOLERANCE
 

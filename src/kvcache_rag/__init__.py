@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache_rag.aio import cancellable
+    from kvcache_rag.auxiliary import Auxiliary
     from kvcache_rag.chunk import ChunkKey, ChunkKV
     from kvcache_rag.codecs import Codec, Int4, Int8, Native
     from kvcache_rag.engine import Engine
@@ -30,7 +31,20 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from kvcache_rag.metrics import Answer, Metrics
-    from kvcache_rag.policies import Combination, FullRecompute, Reuse, ReusePolicy
+    from kvcache_rag.policies import (
+        Ape,
+        CacheBlend,
+        CacheClip,
+        Combination,
+        FullRecompute,
+        LegoLink,
+        Reuse,
+        ReusePolicy,
+        Scorer,
+        Union,
+        auto,
+        policy_by_name,
+    )
     from kvcache_rag.prompt import PromptIds
     from kvcache_rag.request import StoredChunk
     from kvcache_rag.stores import (
@@ -43,13 +57,18 @@ if TYPE_CHECKING:
     )
     from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
     from kvcache_rag.template import Message, PromptTemplate
+    from kvcache_rag.verdict import Gate, Verdict
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
     "AnswerStream",
+    "Ape",
     "AsyncAnswerStream",
+    "Auxiliary",
+    "CacheBlend",
+    "CacheClip",
     "ChunkKV",
     "ChunkKey",
     "ChunkNotFoundError",
@@ -62,10 +81,12 @@ __all__ = [
     "Engine",
     "FingerprintMismatchError",
     "FullRecompute",
+    "Gate",
     "Int4",
     "Int8",
     "InvalidInputError",
     "KVCacheRagError",
+    "LegoLink",
     "MemoryStore",
     "Message",
     "Metrics",
@@ -76,16 +97,22 @@ __all__ = [
     "RemoteStore",
     "Reuse",
     "ReusePolicy",
+    "Scorer",
     "StoreStats",
     "StoredChunk",
     "TieredStore",
+    "Union",
     "UnsupportedModelError",
+    "Verdict",
+    "auto",
     "cancellable",
     "in_thread",
+    "policy_by_name",
 ]
 
 _HOMES = {
     "aio": ("cancellable",),
+    "auxiliary": ("Auxiliary",),
     "chunk": ("ChunkKV", "ChunkKey"),
     "codecs": ("Codec", "Int4", "Int8", "Native"),
     "engine": ("Engine",),
@@ -100,7 +127,20 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "metrics": ("Answer", "Metrics"),
-    "policies": ("Combination", "FullRecompute", "Reuse", "ReusePolicy"),
+    "policies": (
+        "Ape",
+        "CacheBlend",
+        "CacheClip",
+        "Combination",
+        "FullRecompute",
+        "LegoLink",
+        "Reuse",
+        "ReusePolicy",
+        "Scorer",
+        "Union",
+        "auto",
+        "policy_by_name",
+    ),
     "prompt": ("PromptIds",),
     "request": ("StoredChunk",),
     "stores": (
@@ -113,6 +153,7 @@ _HOMES = {
     ),
     "streaming": ("AnswerStream", "AsyncAnswerStream", "in_thread"),
     "template": ("Message", "PromptTemplate"),
+    "verdict": ("Gate", "Verdict"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

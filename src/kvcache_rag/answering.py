@@ -7,46 +7,32 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.filling import FilledRow, Prompt, RowFiller, weighing
 from kvcache_rag.kvbuffer import KVBuffer
 from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.models.generate import Generated, generate, uses_beams
-from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.recompute import recompute_logits
 from kvcache_rag.streaming import Emit, TextDecoder
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
-    from kvcache_rag.context import ContextChunk, ContextLoader, LoadedContext
+    from kvcache_rag.context import ContextChunk, ContextLoader
     from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt import PromptRenderer
     from kvcache_rag.request import Request
 
 # Room for generated tokens is rounded up, so that a buffer can serve the next question too.
 CAPACITY_STEP = 256
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Chunks and query of one prompt, and how to answer it.
-
-    Attributes:
-        chunks: In prompt order.
-        query: Ids of the query.
-        request: What the caller asked for.
-    """
-
-    chunks: tuple[ContextChunk, ...]
-    query: tuple[int, ...]
-    request: Request
 
 
 class Answerer:
@@ -59,6 +45,7 @@ class Answerer:
         renderer: PromptRenderer,
         loader: ContextLoader | None,
         window: int,
+        auxiliary: Scorer | None = None,
     ) -> None:
         """Answer with `model`.
 
@@ -68,28 +55,20 @@ class Answerer:
             renderer: Writes prompts.
             loader: None for a model that keeps no keys and values.
             window: Context window in tokens.
+            auxiliary: Scores chunks for policies that bring no scorer of their own.
         """
         self.window = window
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader = loader
+        self.filler: RowFiller | None = None
+        if loader is not None:
+            self.filler = RowFiller(model, tokenizer, loader, auxiliary)
         self._buffer: KVBuffer | None = None
 
-    def is_full(self, policy: ReusePolicy, chunks: Sequence[ContextChunk], query: int) -> bool:
-        """Whether a policy computes everything.
-
-        Raises:
-            InvalidInputError: If it selects only some tokens.
-        """
-        shape = StitchedPrompt.of(len(self.renderer.prefix_ids), [len(c) for c in chunks], query)
-        if not shape.context_tokens:
-            return True
-        selected = policy.select(shape)
-        known = selected.shape == (shape.context_tokens,)
-        if not known or bool(selected.any()) != bool(selected.all()):
-            raise InvalidInputError(
-                f"{policy} selects some of the context tokens; this version recomputes all or none"
-            )
-        return bool(selected.any())
+    def is_full(self, prompt: Prompt) -> bool:
+        """Whether everything is computed: by the policy's wish, or for want of a context."""
+        context = len(self.renderer.prefix_ids) + sum(map(len, prompt.chunks))
+        return not context or prompt.request.policy.is_full
 
     def context_ids(self, chunks: Sequence[ContextChunk]) -> tuple[int, ...]:
         """Ids of prefix and chunks."""
@@ -116,7 +95,9 @@ class Answerer:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        nothing = Answer("", Metrics(policy=repr(request.policy)), finish_reason="length")
+        nothing = Answer(
+            "", Metrics(policy=repr(request.policy), gate=request.gate), finish_reason="length"
+        )
         last, answer = len(request.rounds) - 1, nothing
         begun = request.started
         for number in range(last + 1):
@@ -134,10 +115,16 @@ class Answerer:
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
         with torch.inference_mode():
-            ids, cache, _ = self._context(prompt)
+            filled = self._filled(prompt)
+            if filled is not None and filled.selected is not None:
+                return recompute_logits(filled.row, filled.selected).float().cpu()
+            ids, cache = self._inputs(prompt, filled)
             behind = 0 if cache is None else ids.shape[1] - len(prompt.query)
             positions = torch.arange(behind, ids.shape[1])
-            logits = self.model.forward(ids[:, behind:], cache, positions, keep=len(prompt.query))
+            with weighing(self.model, prompt.request.policy, [filled]):
+                logits = self.model.forward(
+                    ids[:, behind:], cache, positions, keep=len(prompt.query)
+                )
             return logits[0].float().cpu()
 
     def answer(
@@ -153,55 +140,61 @@ class Answerer:
                 emit(piece)
             return decoder.stopped
 
-        ids, cache, loaded = self._context(prompt)
+        filled = self._filled(prompt)
+        if filled is not None and self.filler is not None:
+            filled = self.filler.recompute(filled)
+        ids, cache = self._inputs(prompt, filled)
         before = time.perf_counter()
         watch = None if uses_beams(request.options) else push
-        generated = generate(
-            self.model,
-            ids,
-            torch.ones_like(ids),
-            cache,
-            max_new_tokens=request.max_new_tokens,
-            tokenizer=self.tokenizer,
-            options=request.options,
-            emit=watch,
-            cancelled=cancelled,
-        )
+        with weighing(self.model, request.policy, [filled]):
+            generated = generate(
+                self.model,
+                ids,
+                torch.ones_like(ids),
+                cache,
+                max_new_tokens=request.max_new_tokens,
+                tokenizer=self.tokenizer,
+                options=request.options,
+                emit=watch,
+                cancelled=cancelled,
+            )
         if watch is None:
             decoder.push(generated.rows[0])
         rest = decoder.finish()
         if rest and emit is not None:
             emit(rest)
-        return self.result(prompt, decoder, generated, loaded, (started, before), 0)
+        return self.result(prompt, decoder, generated, filled, (started, before), 0)
 
-    def _context(self, prompt: Prompt) -> tuple[Tensor, Any, LoadedContext | None]:
-        policy, chunks, query = prompt.request.policy, prompt.chunks, prompt.query
+    def _filled(self, prompt: Prompt) -> FilledRow | None:
+        """The prompt's context in the buffer; None for a plain prefill."""
         if prompt.request.is_plain:
-            return torch.tensor([query]), None, None
-        if self.loader is None or self.is_full(policy, chunks, len(query)):
-            self.ensure_capturable(policy, chunks, len(query))
-            return torch.tensor([[*self.context_ids(chunks), *query]]), None, None
+            return None
+        if self.filler is None or self.is_full(prompt):
+            self.ensure_capturable(prompt)
+            return None
         try:
-            return self._stitched(self.loader, prompt, chunks)
+            return self._fill(self.filler, prompt, prompt.chunks)
         except ChunkNotFoundError:
             # A reference has gone, or was not what it said: its text is what counts.
-            texts = [self.loader.from_text(chunk) for chunk in chunks]
-            return self._stitched(self.loader, prompt, texts)
+            texts = [self.filler.loader.from_text(chunk) for chunk in prompt.chunks]
+            return self._fill(self.filler, prompt, texts)
 
-    def _stitched(
-        self, loader: ContextLoader, prompt: Prompt, chunks: Sequence[ContextChunk]
-    ) -> tuple[Tensor, Any, LoadedContext]:
+    def _fill(self, filler: RowFiller, prompt: Prompt, chunks: Sequence[ContextChunk]) -> FilledRow:
         length = len(self.renderer.prefix_ids) + sum(map(len, chunks))
         buffer = self.room(1, length + len(prompt.query) + prompt.request.max_new_tokens)
-        loaded = loader.load(buffer, 0, 0, chunks, prompt.request.policy.positions)
-        ids = torch.tensor([[*loaded.ids, *prompt.query]])
-        return ids, self.model.cache(buffer, length), loaded
+        return filler.fill(buffer, 0, 0, prompt, chunks)
 
-    def ensure_capturable(
-        self, policy: ReusePolicy, chunks: Sequence[ContextChunk], query: int
-    ) -> None:
+    def _inputs(self, prompt: Prompt, filled: FilledRow | None) -> tuple[Tensor, Any]:
+        """Ids `(1, n)`, and a cache of all but the last of them (None for a plain prefill)."""
+        if filled is None:
+            context = () if prompt.request.is_plain else self.context_ids(prompt.chunks)
+            return torch.tensor([[*context, *prompt.query]]), None
+        held = filled.row.shape.tokens - filled.missing
+        return filled.row.ids[None], self.model.cache(filled.row.buffer, held)
+
+    def ensure_capturable(self, prompt: Prompt) -> None:
         """Raise `UnsupportedModelError` if chunks shall be reused and the model keeps none."""
-        if chunks and not self.is_full(policy, chunks, query):
+        if prompt.chunks and not self.is_full(prompt):
             _ = self.model.measured
 
     def room(self, rows: int, capacity: int) -> KVBuffer:
@@ -224,7 +217,7 @@ class Answerer:
         prompt: Prompt,
         decoder: TextDecoder,
         generated: Generated,
-        loaded: LoadedContext | None,
+        filled: FilledRow | None,
         times: tuple[float, float],
         row: int,
     ) -> Answer:
@@ -232,7 +225,8 @@ class Answerer:
         started, before = times
         request = prompt.request
         if self.loader is not None:
-            passed = len(prompt.query) + (0 if loaded else sum(map(len, prompt.chunks)))
+            whole = len(prompt.query) + sum(map(len, prompt.chunks))
+            passed = whole if filled is None else filled.missing
             self.loader.passed(passed, generated.first_at - before)
         metrics = Metrics(
             ttft=generated.first_at - started,
@@ -244,12 +238,17 @@ class Answerer:
             dropped_chunks=request.dropped_chunks,
             policy=repr(request.policy),
             prefix_mismatch=request.prefix_mismatch,
+            gate=request.gate,
         )
-        if loaded is None:
+        if filled is None:
             metrics = replace(metrics, prefilled_tokens=sum(map(len, prompt.chunks)))
         else:
+            loaded = filled.loaded
             metrics = replace(
                 metrics,
+                policy=repr(filled.policy),
+                recompute=filled.choosing + filled.recomputing,
+                recomputed_tokens=filled.recomputed_tokens,
                 load=loaded.load,
                 stitch=loaded.stitch,
                 reused_tokens=loaded.reused_tokens,

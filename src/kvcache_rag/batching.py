@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.filling import weighing
 from kvcache_rag.models.generate import generate
 from kvcache_rag.streaming import TextDecoder
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.answering import Answerer, Prompt
-    from kvcache_rag.context import LoadedContext
+    from kvcache_rag.answering import Answerer
+    from kvcache_rag.context import ContextChunk
+    from kvcache_rag.filling import FilledRow, Prompt, RowFiller
     from kvcache_rag.metrics import Answer
     from kvcache_rag.request import ChunkInput, Request
     from kvcache_rag.template import Message
@@ -38,23 +39,22 @@ def answer_batch(
         return []
     prompts = [runner.prompt(request, 0, "") for request in requests]
     request = requests[0]
-    full = runner.loader is None or all(
-        runner.is_full(request.policy, prompt.chunks, len(prompt.query)) for prompt in prompts
-    )
     contexts = [
         len(runner.renderer.prefix_ids) + sum(map(len, prompt.chunks)) for prompt in prompts
     ]
-    queries = [len(prompt.query) for prompt in prompts]
-    width = max(context + query for context, query in zip(contexts, queries, strict=True))
+    lengths = [
+        context + len(prompt.query) for context, prompt in zip(contexts, prompts, strict=True)
+    ]
+    width = max(lengths)
     cache = None
-    loads: Sequence[LoadedContext | None] = [None] * len(prompts)
-    if full:
-        runner.ensure_capturable(request.policy, prompts[0].chunks, queries[0])
+    rows: Sequence[FilledRow | None] = [None] * len(prompts)
+    if runner.filler is None or all(map(runner.is_full, prompts)):
+        runner.ensure_capturable(prompts[0])
         texts = [runner.context_ids(prompt.chunks) for prompt in prompts]
     else:
-        cache, loaded = _load(runner, prompts, contexts, width)
-        texts = [one.ids for one in loaded]
-        loads = loaded
+        cache, filled = _fill(runner, runner.filler, prompts, lengths)
+        texts = [one.loaded.ids for one in filled]
+        rows = filled
     padding = runner.tokenizer.pad_token_id or 0
     ids = torch.full((len(prompts), width), padding)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -66,16 +66,17 @@ def answer_batch(
     if request.stop:
         options["stop_strings"] = list(request.stop)
     before = time.perf_counter()
-    generated = generate(
-        runner.model,
-        ids,
-        mask,
-        cache,
-        max_new_tokens=request.max_new_tokens,
-        tokenizer=runner.tokenizer,
-        options=options,
-        cancelled=cancelled,
-    )
+    with weighing(runner.model, request.policy, rows):
+        generated = generate(
+            runner.model,
+            ids,
+            mask,
+            cache,
+            max_new_tokens=request.max_new_tokens,
+            tokenizer=runner.tokenizer,
+            options=options,
+            cancelled=cancelled,
+        )
     answers = []
     started = request.started
     for row, prompt in enumerate(prompts):
@@ -88,28 +89,32 @@ def answer_batch(
             if decoder.stopped:
                 break
         decoder.finish()
-        rows = (*generated.rows[:row], tuple(tokens), *generated.rows[row + 1 :])
-        trimmed = replace(generated, rows=rows)
-        answers.append(runner.result(prompt, decoder, trimmed, loads[row], (started, before), row))
+        kept = (*generated.rows[:row], tuple(tokens), *generated.rows[row + 1 :])
+        trimmed = replace(generated, rows=kept)
+        answers.append(runner.result(prompt, decoder, trimmed, rows[row], (started, before), row))
     return answers
 
 
-def _load(
-    runner: Answerer, prompts: Sequence[Prompt], contexts: Sequence[int], width: int
-) -> tuple[Any, list[LoadedContext]]:
+def _fill(
+    runner: Answerer, filler: RowFiller, prompts: Sequence[Prompt], lengths: Sequence[int]
+) -> tuple[Any, list[FilledRow]]:
     # A row's context ends where its query begins, so index = position + padding everywhere and
-    # windows stay right.  The input's columns of shorter queries' rows begin inside their context,
-    # which is kept.
-    loader = runner.loader
-    if loader is None:
-        raise InvalidInputError("this model keeps no keys and values; use FullRecompute()")
-    request = prompts[0].request
-    buffer = runner.room(len(prompts), width + request.max_new_tokens)
-    longest = max(len(prompt.query) for prompt in prompts)
-    loads = []
-    for row, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
-        offset = width - context - len(prompt.query)
-        loads.append(loader.load(buffer, row, offset, prompt.chunks, request.policy.positions))
-    keep = torch.tensor([longest - len(prompt.query) for prompt in prompts])
+    # windows stay right.  The input's columns of rows with fewer missing tokens begin inside what
+    # they hold, which is kept.
+    width = max(lengths)
+    buffer = runner.room(len(prompts), width + prompts[0].request.max_new_tokens)
+    rows = []
+    known: dict[tuple[ContextChunk, ...], FilledRow] = {}
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        source = known.get(prompt.chunks)
+        if source is not None:
+            rows.append(filler.copy(source, buffer, row, width - length, prompt))
+            continue
+        filled = filler.fill(buffer, row, width - length, prompt, prompt.chunks)
+        rows.append(filler.recompute(filled))
+        if filled.can_be_copied:
+            known[prompt.chunks] = rows[-1]
+    longest = max(filled.missing for filled in rows)
+    keep = torch.tensor([longest - filled.missing for filled in rows])
     cache = runner.model.cache(buffer, width - longest, keep.to(runner.model.device))
-    return cache if any(contexts) else None, loads
+    return cache, rows

@@ -133,6 +133,7 @@ class ContextLoader:
         offset: int,
         chunks: Sequence[ContextChunk],
         scheme: PositionScheme,
+        adjacent: bool = False,
     ) -> LoadedContext:
         """Fill a row from `offset` on with prefix and chunks, and turn their keys to their places.
 
@@ -142,13 +143,14 @@ class ContextLoader:
             offset: Place of the first token (the padding in front of it, in a batch).
             chunks: In prompt order.
             scheme: Where the chunks stand.
+            adjacent: Whether the query stands right behind the highest position (see `stitch`).
 
         Raises:
             ChunkNotFoundError: If a chunk without text is not held any more.
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
         """
         if self.combinations is not None and any(chunk.is_joint for chunk in chunks):
-            return self.combinations.load(buffer, row, offset, chunks, scheme)
+            return self.combinations.load(buffer, row, offset, chunks, scheme, adjacent)
         started = time.perf_counter()
         parts = self._views(buffer, row, offset, chunks)
         prefix = self.prefiller.prefix()
@@ -173,7 +175,7 @@ class ContextLoader:
             # As after a load from there.
             self.prefiller.store.promote(chunk.key, view, reasons[chunk][0])
         loaded = time.perf_counter()
-        stitch(self._layout, parts, scheme, self.prefiller.position)
+        stitch(self._layout, parts, scheme, self.prefiller.position, adjacent=adjacent)
         ids = [*self.prefiller.prefix_ids]
         for part in parts[1:]:
             ids += part.tokens.tolist()
@@ -281,9 +283,7 @@ class ContextLoader:
             view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
             if chunk.key in computed:
                 view.copy_from(computed[chunk.key])
-            elif (
-                self._fetch(chunk, view) is None
-            ):  # another process stored it and it is gone already
+            elif self._fetch(chunk, view) is None:  # another process stored it; it is gone again
                 view.copy_from(self.prefiller.compute([pending[chunk.key].ids])[0])
                 view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
 

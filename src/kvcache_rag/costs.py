@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 # Loads of a tier that are looked back at, and that must be known before one is declined: with their
 # median, one that was held up decides nothing.
@@ -27,6 +27,11 @@ PREFILLS = 4
 # What declining must save at least, of the load and in seconds; less is noise.
 SAVING = 0.2
 SMALLEST_SAVING = 0.02
+# Tokens computed again in one pass with the query that are looked back at.
+RECOMPUTES = 7
+# What such a token costs more than one of a prefill, until it is measured: it attends over the
+# whole prompt, and so on average over more.
+DEARER = 1.5
 # Of so many chunks of a tier to be declined, one is loaded all the same, to see whether it is still
 # slow; after so many slow loads, one old prefill is forgotten, which may have been held up.
 RETRY = 16
@@ -54,6 +59,7 @@ class Costs:
         self._loads: dict[str, deque[tuple[int, float]]] = {}
         self._prefills: dict[int, deque[float]] = {}
         self._passes: dict[int, deque[float]] = {}
+        self._recomputes: deque[tuple[int, float]] = deque(maxlen=RECOMPUTES)
         self._longest = 0
         self._slow_loads = 0
         self._declined: Counter[str] = Counter()
@@ -95,15 +101,8 @@ class Costs:
         loads = self._loads.get(tier, ())
         if len(loads) < FEWEST_LOADS:
             return None
-        slopes = [
-            (later[1] - first[1]) / (later[0] - first[0])
-            for first, later in combinations(loads, 2)
-            if not 1 / APART < (later[0] + 1) / (first[0] + 1) < APART
-        ]
-        if not slopes:
-            return nbytes * median(seconds / max(size, 1) for size, seconds in loads)
-        slope = max(median(slopes), 0.0)  # Theil and Sen
-        return max(median(seconds - slope * size for size, seconds in loads), 0.0) + slope * nbytes
+        latency, slope = _line(loads)
+        return latency + slope * nbytes
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """How long a prefill will take, by chunks of about that length; None if unknown.
@@ -116,6 +115,27 @@ class Costs:
         if len(exact) < PREFILLS:
             rates += [rate for passes in self._passes.values() for rate in passes]
         return tokens * min(rates) if rates else None
+
+    def recomputed(self, tokens: int, seconds: float) -> None:
+        """Note that `tokens` tokens of a stitched prompt, query included, took `seconds` again."""
+        self._recomputes.append((tokens, seconds))
+
+    def affordable(self, seconds: float) -> int | None:
+        """How many tokens of a stitched prompt can be computed again in `seconds`.
+
+        By the last such passes, which were over prompts as long as they were; before the first one,
+        by what prefills took.  None if nothing is known.
+        """
+        if self._recomputes:
+            latency, slope = _line(self._recomputes)
+        else:
+            # A pass of few tokens takes as long as one of many, so the best rate counts.
+            known = [*self._prefills.values(), *self._passes.values()]
+            rates = [rate for found in known for rate in found]
+            if not rates:
+                return None
+            latency, slope = 0.0, DEARER * min(rates)
+        return max(int((seconds - latency) / max(slope, 1e-12)), 0)
 
     def trial(self, nbytes: int, tokens: int) -> int:
         """How many tokens to prefill for the measurement alone; 0 for no trial.
@@ -160,6 +180,20 @@ class Costs:
         if load is None or prefill is None:
             return 0.0
         return load - prefill - max(SMALLEST_SAVING, SAVING * load)
+
+
+def _line(samples: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds for size 0, and seconds more per unit of size, of some `(size, seconds)`."""
+    known = list(samples)
+    slopes = [
+        (later[1] - first[1]) / (later[0] - first[0])
+        for first, later in combinations(known, 2)
+        if not 1 / APART < (later[0] + 1) / (first[0] + 1) < APART
+    ]
+    if not slopes:
+        return 0.0, median(seconds / max(size, 1) for size, seconds in known)
+    slope = max(median(slopes), 0.0)  # Theil and Sen
+    return max(median(seconds - slope * size for size, seconds in known), 0.0), slope
 
 
 def _note(rates: dict[int, deque[float]], tokens: int, rate: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.aio import AsyncMethods
@@ -12,6 +13,7 @@ from kvcache_rag.combination import COMBINATION_BYTES, Combinations
 from kvcache_rag.context import ContextLoader
 from kvcache_rag.costs import Costs
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.gate import BoundGate
 from kvcache_rag.loading import load
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import Reuse, ReusePolicy
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.verdict import Gate, Verdict
 
 
 class Engine(StoreMethods, AsyncMethods):
@@ -45,6 +49,7 @@ class Engine(StoreMethods, AsyncMethods):
         combinations: Where chunks that were computed together are kept.
         template: How prompts are written.
         policy: What is reused when a call does not say.
+        auxiliary: Scores chunks for policies that bring no scorer of their own, or None.
         namespace: Tenant; other namespaces never see its chunks.
         context_window: Longest prompt plus answer, in tokens.
     """
@@ -63,6 +68,8 @@ class Engine(StoreMethods, AsyncMethods):
         context_window: int | None = None,
         packed_attention: bool = True,
         cost_aware: bool = True,
+        auxiliary: Scorer | None = None,
+        gate: Gate | Verdict | str | os.PathLike[str] | None = None,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -84,6 +91,10 @@ class Engine(StoreMethods, AsyncMethods):
                 and values.
             cost_aware: Prefill a cached chunk again where measured rates say that this is sooner
                 than loading it (a slow remote tier); off, whatever is cached is loaded.
+            auxiliary: Scores chunks for policies that choose tokens by a question and bring no
+                scorer of their own, in a thread beside the loading.
+            gate: What `kvcache-rag verify` wrote: a policy that is not good enough on this model
+                is replaced by `FullRecompute()`, with the reason in the metrics (see `Gate`).
         """
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
@@ -95,6 +106,7 @@ class Engine(StoreMethods, AsyncMethods):
         )
         self.template = template or PromptTemplate()
         self.policy: ReusePolicy = policy or Reuse()
+        self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._renderer = PromptRenderer(self.template, tokenizer)
@@ -105,8 +117,10 @@ class Engine(StoreMethods, AsyncMethods):
         self._prefiller = loader.prefiller if loader else None
         self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
+        stores = (self.store, self.combinations)
+        self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
         self._answerer = Answerer(
-            self._adapter, tokenizer, self._renderer, loader, self.context_window
+            self._adapter, tokenizer, self._renderer, loader, self.context_window, auxiliary
         )
 
     def _loader(
@@ -213,13 +227,22 @@ class Engine(StoreMethods, AsyncMethods):
         chunks: Sequence[ChunkInput] = (),
         *,
         policy: ReusePolicy | None = None,
+        answer_ids: Sequence[int] = (),
     ) -> Tensor:
         """Logits of the query's tokens over the stitched context, for checks.
 
+        Args:
+            question: Not empty.
+            chunks: As for `generate`.
+            policy: What to reuse.
+            answer_ids: Tokens of an answer, read behind the query as part of it.
+
         Returns:
-            `(query_tokens, vocabulary)` float32 on the CPU.
+            `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
         """
-        request = self._request(question, chunks, {"policy": policy, "max_new_tokens": 1})
+        options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
+        request = self._request(question, chunks, options)
+        request = replace(request, query=(*request.query, *answer_ids))
         with self._lock:
             return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
@@ -243,6 +266,7 @@ class Engine(StoreMethods, AsyncMethods):
     ) -> Request:
         policy = options.pop("policy", None) or self.policy
         request = self._planner.request(question, chunks, policy=policy, **options)
+        request = self._gate.admitted(request)
         return self._joint.arranged(request) if self._joint is not None else request
 
     def _run(

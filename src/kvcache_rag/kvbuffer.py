@@ -53,6 +53,19 @@ class KVBuffer:
         tensors = tuple(tuple(part[..., :rows, :, :, :] for part in one) for one in self.tensors)
         return KVBuffer(self.layout, tensors, rows, self.capacity)
 
+    def single(self, row: int, start: int) -> KVBuffer:
+        """The places of one row from `start` on, as views: a buffer of one prompt."""
+        tensors = tuple(
+            tuple(part[..., row : row + 1, :, start:, :] for part in one) for one in self.tensors
+        )
+        return KVBuffer(self.layout, tensors, 1, self.capacity - start)
+
+    def copy_first(self, other: KVBuffer, tokens: int) -> None:
+        """Take over the first `tokens` places of a buffer of as many rows."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            for target, source in zip(mine, theirs, strict=True):
+                target[..., :tokens, :].copy_(source[..., :tokens, :])
+
     def slots(self) -> dict[int, tuple[Tensor, Tensor]]:
         """K and V of each layer, `(rows, heads, capacity, width)`, as views."""
         found: dict[int, tuple[Tensor, Tensor]] = {}

@@ -86,3 +86,44 @@ def block_mask(
     return MaskedSequence(
         torch.tensor(ids), torch.tensor(positions), torch.tensor(indices), allowed, len(query)
     )
+
+
+def recompute_mask(
+    prefix: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    query: Sequence[int],
+    selected: Tensor,
+    scheme: PositionScheme = "reordered",
+) -> MaskedSequence:
+    """The one forward pass that a stitched prompt with recomputed tokens must equal.
+
+    Behind the chunks as in `block_mask` stands a second copy of every selected token, at its true
+    position.  The originals see what they saw when they were prefilled.  A copy sees, of the tokens
+    at places up to its own, the originals that were not selected and the copies of those that
+    were; so does the query.
+
+    Args:
+        prefix: Ids of the shared prefix, may be empty.
+        chunks: Ids of each chunk, in prompt order.
+        query: Ids of the query.
+        selected: `(context_tokens,)` bool, over prefix and chunks.
+        scheme: Where the chunks stand.
+    """
+    plain = block_mask(prefix, chunks, query, scheme)
+    held = len(plain.ids) - len(query)
+    visible = plain.allowed[-1, :held]  # what the query sees: one token per place of the context
+    originals = visible.nonzero()[:, 0][selected]
+    places = selected.nonzero()[:, 0]
+
+    def placed(of: Tensor, copies: Tensor) -> Tensor:
+        return torch.cat([of[:held], copies, of[held:]])
+
+    ids = placed(plain.ids, plain.ids[originals])
+    positions, indices = placed(plain.positions, places), placed(plain.indices, places)
+    seen = visible.clone()
+    seen[originals] = False
+    seen = torch.cat([seen, torch.ones(len(ids) - held, dtype=torch.bool)])
+    allowed = seen[None] & (indices[None] <= indices[:, None])
+    allowed[:held] = False
+    allowed[:held, :held] = plain.allowed[:held, :held]
+    return MaskedSequence(ids, positions, indices, allowed, len(query))

@@ -18,8 +18,10 @@ class Metrics:
         load: Part of `ttft`: reading cached chunks, and prefilling and storing those that were
             missing.
         stitch: Part of `ttft`: rotating keys to their places.
-        recompute: Part of `ttft`: choosing and recomputing context tokens.
-        prefill: Part of `ttft`: the forward pass of the query (of everything, for a full prefill).
+        recompute: Part of `ttft`: choosing and recomputing context tokens, in one pass with the
+            query but its last token.
+        prefill: Part of `ttft`: the forward pass of what is left of the query (of everything, for a
+            full prefill).
         total: From the call to the last token.
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Chunk tokens whose keys and values came from the store.
@@ -36,6 +38,7 @@ class Metrics:
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
         policy: The policy, as it can be pasted back.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
+        gate: Why the engine's gate let `FullRecompute()` answer instead, or "".
     """
 
     ttft: float = 0.0
@@ -57,6 +60,7 @@ class Metrics:
     rounds: int = 1
     policy: str = ""
     prefix_mismatch: bool = False
+    gate: str = ""
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from kvcache_rag.stitch import StoredPosition, unrotated
 from kvcache_rag.stores.manifest import summary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from kvcache_rag.stores import ChunkStore
@@ -57,6 +57,7 @@ class Prefiller:
         namespace: Tenant.
         dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
             either way.
+        description: What of the spec a person wants to know.
     """
 
     model: TransformersModel
@@ -65,6 +66,7 @@ class Prefiller:
     spec: str
     namespace: str
     dtype: torch.dtype | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
 
@@ -90,8 +92,9 @@ class Prefiller:
         }
         fingerprint = spec_digest(spec)
         name = str(getattr(model.config, "_name_or_path", ""))
-        store.describe(fingerprint, namespace, summary(spec, name))
-        return cls(model, store, prefix_ids, fingerprint, namespace, dtype)
+        description = summary(spec, name)
+        store.describe(fingerprint, namespace, description)
+        return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
 
     @property
     def position(self) -> StoredPosition:

@@ -59,6 +59,7 @@ class Request:
         started: `time.perf_counter()` at the call.
         prefix_mismatch: Carried into the metrics.
         is_plain: Whether it is a text to continue, without template and chunks.
+        gate: Why another policy answers than was asked for, or "".
     """
 
     question: str
@@ -73,6 +74,7 @@ class Request:
     started: float
     prefix_mismatch: bool = False
     is_plain: bool = False
+    gate: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from kvcache_rag.rotary import angle_table, rotate_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcache_rag.kvbuffer import KVBuffer
     from kvcache_rag.mask import PositionScheme
     from kvcache_rag.models.base import LayerGroup, ModelLayout
+    from kvcache_rag.models.hf import TransformersModel
 
 SpanKind = Literal["prefix", "chunk", "query"]
 StoredPosition = Literal["local", "raw"]
@@ -81,11 +83,30 @@ class StitchedPrompt:
         return self.spans[-1].stop
 
 
+@dataclass(frozen=True, eq=False)
+class StitchedRow:
+    """One prompt whose context lies in a buffer, loaded and stitched, and whose query does not.
+
+    Attributes:
+        model: The model.
+        buffer: Of one row, in which the prompt begins at place 0.
+        ids: `(tokens,)` int64 of the whole prompt, on the CPU.
+        shape: The prompt's spans.
+    """
+
+    model: TransformersModel
+    buffer: KVBuffer
+    ids: Tensor
+    shape: StitchedPrompt
+
+
 def stitch(
     layout: ModelLayout,
     parts: Sequence[ChunkKV],
     scheme: PositionScheme,
     stored: StoredPosition = "local",
+    *,
+    adjacent: bool = False,
 ) -> None:
     """Turn the keys of `parts` in place from where they stand to their prompt positions.
 
@@ -94,16 +115,23 @@ def stitch(
         parts: Prefix and chunks in prompt order, as views into the prompt's buffer.
         scheme: Where chunks shall stand; `composite` means at their local positions.
         stored: Where their keys stand now.
+        adjacent: Whether the highest position is the one before the query, which stands behind as
+            many positions as there are tokens.  Prefix and chunks all move up by the same; the
+            rotation knows only distances, so this is the query standing right behind them.
 
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
     moving, old, new = [], [], []
+    total = sum(map(len, parts))
+    gap = 0
+    if adjacent and scheme == "composite":
+        gap = total - max((part.start + len(part) for part in parts), default=0)
     place = 0
     for part in parts:
         steps = torch.arange(len(part))
         here = torch.zeros_like(steps) if stored == "raw" else part.start + steps
-        there = (part.start if scheme == "composite" else place) + steps
+        there = (part.start if scheme == "composite" else place) + gap + steps
         if not torch.equal(here, there):
             moving.append(part)
             old.append(here)

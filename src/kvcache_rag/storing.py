@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.gate import identity
 from kvcache_rag.prefill import PendingChunk, Prefiller
 
 if TYPE_CHECKING:
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from kvcache_rag.answering import Answerer
     from kvcache_rag.combination import Combinations
     from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.policies.base import Scorer
     from kvcache_rag.request import ChunkInput, Planner
     from kvcache_rag.stores import ChunkStore
+    from kvcache_rag.verdict import Identity
 
 
 class StoreMethods:
@@ -25,11 +28,13 @@ class StoreMethods:
     Attributes:
         store: Where chunks are kept.
         combinations: Where chunks that were computed together are kept.
+        auxiliary: Scores chunks by an auxiliary model, or None.
         namespace: Tenant.
     """
 
     store: ChunkStore
     combinations: ChunkStore
+    auxiliary: Scorer | None
     namespace: str
     _adapter: TransformersModel
     _answerer: Answerer
@@ -42,6 +47,11 @@ class StoreMethods:
     def spec(self) -> str:
         """Digest of everything about model and storage that cached chunks depend on."""
         return self._capturing.spec
+
+    @property
+    def identity(self) -> Identity:
+        """What a verdict of `kvcache-rag verify` about this engine is about."""
+        return identity(self._capturing, self._planner.renderer)
 
     @property
     def _capturing(self) -> Prefiller:
@@ -77,6 +87,9 @@ class StoreMethods:
     ) -> list[ChunkKey]:
         """Prefill and store what is not stored yet; nothing is computed twice.
 
+        An auxiliary model prefills its own chunks of the same texts (`Auxiliary.prefill`).  These
+        have no owner: its store lets go of them by their age.
+
         Args:
             texts: Chunks.
             owner: Who will release them later (a collection id); "" for nobody.
@@ -97,6 +110,9 @@ class StoreMethods:
             with self._lock:
                 prefiller.prefix()
         prefiller.fill(pending, guard=self._lock, show_progress=show_progress)
+        ahead = getattr(self.auxiliary, "prefill", None)
+        if ahead is not None:
+            ahead(texts, show_progress=show_progress)
         keys = [chunk.key for chunk in chunks]
         if owner:
             for key in dict.fromkeys(keys):

@@ -1,17 +1,22 @@
-"""Attention over a long cache without repeating K and V.
+"""Attention over a long cache without repeating K and V, and without what a mask hides.
 
 transformers' sdpa path copies K and V once per query head of a group as soon as there is a mask.
 Folding the query heads of one KV head into the query length needs no copy and gives the same
-numbers.  Registered under a name of its own, with sdpa's mask function (without which transformers
-would pass no mask at all).
+numbers.  Nor does that path skip what a mask hides.  Here, many queries under a mask go in blocks,
+each over the columns from the first to the last that one of its rows sees: about half the work
+where tokens are computed again, and less in a sliding window.
+
+Registered under a name of its own, with sdpa's mask function (without which transformers would pass
+no mask at all).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -19,6 +24,23 @@ from transformers.masking_utils import sdpa_mask
 PACKED = "kvcache_rag_packed"
 # The mask is tiled once per query head of a group, so long queries take the stock path.
 MAX_PACKED_ROWS = 2048
+# Queries under a mask from which on they go in blocks, and of how many (fastest of 32 to 256 on
+# CPUs; larger ones skip less).
+BLOCK = 64
+FEWEST_BLOCKED = 2 * BLOCK
+
+
+class Block(NamedTuple):
+    """Rows of a mask and the columns that any of them sees, both half-open."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+# Every layer is handed the same mask, which is looked through once.
+_BLOCKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def packed_attention(
@@ -39,7 +61,7 @@ def packed_attention(
         query: `(rows, heads, queries, width)`.
         key: `(rows, kv_heads, tokens, width)`.
         value: `(rows, kv_heads, tokens, width)`.
-        attention_mask: `(rows, 1, queries, tokens)` or None.
+        attention_mask: `(rows, 1, queries, tokens)`, bool or added, or None.
         dropout: Probability, 0 outside training.
         scaling: Factor of the scores, None for `width ** -0.5`.
         is_causal: Passed on to the stock function.
@@ -48,20 +70,16 @@ def packed_attention(
     Returns:
         `(rows, queries, heads, width)` and None, as transformers expects.
     """
-    rows, heads, queries, width = query.shape
-    groups = key.shape[1]
-    repeats = heads // groups
+    queries = query.shape[2]
+    repeats = query.shape[1] // key.shape[1]
     empty_cache = (
         attention_mask is None and queries > 1
     )  # causal from nothing: sdpa has a kernel for it
     special_mask = attention_mask is not None and attention_mask.shape[1] != 1
-    if (
-        repeats == 1
-        or empty_cache
-        or special_mask
-        or repeats * queries > MAX_PACKED_ROWS
-        or kwargs.get("position_bias") is not None
-    ):
+    is_plain = not special_mask and kwargs.get("position_bias") is None
+    if attention_mask is not None and is_plain and queries >= FEWEST_BLOCKED:
+        return _blocked(query, key, value, attention_mask, dropout, scaling), None
+    if repeats == 1 or empty_cache or not is_plain or repeats * queries > MAX_PACKED_ROWS:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module,
             query,
@@ -74,15 +92,79 @@ def packed_attention(
             **kwargs,
         )
         return result
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    return _packed(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    rows, heads, queries, width = query.shape
+    groups = key.shape[1]
+    repeats = heads // groups
     packed = query.reshape(rows, groups, repeats * queries, width)
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask[..., : key.shape[2]].repeat(1, 1, repeats, 1)
+    tiled = None if mask is None else mask.repeat(1, 1, repeats, 1)
     output = torch.nn.functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        packed, key, value, attn_mask=tiled, dropout_p=dropout, scale=scaling
     )
-    unpacked = output.reshape(rows, heads, queries, value.shape[-1])
-    return unpacked.transpose(1, 2).contiguous(), None
+    return output.reshape(rows, heads, queries, value.shape[-1])
+
+
+def _blocked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    rows, heads, queries, _ = query.shape
+    output = query.new_empty(rows, queries, heads, value.shape[-1])
+    for start, stop, first, last in mask_blocks(mask):
+        last = min(last, key.shape[2])
+        part = _packed(
+            query[:, :, start:stop],
+            key[:, :, first:last],
+            value[:, :, first:last],
+            mask[:, :, start:stop, first:last],
+            dropout,
+            scaling,
+        )
+        output[:, start:stop] = part.transpose(1, 2)
+    return output
+
+
+def mask_blocks(mask: Tensor) -> list[Block]:
+    """Blocks of `BLOCK` rows of a mask, with the columns that they see.
+
+    A block of which no row sees anything (padding) has every column, so that it stays finite.
+
+    Args:
+        mask: `(rows, 1, queries, tokens)`, bool (True is seen) or added to the scores (the lowest
+            number of its dtype, or less, is not seen).
+    """
+    known: list[Block] | None = _BLOCKS.get(mask)  # type: ignore[no-untyped-call]  # in torch
+    if known is not None:
+        return known
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    queries, tokens = mask.shape[-2:]
+    flat = seen[:, 0].any(0)
+    parts = torch.stack([part.any(0) for part in torch.split(flat, BLOCK)]).byte()
+    first, behind = parts.argmax(1), parts.flip(1).argmax(1)
+    blocks = []
+    for index, (low, high, some) in enumerate(
+        torch.stack([first, tokens - behind, parts.amax(1).long()], 1).tolist()
+    ):
+        start = index * BLOCK
+        columns = (low, high) if some else (0, tokens)
+        blocks.append(Block(start, min(start + BLOCK, queries), *columns))
+    _BLOCKS[mask] = blocks
+    return blocks
 
 
 def use_packed_attention(model: Any) -> bool:

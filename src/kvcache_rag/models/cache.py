@@ -101,8 +101,8 @@ class BufferLayer(DynamicLayer):
         """Append in place and return everything held, as views."""
         stop = self.length + key_states.shape[-2]
         if stop > self.key_buffer.shape[2]:
-            self.key_buffer = _grown(self.key_buffer, self.length, stop + GROWTH)
-            self.value_buffer = _grown(self.value_buffer, self.length, stop + GROWTH)
+            self.key_buffer = _grown(self.key_buffer, stop + GROWTH)
+            self.value_buffer = _grown(self.value_buffer, stop + GROWTH)
         for buffer, states in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
             target = buffer[:, :, self.length : stop]
             target.copy_(states if self.keep is None else _kept(target, states, self.keep))
@@ -130,8 +130,15 @@ class BufferLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, for beams."""
-        keys, values = self._held()
+        # What the first update keeps lies behind what counts as held.
+        behind = 0 if self.keep is None else int(self.keep.max())
+        length, stop = self.length, self.length + behind
+        keys, values = self.key_buffer[:, :, :stop], self.value_buffer[:, :, :stop]
         self._replace(keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0))
+        self.length = length
+        if self.keep is not None:
+            self.keep = self.keep.repeat_interleave(repeats, 0)
+        self._expose()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
@@ -145,9 +152,10 @@ class BufferLayer(DynamicLayer):
         self._replace(keys.index_select(0, rows), values.index_select(0, rows))
 
 
-def _grown(buffer: Tensor, length: int, capacity: int) -> Tensor:
+def _grown(buffer: Tensor, capacity: int) -> Tensor:
+    # All of it: columns that an update keeps lie behind the held ones.
     larger = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
-    larger[:, :, :length] = buffer[:, :, :length]
+    larger[:, :, : buffer.shape[2]] = buffer
     return larger
 
 

@@ -36,6 +36,7 @@ class TransformersModel:
         layout: What was measured, or None when the model keeps no keys and values per token.
         refusal: Why nothing can be captured, or "".
         device: Where inputs go.
+        takes_positions: Whether its forward pass can be told positions.
     """
 
     def __init__(self, model: Any, *, packed_attention: bool = True) -> None:
@@ -57,7 +58,7 @@ class TransformersModel:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
+        self.takes_positions = "position_ids" in parameters
         self._takes_keep = "logits_to_keep" in parameters
         self._wide: TransformersModel | None = None
         self.layout: ModelLayout | None = None
@@ -87,7 +88,7 @@ class TransformersModel:
             dtype=self.dtype,
             vocabulary=int(self.config.vocab_size),
             limit=min([window or 10**9, *limits]),
-            takes_positions=self._takes_positions,
+            takes_positions=self.takes_positions,
         )
         return measure_layout(subject)
 
@@ -115,6 +116,20 @@ class TransformersModel:
         if self.layout is None:
             raise UnsupportedModelError(self.refusal)
         return self.layout
+
+    def ensure_recomputable(self) -> None:
+        """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
+        if not self.takes_positions:
+            raise UnsupportedModelError(
+                "this model cannot be told where a token stands, so single tokens cannot be "
+                "computed again; use Reuse() or Combination()"
+            )
+        attention = str(getattr(self.config, "_attn_implementation", ""))
+        if "flash" in attention or "flex" in attention:
+            raise UnsupportedModelError(
+                f"attention by {attention} takes no mask of its own for each token; load the model "
+                'with attn_implementation="sdpa" to compute tokens again'
+            )
 
     def spec(self, prefill_dtype: torch.dtype | None) -> dict[str, Any]:
         """Everything about the model that the tensors of a chunk depend on, as plain values."""
@@ -153,7 +168,7 @@ class TransformersModel:
             Logits `(rows, keep or n, vocabulary)`.
         """
         arguments: dict[str, Any] = {}
-        if self._takes_positions:
+        if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
             arguments["position_ids"] = rows.to(self.device)
         if self._takes_keep and keep:
@@ -169,27 +184,31 @@ class TransformersModel:
         logits: Tensor = output.logits
         return logits[:, -keep:] if keep else logits
 
-    def mask_argument(self, allowed: Tensor, indices: Tensor) -> Tensor | dict[str, Tensor]:
+    def mask_argument(
+        self, allowed: Tensor, indices: Tensor, columns: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """What `forward` needs so that row sees column exactly where `allowed` says, windows added.
 
         Args:
-            allowed: `(n, n)` bool.
-            indices: `(n,)` places in the prompt; windows count these.
+            allowed: `(n, m)` bool.
+            indices: `(n,)` places of the rows in the prompt; windows count these.
+            columns: `(m,)` places of the columns; None for those of the rows.
         """
-        distance = indices[:, None] - indices[None, :]
+        columns = indices if columns is None else columns
         kinds = [kind for kind in self.measured.kinds if not kind.shared]
 
         def additive(window: int | None) -> Tensor:
-            seen = allowed if window is None else allowed & (distance < window)
+            seen = allowed
+            if window is not None:
+                seen = allowed & (indices[:, None] - columns[None, :] < window)
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
             return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
 
-        windows = {kind.window for kind in kinds}
-        if len(windows) == 1:
-            return additive(windows.pop())
-        types = self.config.layer_types
-        pairs = zip(types, self.measured.kinds, strict=False)
-        return {name: additive(kind.window) for name, kind in pairs if not kind.shared}
+        masks = {window: additive(window) for window in {kind.window for kind in kinds}}
+        if len(masks) == 1:
+            return masks.popitem()[1]
+        pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)
+        return {name: masks[kind.window] for name, kind in pairs if not kind.shared}
 
     def cache(self, buffer: KVBuffer, length: int, keep: Tensor | None = None) -> Any:
         """A transformers cache over a buffer with `length` tokens per row (see `buffer_cache`)."""
@@ -217,6 +236,11 @@ class TransformersModel:
         positions = torch.arange(start, start + longest)
         self.forward(ids, self.cache(buffer, start), positions, keep=1)
         return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was told, so that a clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def widened(self, dtype: torch.dtype | None) -> TransformersModel:
         """This model, or a copy of it that computes in `dtype` (kept until `narrow`)."""

@@ -1,7 +1,29 @@
 """What to reuse and what to compute again."""
 
-from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.ape import Ape
+from kvcache_rag.policies.auto import Auto, auto
+from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.cacheblend import CacheBlend
+from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import FullRecompute, Reuse
 from kvcache_rag.policies.joint import Combination
+from kvcache_rag.policies.legolink import LegoLink
+from kvcache_rag.policies.named import POLICY_NAMES, policy_by_name
+from kvcache_rag.policies.union import Union
 
-__all__ = ["Combination", "FullRecompute", "Reuse", "ReusePolicy"]
+__all__ = [
+    "POLICY_NAMES",
+    "Ape",
+    "Auto",
+    "CacheBlend",
+    "CacheClip",
+    "Combination",
+    "FullRecompute",
+    "LegoLink",
+    "Reuse",
+    "ReusePolicy",
+    "Scorer",
+    "Union",
+    "auto",
+    "policy_by_name",
+]

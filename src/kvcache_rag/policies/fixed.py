@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.selection import checked_positions
 
 if TYPE_CHECKING:
     from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitch import StitchedPrompt
 
 
@@ -29,12 +30,14 @@ class Reuse(ReusePolicy):
     positions: PositionScheme = "reordered"
 
     def __post_init__(self) -> None:
-        if self.positions not in ("reordered", "composite"):
-            raise InvalidInputError(
-                f'positions must be "reordered" or "composite", not {self.positions!r}'
-            )
+        checked_positions(self.positions)
 
-    def select(self, prompt: StitchedPrompt) -> Tensor:
+    @property
+    def is_reuse(self) -> bool:
+        """Always."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """No token."""
         return torch.zeros(prompt.context_tokens, dtype=torch.bool)
 
@@ -45,6 +48,11 @@ class FullRecompute(ReusePolicy):
 
     name: ClassVar[str] = "full"
 
-    def select(self, prompt: StitchedPrompt) -> Tensor:
+    @property
+    def is_full(self) -> bool:
+        """Always."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """Every token."""
         return torch.ones(prompt.context_tokens, dtype=torch.bool)

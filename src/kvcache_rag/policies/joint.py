@@ -11,6 +11,7 @@ from torch import Tensor
 from kvcache_rag.policies.base import ReusePolicy
 
 if TYPE_CHECKING:
+    from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitch import StitchedPrompt
 
 
@@ -27,6 +28,11 @@ class Combination(ReusePolicy):
     name: ClassVar[str] = "combination"
     joint: ClassVar[bool] = True
 
-    def select(self, prompt: StitchedPrompt) -> Tensor:
+    @property
+    def is_reuse(self) -> bool:
+        """Always."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """No token."""
         return torch.zeros(prompt.context_tokens, dtype=torch.bool)

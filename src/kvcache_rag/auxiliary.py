@@ -1,0 +1,283 @@
+"""A small second model that says which parts of the chunks matter for a question.
+
+CacheClip (arXiv 2510.10129, section 3.2): the auxiliary model has cached chunks of its own,
+stitched like those of the main model; the question runs over them, and what it attends to in the
+last layer says which tokens the main model computes again.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.alignment import Offsets, spread, token_offsets, within
+from kvcache_rag.answering import Answerer
+from kvcache_rag.context import ContextLoader
+from kvcache_rag.costs import Costs
+from kvcache_rag.engine import Engine
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.models.attending import QueryAttention
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag.chunk import ChunkKey
+    from kvcache_rag.context import ContextChunk
+    from kvcache_rag.stores import ChunkStore
+
+
+@dataclass(frozen=True)
+class ChunkAttention:
+    """What a question attends to in one chunk.
+
+    Attributes:
+        text: The chunk's text.
+        offsets: Per token of the auxiliary model its characters in `text`; empty for the tokens of
+            the chunk's wrapper.
+        weights: `(tokens,)` float32: attention of the last layer, mean of heads and query tokens.
+    """
+
+    text: str
+    offsets: Offsets
+    weights: Tensor
+
+    @property
+    def character_scores(self) -> Tensor:
+        """`(characters,)` float32: each character has the weight of the token over it."""
+        known = [(span, index) for index, span in enumerate(self.offsets) if span[0] < span[1]]
+        weights = self.weights[[index for _, index in known]]
+        return spread([span for span, _ in known], weights, len(self.text))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a chunk that fits the auxiliary model.
+
+    Attributes:
+        chunk: Number of the chunk.
+        start: Its first character.
+        text: Its text.
+        planned: As the auxiliary engine knows it.
+    """
+
+    chunk: int
+    start: int
+    text: str
+    planned: ContextChunk
+
+
+class Auxiliary:
+    """Scores the characters of chunks by the attention of a small model (a `policies.base.Scorer`).
+
+    It may have any tokenizer, template and store of its own.  Chunks that it does not hold are
+    prefilled and stored when they are scored; `prefill` does it ahead.  Calls may come from any
+    thread and run while the main model loads its chunks.
+
+    What does not fit its context window is scored in parts: a chunk longer than half of the window
+    is cut where there is a space, and chunks that do not fit together are scored by several passes
+    of the question.  Weights of different passes can be compared because in each the question also
+    attends to prefix and question.
+
+    Attributes:
+        engine: The auxiliary model's own engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Score with the model, the template and the store of `engine`.
+
+        Args:
+            engine: A model with keys that can be moved.  It may be the very engine that answers:
+                nothing but its model and its store is shared with it, not even its lock.
+
+        Raises:
+            InvalidInputError: If it is no engine.
+            UnsupportedModelError: If its chunks cannot be moved, or its attention cannot be seen.
+        """
+        if not isinstance(engine, Engine):
+            raise InvalidInputError(
+                f"Auxiliary takes an Engine, not a {type(engine).__name__}; for a model's name use "
+                "Auxiliary.from_pretrained(name)"
+            )
+        engine._adapter.measured.ensure_movable()
+        self.engine = engine
+        self._name = ""
+        self._attention = QueryAttention(engine._adapter)
+        model, renderer, window = self._attention.model, engine._renderer, engine.context_window
+        prefiller = replace(engine._capturing, model=model)
+        self._loader = ContextLoader(prefiller, renderer, Costs(enabled=engine._costs.enabled))
+        self._answerer = Answerer(model, engine.tokenizer, renderer, self._loader, window)
+        self._lock = threading.Lock()
+        # The other half is for the question.
+        self._longest = (window - len(prefiller.prefix_ids)) // 2
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        store: ChunkStore | None = None,
+        device: str | None = "cpu",
+        **options: Any,
+    ) -> Auxiliary:
+        """Load an auxiliary model, such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+
+        Args:
+            name: Hub id, folder, or "tiny".
+            store: Where its chunks go, None for 1 GiB of memory; it may be the main engine's.
+            device: The CPU unless said otherwise: it works there while the main model loads.
+            options: Further arguments of `Engine.from_pretrained`; give it the `namespace` of the
+                main engine where tenants are kept apart.
+
+        Raises:
+            InvalidInputError: If the model cannot be loaded.
+            UnsupportedModelError: As for `Auxiliary`.
+        """
+        found = cls(Engine.from_pretrained(name, store=store, device=device, **options))
+        found._name = str(name)
+        return found
+
+    def __repr__(self) -> str:
+        if self._name:
+            return f"Auxiliary.from_pretrained({self._name!r})"
+        return f"<Auxiliary {type(self.engine.model).__name__}>"
+
+    def __reduce__(self) -> Any:
+        raise InvalidInputError(
+            "an auxiliary model cannot be pickled; pickle CacheClip() without it and give it to "
+            "Engine(auxiliary=...)"
+        )
+
+    def prefill(
+        self, chunks: Sequence[str], *, owner: str = "", show_progress: bool = False
+    ) -> list[ChunkKey]:
+        """Prefill and store what the auxiliary model does not hold yet, at ingestion.
+
+        Args:
+            chunks: Texts, as they are given to the main engine.
+            owner: Who will release them later, as in `Engine.add`.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Keys of the parts, in order; a chunk that fits half of the context window is one.
+        """
+        texts = [piece.text for piece in self._pieces(chunks)]
+        return self.engine.add(texts, owner=owner, show_progress=show_progress)
+
+    def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+        """Attention of the question to every character of the chunks.
+
+        Args:
+            question: Text of the question.
+            chunks: Texts in prompt order.
+
+        Returns:
+            Per chunk `(characters,)` float32 on the CPU, from 0 to 1.
+
+        Raises:
+            InvalidInputError: If the question is empty or a text is not valid Unicode.
+            ContextTooLongError: If the question takes more than half of the context window.
+        """
+        return [found.character_scores for found in self.attention(question, chunks)]
+
+    def attention(self, question: str, chunks: Sequence[str]) -> list[ChunkAttention]:
+        """The same by tokens of the auxiliary model; arguments and errors as for `scores`."""
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInputError("the question is empty; ask something")
+        renderer = self.engine._renderer
+        query = renderer.query_ids(renderer.template.ask(question))
+        room = self.engine.context_window - len(renderer.prefix_ids) - len(query)
+        pieces = self._pieces(chunks)
+        if pieces and max(len(piece.planned) for piece in pieces) > room:
+            raise ContextTooLongError(
+                f"the question has {len(query)} tokens and the auxiliary model's context window of "
+                f"{self.engine.context_window} has no room for the chunks behind it; shorten the "
+                "question or use an auxiliary model with a longer context window"
+            )
+        offsets: list[Offsets] = [[] for _ in chunks]
+        weights: list[list[Tensor]] = [[torch.empty(0)] for _ in chunks]
+        for together in _rounds(pieces, room):
+            for piece, found in zip(together, self._run(together, query), strict=True):
+                spans = self._offsets(piece)
+                offsets[piece.chunk] += [(a + piece.start, b + piece.start) for a, b in spans]
+                weights[piece.chunk].append(found)
+        return [
+            ChunkAttention(text, spans, torch.cat(found))
+            for text, spans, found in zip(chunks, offsets, weights, strict=True)
+        ]
+
+    def _offsets(self, piece: _Piece) -> Offsets:
+        template = self.engine.template
+        ids = piece.planned.ids or ()
+        spans = token_offsets(self.engine.tokenizer, template.wrap(piece.text), ids)
+        return within(spans, len(template.chunk_start), len(piece.text))
+
+    def _run(self, pieces: Sequence[_Piece], query: Sequence[int]) -> list[Tensor]:
+        """Weights of the tokens of each piece, by one pass of the question over all of them."""
+        model = self._attention.model
+        prefix = len(self._loader.prefiller.prefix_ids)
+        ends = [prefix]
+        for piece in pieces:
+            ends.append(ends[-1] + len(piece.planned))
+        with self._lock, torch.inference_mode():
+            buffer = self._answerer.room(1, ends[-1] + len(query))
+            planned = [piece.planned for piece in pieces]
+            self._loader.load(buffer, 0, 0, planned, "reordered")
+            cache = model.cache(buffer, ends[-1])
+            weights = self._attention.weights(torch.tensor(query), cache, ends[-1]).mean(0)
+        # A copy: tensors of the inference mode are of no use outside of it.
+        return [weights[start:stop].clone() for start, stop in pairwise(ends)]
+
+    def _pieces(self, chunks: Sequence[str]) -> list[_Piece]:
+        if isinstance(chunks, str):
+            raise InvalidInputError("chunks must be a list of texts, not one text")
+        for number, text in enumerate(chunks):
+            if not isinstance(text, str):
+                raise InvalidInputError(
+                    f"chunk {number} is a {type(text).__name__}; an auxiliary model reads texts"
+                )
+        return [piece for number, text in enumerate(chunks) for piece in self._cut(text, number, 0)]
+
+    def _cut(self, text: str, number: int, start: int) -> Iterator[_Piece]:
+        """A chunk, or its halves if it is too long; parts that are only space have no piece."""
+        if not text.strip():
+            return
+        try:
+            planned = self.engine._planner.chunk(text, number)
+        except ContextTooLongError:
+            planned = None
+        if planned is not None and len(planned) <= self._longest:
+            yield _Piece(number, start, text, planned)
+            return
+        if len(text) < 2:
+            raise ContextTooLongError(
+                f"the auxiliary model's context window of {self.engine.context_window} tokens has "
+                "no room for chunks behind its prefix; use one with a longer context window"
+            )
+        middle = _middle(text)
+        yield from self._cut(text[:middle], number, start)
+        yield from self._cut(text[middle:], number, start + middle)
+
+
+def _middle(text: str) -> int:
+    """Where to cut a text: behind the last space of its first half, else in the middle."""
+    half = len(text) // 2
+    spaces = [place for place in range(half // 2, half) if text[place].isspace()]
+    return spaces[-1] + 1 if spaces else half
+
+
+def _rounds(pieces: Sequence[_Piece], room: int) -> Iterator[list[_Piece]]:
+    """Runs of pieces that fit together."""
+    together: list[_Piece] = []
+    for piece in pieces:
+        if together and sum(len(one.planned) for one in together) + len(piece.planned) > room:
+            yield together
+            together = []
+        together.append(piece)
+    if together:
+        yield together

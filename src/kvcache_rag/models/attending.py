@@ -1,0 +1,125 @@
+"""What the query of a prompt attends to in the last layer, exactly as the model computes it.
+
+Fast attention functions give no weights.  A model's own eager code does, so a view of the model is
+made in which one layer runs it and everything else is shared: parameters, other layers and their
+fast attention.  The model itself is not touched, so it can answer in another thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvcache_rag.models.hf import TransformersModel
+
+
+class QueryAttention:
+    """A model that also says where the last tokens of a forward pass look.
+
+    Attributes:
+        model: A view of the model, for prefills and forward passes in its place.
+        layer: Number of the layer whose attention is given: the last one that sees every token.
+            (In a layer with a sliding window, all tokens outside it would count the same, 0.)
+        attentions: That layer's attention in the view; hooks on it see the weights, `(rows, heads,
+            tokens, columns)`, with their gradients if these are on.
+    """
+
+    def __init__(self, model: TransformersModel) -> None:
+        """Make the view.
+
+        Raises:
+            UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
+                built like those of transformers.
+        """
+        kinds = model.measured.kinds
+        whole = [index for index, kind in enumerate(kinds) if kind.window is None]
+        self.layer = whole[-1] if whole else len(kinds) - 1
+        self._name = str(model.config.model_type)
+        paths = [
+            path
+            for path, module in model.model.named_modules()
+            if getattr(module, "layer_idx", None) == self.layer and hasattr(module, "config")
+        ]
+        if not paths:
+            raise UnsupportedModelError(
+                f"{self._name}: layer {self.layer} has no attention of the usual kind, so it "
+                "cannot be an auxiliary model; choose another one"
+            )
+        view = copy.copy(model)
+        view.model = _branch(model.model)
+        self.attentions = [_eager(_reached(view.model, path)) for path in paths]
+        self.model = view
+
+    def weights(self, ids: Tensor, cache: Any, place: int) -> Tensor:
+        """Run `ids` behind a filled cache and give what they attend to.
+
+        Args:
+            ids: `(n,)` int64 ids of the query.
+            cache: A transformers cache of one row that holds `place` tokens.
+            place: Where the first of them stands.
+
+        Returns:
+            `(n, place + n)` float32 on the CPU: attention weights after softmax, mean of the heads;
+            a row adds up to 1 (to less in a model with attention sinks).
+
+        Raises:
+            UnsupportedModelError: If the layer gives no attention weights.
+        """
+        places = torch.arange(place, place + len(ids))
+        columns = torch.arange(place + len(ids))
+        # An explicit mask, because eager code and fast functions want different ones.
+        mask = self.model.mask_argument(columns[None] <= places[:, None], places, columns)
+        kept: list[Tensor] = []
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            kept.extend(
+                part[0].float().mean(0).cpu()
+                for part in (output if isinstance(output, tuple) else ())
+                if isinstance(part, Tensor)
+                and part.ndim == 4
+                and part.shape[-2:] == (len(ids), len(columns))
+            )
+
+        hooks = [module.register_forward_hook(keep) for module in self.attentions]
+        try:
+            self.model.forward(ids[None], cache, places, mask=mask, keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not kept:
+            raise UnsupportedModelError(
+                f"{self._name}: layer {self.layer} gives no attention weights, so it cannot be an "
+                "auxiliary model; choose another one"
+            )
+        return kept[-1]
+
+
+def _branch(module: Any) -> Any:
+    """A module with the same parameters and parts, whose parts can be exchanged."""
+    branch = copy.copy(module)
+    branch.__dict__["_modules"] = dict(module._modules)
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        branch.__dict__[name] = copy.copy(module.__dict__[name])
+    return branch
+
+
+def _reached(root: Any, path: str) -> Any:
+    """The part at `path`, after everything on the way there became the view's own."""
+    for name in path.split("."):
+        child = _branch(root._modules[name])
+        root._modules[name] = child
+        root = child
+    return root
+
+
+def _eager(attention: Any) -> Any:
+    attention.config = copy.copy(attention.config)
+    # Not the property, which would also set parts of a composed config that are shared.
+    attention.config._attn_implementation_internal = "eager"
+    return attention

@@ -1,0 +1,65 @@
+"""Chunks that overlap in position, weighed against the rest (APE)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies.base import AttentionScaling, ReusePolicy
+
+if TYPE_CHECKING:
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+
+@dataclass(frozen=True)
+class Ape(ReusePolicy):
+    """Adaptive parallel encoding (APE, arXiv 2502.05431, section 4): nothing is computed again.
+
+    All chunks stand right behind the prefix, the query behind the longest of them.  Query and
+    generated tokens attend to the chunks at `temperature`, and `scale` times `temperature` times
+    the log-sum-exp of that attention is its weight against prefix, query and generated tokens.
+    The paper tunes both per model on development data, between 0.6 and 1; `Ape(1, 1)` is plain
+    attention.
+
+    Attributes:
+        temperature: Divides the scores of chunk tokens; below 1 attends to fewer of them.
+        scale: Multiplies the weight of the chunks, as an exponent.
+
+    Raises:
+        InvalidInputError: If one of them is not a positive number.
+    """
+
+    name: ClassVar[str] = "ape"
+    temperature: float = 0.9
+    scale: float = 0.9
+    adjacent_query: bool = field(default=True, init=False, repr=False)
+    positions: PositionScheme = field(default="composite", init=False, repr=False)
+    scaling: AttentionScaling | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "scale"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value <= 0:
+                raise InvalidInputError(
+                    f"{name} must be a positive number such as 0.9, not {value!r}"
+                )
+        # The one way to set a field of a frozen dataclass.
+        scaling = AttentionScaling(float(self.temperature), float(self.scale))
+        object.__setattr__(self, "scaling", scaling)
+
+    @property
+    def is_reuse(self) -> bool:
+        """Nothing is computed again."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """No token."""
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)

@@ -1,0 +1,74 @@
+"""Compute the tokens again whose values differ most from those of a full prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.selection import candidates, checked_positions, checked_ratio, share, top
+
+if TYPE_CHECKING:
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+
+@dataclass(frozen=True)
+class CacheBlend(ReusePolicy):
+    """Compute the tokens with the largest deviation again (CacheBlend, arXiv 2405.16444, 4.3).
+
+    The deviation of a token is the squared distance, in float32, of its value at one early layer
+    from the value it has in a full prefill.  To know it, all context tokens run through the layers
+    below.  Unlike the published code, the choice is made once, the query is never taken for a
+    context token, and chosen tokens see no token behind them.
+
+    Attributes:
+        ratio: Part of the chunk tokens that is computed again: 0 is `Reuse()`, 1 a full prefill.
+        check_layer: Layer whose values are compared, 0-based.  At layer 0 there is no deviation;
+            each layer more costs a layer of a full prefill.
+        positions: Where the other tokens stand; those computed again stand at their true places.
+    """
+
+    name: ClassVar[str] = "cacheblend"
+    ratio: float = 0.15
+    check_layer: int = 1
+    positions: PositionScheme = "reordered"
+
+    def __post_init__(self) -> None:
+        checked_positions(self.positions)
+        checked_ratio(self.ratio)
+        layer = self.check_layer
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1:
+            raise InvalidInputError(
+                f"check_layer must be the number of a layer from 1 up, not {layer!r}; values at "
+                "layer 0 do not depend on the context"
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """At ratio 1."""
+        return self.ratio == 1
+
+    @property
+    def is_reuse(self) -> bool:
+        """At ratio 0."""
+        return self.ratio == 0
+
+    def signal_tokens(self, signals: Signals) -> int:
+        """Those of the deviation."""
+        return 0 if self.is_reuse else signals.deviation_tokens(self.check_layer)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """The tokens of largest deviation, of equal ones those that stand first."""
+        count = share(self.ratio, prompt)
+        allowed = candidates(prompt)
+        if not count or not allowed.any():
+            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        if count >= int(allowed.sum()):
+            return allowed
+        return top(signals.deviation(self.check_layer), count, allowed)

@@ -1,0 +1,108 @@
+"""Compute the tokens again that a small auxiliary model attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.selection import (
+    candidates,
+    checked_count,
+    checked_positions,
+    checked_ratio,
+    grouped,
+    share,
+    top,
+    top_windows,
+)
+
+if TYPE_CHECKING:
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+
+@dataclass(frozen=True)
+class CacheClip(ReusePolicy):
+    """Compute the tokens again that matter for the question (CacheClip, arXiv 2510.10129, 3.2-3.3).
+
+    A small auxiliary model reads the question behind cached chunks of its own, on the CPU while the
+    main model loads; the tokens it attends to most in its last layer are chosen.  Then windows of
+    `window` tokens are computed again as a whole if at least `threshold` of them were chosen, and
+    not at all otherwise, so that no number or name is computed again by halves.  Grouping changes
+    how many tokens there are: `ratio` is the part chosen before it, as in the paper, so
+    `Metrics.recomputed_tokens` is smaller where chosen tokens are scattered and may be larger where
+    they stand together (at most `window / threshold` times).  With the packaged reader as its own
+    auxiliary model, a ratio of 0.2 leaves 4 % of the chunk tokens and 0.4 leaves 29 %;
+    `threshold=None` keeps to the ratio.
+
+    Attributes:
+        auxiliary: Scores the chunks: an `Auxiliary`, or anything with its method `scores`.  None
+            for the engine's (`Engine(auxiliary=...)`).
+        ratio: Part of the chunk tokens that is chosen: 0 is `Reuse()`, 1 a full prefill.
+        window: Tokens of a group, counted from the start of each chunk; 1 for no grouping.
+        threshold: How many tokens of a group have to be chosen.  None takes the groups of highest
+            mean score instead, as many as fit `ratio`, so that the cost does not depend on how
+            scattered the scores are (not in the paper).
+        positions: Where the chunks stand.
+
+    Raises:
+        InvalidInputError: If a number is out of its range, or the auxiliary has no `scores`.
+    """
+
+    name: ClassVar[str] = "cacheclip"
+    auxiliary: Scorer | None = None
+    ratio: float = 0.2
+    window: int = 8
+    threshold: int | None = 5
+    positions: PositionScheme = "reordered"
+
+    def __post_init__(self) -> None:
+        checked_ratio(self.ratio)
+        checked_count("window", self.window)
+        if self.threshold is not None:
+            checked_count("threshold", self.threshold)
+        checked_positions(self.positions)
+        if self.threshold is not None and self.threshold > self.window:
+            raise InvalidInputError(
+                f"threshold {self.threshold} is more than the {self.window} tokens of a window, so "
+                "nothing would ever be computed again; make it smaller"
+            )
+        if self.auxiliary is not None and not callable(getattr(self.auxiliary, "scores", None)):
+            raise InvalidInputError(
+                f"auxiliary must have a method scores, such as Auxiliary.from_pretrained(name), "
+                f"not {self.auxiliary!r}"
+            )
+
+    @property
+    def needs_scorer(self) -> bool:  # type: ignore[override]  # follows the ratio
+        """Unless nothing or everything is computed again."""
+        return 0 < self.ratio < 1
+
+    @property
+    def is_full(self) -> bool:
+        """At ratio 1."""
+        return self.ratio == 1
+
+    @property
+    def is_reuse(self) -> bool:
+        """At ratio 0."""
+        return self.ratio == 0
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """Windows of which enough tokens are among those of highest score."""
+        count, allowed = share(self.ratio, prompt), candidates(prompt)
+        if not count or not allowed.any():
+            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        if count >= int(allowed.sum()):
+            return allowed
+        scores = signals.relevance()
+        if self.threshold is None:
+            return top_windows(scores, count, allowed, prompt, self.window)
+        chosen = top(scores, count, allowed)
+        return grouped(chosen, prompt, self.window, self.threshold)

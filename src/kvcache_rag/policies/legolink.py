@@ -1,0 +1,54 @@
+"""Compute the head of every chunk again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.selection import checked_positions
+
+if TYPE_CHECKING:
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+
+@dataclass(frozen=True)
+class LegoLink(ReusePolicy):
+    """Compute the first tokens of every chunk but the first again (EPIC, arXiv 2410.15332, 4.3).
+
+    A chunk computed alone uses its first tokens as attention sinks; behind other chunks they
+    should not be any.  The cost does not grow with the length of the chunks.
+
+    Attributes:
+        tokens: How many of each chunk, 16 in the paper; 0 is `Reuse()`.
+        positions: Where the other tokens stand; those computed again stand at their true places.
+    """
+
+    name: ClassVar[str] = "legolink"
+    tokens: int = 16
+    positions: PositionScheme = "reordered"
+
+    def __post_init__(self) -> None:
+        checked_positions(self.positions)
+        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 0:
+            raise InvalidInputError(
+                f"tokens must be a number of tokens from 0 up, not {self.tokens!r}"
+            )
+
+    @property
+    def is_reuse(self) -> bool:
+        """Without a token."""
+        return self.tokens == 0
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """The head of each chunk but the first."""
+        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        for chunk in prompt.chunks[1:]:
+            selected[chunk.start : min(chunk.start + self.tokens, chunk.stop)] = True
+        return selected

@@ -1,0 +1,139 @@
+"""What policies with a ratio share: how many tokens, which may be chosen, and the best of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.stitch import StitchedPrompt
+
+
+def checked_ratio(ratio: float) -> float:
+    """A part of the chunk tokens.
+
+    Raises:
+        InvalidInputError: Unless it is a number from 0 to 1.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise InvalidInputError(
+            f"ratio must be a number from 0 (nothing is computed again) to 1, not {ratio!r}"
+        )
+    return float(ratio)
+
+
+def share(ratio: float, prompt: StitchedPrompt) -> int:
+    """How many tokens a ratio stands for: that part of all chunk tokens."""
+    return round(ratio * sum(map(len, prompt.chunks)))
+
+
+def candidates(prompt: StitchedPrompt) -> Tensor:
+    """Tokens that gain from being computed again: those of every chunk but the first.
+
+    Prefix and first chunk are what they are in a full prefill.
+
+    Returns:
+        `(context_tokens,)` bool.
+    """
+    allowed = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+    for chunk in prompt.chunks[1:]:
+        allowed[chunk.start : chunk.stop] = True
+    return allowed
+
+
+def top(scores: Tensor, count: int, allowed: Tensor) -> Tensor:
+    """The `count` largest scores; of equal ones, those that stand first.
+
+    Args:
+        scores: `(n,)` of any float dtype.
+        count: How many; all that are allowed if there are fewer.
+        allowed: `(n,)` bool, which may be chosen.
+
+    Returns:
+        `(n,)` bool.
+    """
+    ranked = torch.sort(
+        scores.float().masked_fill(~allowed, -torch.inf), descending=True, stable=True
+    )
+    best = ranked.indices[: min(count, int(allowed.sum()))]
+    selected = torch.zeros_like(allowed)
+    selected[best] = True
+    return selected
+
+
+def grouped(selected: Tensor, prompt: StitchedPrompt, window: int, threshold: int) -> Tensor:
+    """All or nothing per window (CacheClip, arXiv 2510.10129, section 3.3).
+
+    A number of which only some digits are computed again is read wrongly, so tokens are computed
+    again together with their neighbours or not at all.  Windows are counted from the start of each
+    chunk.  The last window of a chunk may be short; it needs the same part of its tokens.
+
+    Args:
+        selected: `(context_tokens,)` bool.
+        prompt: Where the chunks are.
+        window: Tokens of a window.
+        threshold: How many of a whole window must be selected for all of it to be.
+
+    Returns:
+        `(context_tokens,)` bool; nothing outside of chunks.
+    """
+    result = torch.zeros_like(selected)
+    for chunk in prompt.chunks:
+        own = selected[chunk.start : chunk.stop]
+        windows = torch.arange(len(own)) // window
+        size = torch.bincount(windows)
+        found = torch.bincount(windows, weights=own.double())
+        result[chunk.start : chunk.stop] = (found * window >= size * threshold)[windows]
+    return result
+
+
+def top_windows(
+    scores: Tensor, count: int, allowed: Tensor, prompt: StitchedPrompt, window: int
+) -> Tensor:
+    """The windows of highest mean score that have `count` tokens together at most.
+
+    Args:
+        scores: `(context_tokens,)` of any float dtype.
+        count: How many tokens at most; the first window that does not fit ends the choice.
+        allowed: `(context_tokens,)` bool; whole chunks.
+        prompt: Where the chunks are; windows are counted from the start of each.
+        window: Tokens of a window.
+
+    Returns:
+        `(context_tokens,)` bool.
+    """
+    lengths = torch.tensor(
+        [
+            min(window, chunk.stop - start)
+            for chunk in prompt.chunks
+            if len(chunk) and bool(allowed[chunk.start])
+            for start in range(chunk.start, chunk.stop, window)
+        ],
+        dtype=torch.long,
+    )
+    owner = torch.repeat_interleave(lengths)  # window of each allowed token
+    sums = torch.zeros(len(lengths), dtype=torch.double)
+    sums.index_add_(0, owner, scores[allowed].double())
+    best = torch.sort(sums / lengths, descending=True, stable=True).indices
+    chosen = torch.zeros(len(lengths), dtype=torch.bool)
+    chosen[best[lengths[best].cumsum(0) <= count]] = True
+    selected = torch.zeros_like(allowed)
+    selected[allowed] = chosen[owner]
+    return selected
+
+
+def checked_positions(positions: PositionScheme) -> None:
+    """Raise `InvalidInputError` unless it is the name of a position scheme."""
+    if positions not in ("reordered", "composite"):
+        raise InvalidInputError(f'positions must be "reordered" or "composite", not {positions!r}')
+
+
+def checked_count(name: str, value: int, least: int = 1) -> None:
+    """Raise `InvalidInputError` unless `value` is a whole number from `least` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(f"{name} must be a whole number from {least} up, not {value!r}")

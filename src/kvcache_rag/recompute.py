@@ -1,0 +1,103 @@
+"""Compute chosen context tokens again, in the context of the whole prompt, in place.
+
+One forward pass of the unmodified model over [chosen tokens, query]: every layer writes the new
+keys and values into their places in the buffer and attends over everything there.  Each token
+attends by its true place in the prompt (keys at places up to its own, windows counted in places),
+whatever else was chosen; published implementations let a chosen token see keys behind it
+(YaoJiayi/CacheBlend issue 21).  It also stands at its true position.  With composite positions the
+chosen tokens therefore leave their chunk's local positions for those of the prompt, at which the
+query stands too, and the others keep theirs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.recompute_cache import HaltedError, recompute_cache
+
+if TYPE_CHECKING:
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt, StitchedRow
+
+
+def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) -> Tensor:
+    """What a policy selects, checked.
+
+    Returns:
+        `(context_tokens,)` bool on the CPU.
+
+    Raises:
+        InvalidInputError: If it is no such tensor, or the policy moves the query next to the chunks
+            and selects tokens all the same.
+    """
+    selected: Any = policy.select(shape, signals)
+    wanted = (shape.context_tokens,)
+    if not isinstance(selected, Tensor) or selected.dtype != torch.bool:
+        found = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
+        raise InvalidInputError(
+            f"{policy} selects tokens by {found}; select must return a bool tensor of shape "
+            f"{wanted}"
+        )
+    if tuple(selected.shape) != wanted:
+        raise InvalidInputError(
+            f"{policy} selects from shape {tuple(selected.shape)}; select must return a bool "
+            f"tensor of shape {wanted}, one per context token"
+        )
+    if policy.adjacent_query and bool(selected.any()):
+        raise InvalidInputError(
+            f"{policy} wants the query next to the chunks and tokens computed again, which stand "
+            "at their places in the prompt; choose one of the two"
+        )
+    return selected.cpu()
+
+
+def recompute(row: StitchedRow, selected: Tensor) -> None:
+    """Compute chosen tokens again, and the query but its last token, writing both into the buffer.
+
+    The pass ends once the last layer has its keys and values.
+
+    Args:
+        row: A stitched prompt.
+        selected: `(context_tokens,)` bool.
+
+    Raises:
+        UnsupportedModelError: If the model takes no positions, or its attention no mask.
+    """
+    try:
+        _forward(row, selected, row.shape.tokens - 1, keep=1, halts=True)
+    except HaltedError:
+        return
+
+
+def recompute_logits(row: StitchedRow, selected: Tensor) -> Tensor:
+    """Compute chosen tokens again, and the whole query.
+
+    Args:
+        row: A stitched prompt.
+        selected: `(context_tokens,)` bool.
+
+    Returns:
+        Logits of the query's tokens, `(query, vocabulary)`.
+
+    Raises:
+        UnsupportedModelError: If the model takes no positions, or its attention no mask.
+    """
+    query = row.shape.tokens - row.shape.context_tokens
+    return _forward(row, selected, row.shape.tokens, keep=query, halts=False)[0]
+
+
+def _forward(row: StitchedRow, selected: Tensor, stop: int, *, keep: int, halts: bool) -> Tensor:
+    model, context = row.model, row.shape.context_tokens
+    model.ensure_recomputable()
+    chosen = selected.nonzero()[:, 0]
+    places = torch.cat([chosen, torch.arange(context, stop)])
+    columns = torch.arange(stop)
+    mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
+    kinds = model.measured.kinds
+    cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=halts)
+    return model.forward(row.ids[None, places], cache, places, mask=mask, keep=keep)

@@ -1,0 +1,56 @@
+"""What the laws share: texts, engines of every family, and the plain paths as references."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag.mask import MaskedSequence, block_mask
+
+TOLERANCE = 1e-3
+TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
+QUESTION = "Who?"
+
+
+def _texts() -> list[str]:
+    letters = random.Random(7)
+    return ["".join(letters.choices("abcdefgh ", k=size)) + "z" for size in (30, 57, 63)]
+
+
+TEXTS = _texts()
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    """Largest difference in standard deviations of the reference."""
+    return float((found - reference).abs().max() / reference.std())
+
+
+def make_engine(name: str, **options: Any) -> Engine:
+    return Engine(build(name), byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), **options)
+
+
+def plain_logits(engine: Engine, texts: list[str]) -> Tensor:
+    """Logits of the query from one ordinary forward pass of the very same ids."""
+    ids = engine.tokenize(QUESTION, texts)
+    with torch.no_grad():
+        logits: Tensor = engine.model(torch.tensor([ids.all])).logits[0]
+    return logits[-len(ids.query) :].float()
+
+
+def masked_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
+    """Logits of the query from one forward pass under the block mask."""
+    ids = engine.tokenize(QUESTION, texts)
+    return sequence_logits(engine, block_mask(ids.prefix, ids.chunks, ids.query, scheme))
+
+
+def sequence_logits(engine: Engine, sequence: MaskedSequence) -> Tensor:
+    """Logits of the query from one forward pass over a sequence with its own mask."""
+    adapter = engine._adapter
+    mask = adapter.mask_argument(sequence.allowed, sequence.indices)
+    logits = adapter.forward(sequence.ids[None], None, sequence.positions, mask=mask)
+    return logits[0, -sequence.query_tokens :].float()

@@ -1,0 +1,368 @@
+"""APE: chunks that overlap in position, weighed against the rest (law 10 and the formula).
+
+The reference is one ordinary forward pass under the block mask, with explicit positions and the two
+sets of columns attended to apart and merged as the paper writes it, in float64.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from laws import (
+    QUESTION,
+    TEMPLATE,
+    TEXTS,
+    TOLERANCE,
+    error,
+    make_engine,
+    sequence_logits,
+)
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from zoo import FAMILIES, build, byte_tokenizer
+
+from kvcache_rag import Ape, DiskStore, Engine, Reuse
+from kvcache_rag.codecs import Int8
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.mask import MaskedSequence, block_mask
+from kvcache_rag.policies.base import AttentionScaling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.prompt import PromptIds
+
+OWN_CODE = ["falcon"]  # attention that does not go through transformers' interface
+WEIGHED = [name for name in FAMILIES if name not in OWN_CODE]
+REFERENCE = "two_sets_of_columns"
+
+
+@dataclass
+class Columns:
+    """What the reference needs to know of a sequence.
+
+    Attributes:
+        is_chunk: `(n,)` bool.
+        first: The first row of the query.
+        scaling: Temperature and scale.
+    """
+
+    is_chunk: Tensor
+    first: int
+    scaling: AttentionScaling
+
+
+_columns: list[Columns] = []
+
+
+def _reference_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    columns = _columns[-1]
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (one.double().repeat_interleave(repeats, 1) for one in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    is_seen = attention_mask > -1e30
+
+    def attend(which: Tensor, temperature: float, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output of attention to some columns and the log-sum-exp of their scores."""
+        kept = (scores / temperature).masked_fill(~(is_seen & which), -torch.inf)
+        level = torch.logsumexp(kept, -1, keepdim=True)
+        if sink is not None:
+            level = torch.logaddexp(level, sink.double()[None, :, None, None])
+        shares = torch.exp(kept - level.masked_fill(torch.isneginf(level), 0))
+        return shares @ value, level
+
+    everything = torch.ones_like(columns.is_chunk)
+    plain, _level = attend(everything, 1.0, s_aux)
+    temperature, scale = columns.scaling.temperature, columns.scaling.scale
+    out_c, level_c = attend(columns.is_chunk, temperature, None)
+    out_o, level_o = attend(~columns.is_chunk, 1.0, s_aux)
+    shares = torch.softmax(torch.cat([scale * temperature * level_c, level_o], -1), -1)
+    merged = shares[..., :1] * out_c + shares[..., 1:] * out_o
+    is_query = torch.arange(scores.shape[2])[:, None] >= columns.first
+    output = torch.where(is_query, merged, plain).to(query.dtype)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@cache
+def reference_model(name: str) -> Any:
+    """The same weights with the reference's attention, in float64 where the family can."""
+    AttentionInterface.register(REFERENCE, _reference_attention)
+    AttentionMaskInterface.register(REFERENCE, sdpa_mask)
+    # The kernel for groups of experts knows no float64.
+    has_experts = name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    model = build(name, dtype=torch.float32 if has_experts else torch.float64)
+    model.set_attn_implementation(REFERENCE)
+    assert model.config._attn_implementation == REFERENCE
+    return model
+
+
+def overlapping(ids: PromptIds, answer: tuple[int, ...] = ()) -> MaskedSequence:
+    """The block mask of a prompt whose query stands right behind the longest chunk."""
+    sequence = block_mask(ids.prefix, ids.chunks, [*ids.query, *answer], "composite")
+    first = len(ids.prefix) + max(map(len, ids.chunks), default=0)
+    positions = sequence.positions.clone()
+    positions[-sequence.query_tokens :] = torch.arange(first, first + sequence.query_tokens)
+    return replace(sequence, positions=positions)
+
+
+def chunk_columns(ids: PromptIds, sequence: MaskedSequence) -> Tensor:
+    """Which columns of the sequence are chunks: neither prefix, nor copies of it, nor query."""
+    kinds = [False] * len(ids.prefix)
+    for number, chunk in enumerate(ids.chunks):
+        kinds += [False] * (len(ids.prefix) if number else 0) + [True] * len(chunk)
+    kinds += [False] * sequence.query_tokens
+    assert len(kinds) == len(sequence.ids)
+    return torch.tensor(kinds)
+
+
+def reference_logits(
+    engine: Engine,
+    name: str,
+    policy: Ape,
+    ids: PromptIds,
+    answer: tuple[int, ...] = (),
+) -> Tensor:
+    """Logits of query and answer from one forward pass."""
+    sequence = overlapping(ids, answer)
+    mask = engine._adapter.mask_argument(sequence.allowed, sequence.indices)
+    first = len(sequence.ids) - sequence.query_tokens
+    scaling = AttentionScaling(policy.temperature, policy.scale)
+    _columns.append(Columns(chunk_columns(ids, sequence), first, scaling))
+    with torch.no_grad():
+        output = reference_model(name)(
+            input_ids=sequence.ids[None],
+            attention_mask=mask,
+            position_ids=sequence.positions[None],
+            use_cache=False,
+        )
+    _columns.pop()
+    logits: Tensor = output.logits[0, first:].float()
+    return logits
+
+
+@cache
+def engine_of(name: str) -> Engine:
+    return make_engine(name)
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_law_10_ape_1_1_is_composite_with_the_query_next_to_the_chunks(name: str) -> None:
+    engine = engine_of(name)
+    sequence = overlapping(engine.tokenize(QUESTION, TEXTS))
+    plain = sequence_logits(engine, sequence)
+    found = engine.logits(QUESTION, TEXTS, policy=Ape(1, 1))
+    assert error(found, plain) < TOLERANCE
+    far = engine.logits(QUESTION, TEXTS, policy=Reuse(positions="composite"))
+    assert error(far, plain) > 10 * TOLERANCE, "the query's place must matter"
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_law_10_models_with_attention_of_their_own_are_refused_by_name(name: str) -> None:
+    engine = engine_of(name)
+    with pytest.raises(UnsupportedModelError, match=rf"^{name}: its attention .*use Reuse\("):
+        engine.generate(QUESTION, TEXTS, policy=Ape(1, 1))
+    before = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
+    assert before.metrics.generated_tokens
+    assert engine.generate(QUESTION, [], policy=Ape(), max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("policy", [Ape(0.7, 0.8), Ape(0.9, 1.3)], ids=repr)
+@pytest.mark.parametrize("name", WEIGHED)
+def test_temperature_and_scale_are_the_papers_formula(name: str, policy: Ape) -> None:
+    engine = engine_of(name)
+    ids = engine.tokenize(QUESTION, TEXTS)
+    reference = reference_logits(engine, name, policy, ids)
+    assert error(engine.logits(QUESTION, TEXTS, policy=policy), reference) < TOLERANCE
+    plain = reference_logits(engine, name, Ape(1, 1), ids)
+    assert error(plain, reference) > 10 * TOLERANCE, "temperature and scale must matter"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral window", "gemma2", "gpt_oss", "gemma3n"])
+def test_generated_tokens_belong_to_the_rest(name: str) -> None:
+    engine, policy = engine_of(name), Ape(0.6, 1.2)
+    ids = engine.tokenize(QUESTION, TEXTS)
+    answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=8)
+    expected: tuple[int, ...] = ()
+    for _ in answer.token_ids:
+        logits = reference_logits(engine, name, policy, ids, expected)
+        expected += (int(logits[-1].argmax()),)
+    assert answer.token_ids == expected
+    assert len(expected) > 2
+
+
+class Recorder:
+    """A logits processor that keeps what it sees: one `(rows, vocabulary)` per step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.steps.append(scores.clone())
+        return scores
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_a_batch_is_its_singles_and_a_stream_is_generate(name: str) -> None:
+    engine, policy = engine_of(name), Ape(0.6, 1.2)
+    questions = [
+        (QUESTION, TEXTS),
+        ("What is it that they saw there?", TEXTS[:1]),
+        ("x", []),
+        ("Why?", [TEXTS[2], TEXTS[0], TEXTS[2]]),
+    ]
+    settings: dict[str, Any] = {"policy": policy, "max_new_tokens": 6}
+    together = Recorder()
+    batch = engine.generate_batch(questions, **settings, logits_processor=[together])
+    for row, (question, chunks) in enumerate(questions):
+        alone = Recorder()
+        single = engine.generate(question, chunks, **settings, logits_processor=[alone])
+        assert batch[row].token_ids == single.token_ids
+        for one, whole in zip(alone.steps, together.steps, strict=False):
+            assert error(whole[row], one[0]) < TOLERANCE
+        stream = engine.stream(question, chunks, **settings)
+        assert "".join(stream) == single.text
+        assert stream.metrics.policy == "Ape(temperature=0.6, scale=1.2)"
+        plain = Recorder()
+        engine.generate(question, chunks, max_new_tokens=1, logits_processor=[plain])
+        differs = error(plain.steps[0][0], alone.steps[0][0]) > 10 * TOLERANCE
+        assert differs == bool(chunks)
+
+
+def test_beams_weigh_the_columns_of_their_own_rows() -> None:
+    engine, policy = engine_of("qwen2"), Ape(0.5, 1.4)
+    questions = [(QUESTION, TEXTS), ("What is it that they saw there?", TEXTS[:1])]
+    settings: dict[str, Any] = {"policy": policy, "num_beams": 3, "max_new_tokens": 6}
+    together = Recorder()
+    batch = engine.generate_batch(questions, **settings, logits_processor=[together])
+    singles = []
+    for row, (question, chunks) in enumerate(questions):
+        alone = Recorder()
+        single = engine.generate(question, chunks, **settings, logits_processor=[alone])
+        assert batch[row].token_ids == single.token_ids
+        beams = slice(3 * row, 3 * row + 3)
+        assert error(together.steps[0][beams], alone.steps[0]) < TOLERANCE
+        singles.append(single)
+    # A beam's score is the sum of its log-probabilities, which the reference knows.
+    ids = engine.tokenize(QUESTION, TEXTS)
+
+    def likelihood(tokens: tuple[int, ...]) -> float:
+        logits = reference_logits(engine, "qwen2", policy, ids, tokens[:-1])
+        steps = torch.log_softmax(logits[-len(tokens) :], -1)
+        return float(steps[range(len(tokens)), list(tokens)].mean())
+
+    greedy = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=6)
+    assert likelihood(singles[0].token_ids) >= likelihood(greedy.token_ids) - 1e-6
+
+
+def test_missing_chunks_are_prefilled_with_plain_attention() -> None:
+    fresh = make_engine("qwen2")
+    answer = fresh.generate(QUESTION, TEXTS, policy=Ape(0.5, 0.5), max_new_tokens=1)
+    assert answer.metrics.misses == len(TEXTS)
+    assert answer.metrics.recomputed_tokens == 0
+    assert torch.equal(fresh.logits(QUESTION, TEXTS), engine_of("qwen2").logits(QUESTION, TEXTS))
+    again = fresh.generate(QUESTION, TEXTS, policy=Ape(0.5, 0.5), max_new_tokens=1)
+    assert again.metrics.misses == 0
+    assert again.token_ids == answer.token_ids
+
+
+def test_stored_chunks_that_stand_at_position_0_are_placed_alike(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec=Int8())
+    engine = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store)
+    for policy in (Ape(1, 1), Ape(0.7, 0.8)):
+        found = engine.logits(QUESTION, TEXTS, policy=policy)
+        exact = engine_of("qwen2").logits(QUESTION, TEXTS, policy=policy)
+        assert 0 < error(found, exact) < 0.2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+def test_the_models_own_attention_comes_back(name: str) -> None:
+    engine = engine_of(name)
+    own = engine.model.config._attn_implementation
+    before = engine.logits(QUESTION, TEXTS)
+
+    def fails(ids: Tensor, scores: Tensor) -> Tensor:
+        assert engine.model.config._attn_implementation != own
+        raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        engine.generate(QUESTION, TEXTS, policy=Ape(), logits_processor=[fails])
+    assert engine.model.config._attn_implementation == own
+    cancelled = threading.Event()
+    cancelled.set()
+    engine.generate(QUESTION, TEXTS, policy=Ape(), cancelled=cancelled, max_new_tokens=50)
+    with engine.stream(QUESTION, TEXTS, policy=Ape(), max_new_tokens=200) as stream:
+        next(iter(stream))
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).token_ids
+    assert engine.model.config._attn_implementation == own
+    assert torch.equal(engine.logits(QUESTION, TEXTS), before)
+
+
+def test_engines_in_several_threads_do_not_mix_their_weights() -> None:
+    policies = [Ape(0.5, 1.4), Ape(1, 1), Ape(1.3, 0.6), Reuse(positions="composite")]
+    shared = engine_of("qwen2")
+    alone = [shared.generate(QUESTION, TEXTS, policy=one, max_new_tokens=8) for one in policies]
+    found: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = [
+            shared.generate(QUESTION, TEXTS, policy=policies[number], max_new_tokens=8).token_ids
+            for _ in range(3)
+        ]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(policies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number] == [one.token_ids] * 3 for number, one in enumerate(alone))
+
+
+def test_one_chunk_at_1_1_is_a_plain_prefill_and_a_window_may_hide_all_chunks() -> None:
+    engine = engine_of("mistral window")
+    one = engine.logits(QUESTION, TEXTS[:1], policy=Ape(1, 1))
+    assert error(one, engine.logits(QUESTION, TEXTS[:1])) < TOLERANCE
+    long = "What is the name of the person that was seen there by all of the others on that day?"
+    found = engine.logits(long, TEXTS, policy=Ape(0.5, 0.5))
+    reference = reference_logits(
+        engine, "mistral window", Ape(0.5, 0.5), engine.tokenize(long, TEXTS)
+    )
+    assert error(found, reference) < TOLERANCE
+
+
+def test_models_whose_keys_cannot_move_are_refused_in_one_sentence() -> None:
+    engine = make_engine("gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"^gpt2: .* use Combination\(\)"):
+        engine.generate(QUESTION, TEXTS, policy=Ape())
+
+
+@pytest.mark.parametrize("name", ["temperature", "scale"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "0.9", None])
+def test_temperature_and_scale_are_positive_numbers(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} must be a positive number"):
+        Ape(**{name: value})
+
+
+def test_it_is_a_value() -> None:
+    assert Ape(0.9) == Ape(temperature=0.9, scale=0.9) != Ape(0.9, 1.0)
+    assert repr(Ape(1, 1)) == "Ape(temperature=1, scale=1)"
+    assert eval(repr(Ape(0.8, 0.7)), {"Ape": Ape}) == Ape(0.8, 0.7)
+    assert (Ape().positions, Ape().adjacent_query, Ape().is_reuse) == ("composite", True, True)
+    assert Ape(0.8, 0.7).scaling == AttentionScaling(0.8, 0.7)

@@ -1,0 +1,237 @@
+"""CacheClip from end to end: the packaged reader answers, an auxiliary model chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tokenizers_zoo import word_pieces
+from torch import Tensor
+from zoo import build
+
+from kvcache_rag import (
+    Auxiliary,
+    CacheClip,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    LegoLink,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+    StoredChunk,
+    auto,
+)
+from kvcache_rag.evaluation.agreement import _main_weights, attention_agreement
+from kvcache_rag.models.attending import QueryAttention
+from kvcache_rag.prefill import Prefiller
+from kvcache_rag.reader import make_example
+
+EXAMPLE = make_example(3, kind="two_hop")
+DOCUMENTS = list(EXAMPLE.documents)
+QUESTIONS = [question.text for question in EXAMPLE.questions]
+CLIP = CacheClip(ratio=0.5)
+
+
+@pytest.fixture(scope="module", params=["its own model", "another tokenizer"])
+def auxiliary(request: pytest.FixtureRequest) -> Auxiliary:
+    if request.param == "its own model":
+        return Auxiliary.from_pretrained("tiny")
+    template = PromptTemplate(system="Documents:\n", chunk_start="[", chunk_end="]\n")
+    return Auxiliary(Engine(build("llama"), word_pieces(), template=template))
+
+
+@pytest.fixture(scope="module")
+def engine(auxiliary: Auxiliary) -> Engine:
+    return Engine.from_pretrained(
+        "tiny", store=MemoryStore(), device="cpu", dtype=torch.float32, auxiliary=auxiliary
+    )
+
+
+def test_generate_stream_and_batch_agree(engine: Engine) -> None:
+    options: dict[str, Any] = {"policy": CLIP, "max_new_tokens": 8}
+    singles = [engine.generate(question, DOCUMENTS, **options) for question in QUESTIONS]
+    for single, question in zip(singles, QUESTIONS, strict=True):
+        assert single.metrics.recomputed_tokens > 0
+        assert single.metrics.recompute > 0
+        assert single.metrics.policy == repr(CLIP)
+        assert "".join(engine.stream(question, DOCUMENTS, **options)) == single.text
+    asked = [(question, DOCUMENTS[: 3 + index]) for index, question in enumerate(QUESTIONS)]
+    batch = engine.generate_batch(asked, **options)
+    for one, (question, documents) in zip(batch, asked, strict=True):
+        alone = engine.generate(question, documents, **options)
+        assert one.token_ids == alone.token_ids
+        assert one.metrics.recomputed_tokens == alone.metrics.recomputed_tokens
+
+
+def test_what_is_computed_again_is_what_the_auxiliary_looks_at(
+    engine: Engine, auxiliary: Auxiliary
+) -> None:
+    alone = CacheClip(ratio=0.1, window=1, threshold=1)
+    lengths = [len(chunk) for chunk in engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks]
+    answer = engine.generate(QUESTIONS[0], DOCUMENTS, policy=alone, max_new_tokens=1)
+    assert answer.metrics.recomputed_tokens == round(0.1 * sum(lengths))
+    scores = auxiliary.scores(QUESTIONS[0], DOCUMENTS)
+
+    class Given:
+        def scores(self, question: str, chunks: Any) -> list[Tensor]:
+            assert question == QUESTIONS[0]
+            assert list(chunks) == DOCUMENTS
+            return scores
+
+    class Opposite:
+        def scores(self, question: str, chunks: Any) -> list[Tensor]:
+            return [-one for one in scores]
+
+    found = engine.logits(QUESTIONS[0], DOCUMENTS, policy=alone)
+    given = CacheClip(Given(), ratio=0.1, window=1, threshold=1)
+    opposite = CacheClip(Opposite(), ratio=0.1, window=1, threshold=1)
+    assert torch.equal(engine.logits(QUESTIONS[0], DOCUMENTS, policy=given), found)
+    other = engine.logits(QUESTIONS[0], DOCUMENTS, policy=opposite)
+    assert float((other - found).abs().max()) > 1e-3
+
+
+def test_the_ends_of_the_dial_are_full_prefill_and_reuse(engine: Engine) -> None:
+    def logits(policy: Any) -> Tensor:
+        return engine.logits(QUESTIONS[0], DOCUMENTS, policy=policy)
+
+    assert torch.equal(logits(CacheClip(ratio=0)), logits(Reuse()))
+    composite = CacheClip(ratio=0, positions="composite")
+    assert torch.equal(logits(composite), logits(Reuse("composite")))
+    assert torch.equal(logits(CacheClip(ratio=1)), logits(FullRecompute()))
+    for positions in ("reordered", "composite"):
+        nearly = logits(CacheClip(ratio=0.999, positions=positions))  # all but the first chunk
+        assert float((nearly - logits(FullRecompute())).abs().max()) < 1e-3
+    assert float((logits(Reuse()) - logits(FullRecompute())).abs().max()) > 1e-2
+
+
+def test_chunks_by_reference_are_scored_too(engine: Engine) -> None:
+    expected = engine.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=8)
+    keys = engine.add(DOCUMENTS)
+    stored = [StoredChunk(key, text) for key, text in zip(keys, DOCUMENTS, strict=True)]
+    for chunks in (stored, keys, [keys[0], *stored[1:3], *DOCUMENTS[3:]]):
+        found = engine.generate(QUESTIONS[0], chunks, policy=CLIP, max_new_tokens=8)
+        assert found.token_ids == expected.token_ids
+        assert found.metrics.recomputed_tokens == expected.metrics.recomputed_tokens
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_may_be_its_own_auxiliary() -> None:
+    twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
+    engine = Engine.from_pretrained("tiny", device="cpu", dtype=torch.float32, auxiliary=twin)
+    expected = engine.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=8)
+    own = CacheClip(Auxiliary(engine), ratio=0.5)
+    for _ in range(2):
+        found = engine.generate(QUESTIONS[0], DOCUMENTS, policy=own, max_new_tokens=8)
+        assert found.token_ids == expected.token_ids
+        assert found.metrics.recomputed_tokens == expected.metrics.recomputed_tokens
+        assert found.metrics.misses == 0
+    # Also where both have to compute the same chunks at the same time.
+    fresh = Engine.from_pretrained("tiny", device="cpu", dtype=torch.float32)
+    own = CacheClip(Auxiliary(fresh), ratio=0.5)
+    found = fresh.generate(QUESTIONS[0], DOCUMENTS, policy=own, max_new_tokens=8)
+    assert found.token_ids == expected.token_ids
+
+
+def test_ingestion_prefills_for_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = PromptTemplate(system="Documents:\n")
+    helper = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
+    main = Engine.from_pretrained("tiny", device="cpu", auxiliary=helper)
+    keys = main.add(DOCUMENTS)
+    assert len(keys) == len(DOCUMENTS)
+    assert main.auxiliary is helper
+
+    def computed(*_: Any) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(Prefiller, "compute", computed)
+    assert main.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=4).metrics.misses == 0
+
+
+def test_it_joins_other_policies(engine: Engine) -> None:
+    clip = CacheClip(ratio=0.2, threshold=None)
+    both = engine.generate(QUESTIONS[0], DOCUMENTS, policy=LegoLink(2) | clip, max_new_tokens=8)
+    parts = [
+        engine.generate(QUESTIONS[0], DOCUMENTS, policy=policy, max_new_tokens=8)
+        for policy in (LegoLink(2), clip)
+    ]
+    counts = [part.metrics.recomputed_tokens for part in parts]
+    assert max(counts) < both.metrics.recomputed_tokens <= sum(counts)
+
+
+def test_a_budget_turns_its_ratio(engine: Engine) -> None:
+    full = engine.generate(QUESTIONS[0], DOCUMENTS, policy=auto(100.0, CLIP), max_new_tokens=4)
+    assert full.metrics.policy == repr(CacheClip(ratio=1.0))
+    first = len(engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks[0])
+    whole = sum(map(len, engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks))
+    assert full.metrics.recomputed_tokens == whole - first
+    none = engine.generate(QUESTIONS[0], DOCUMENTS, policy=auto(1e-6, CLIP), max_new_tokens=4)
+    assert none.metrics.policy == repr(Reuse())
+    assert none.metrics.recomputed_tokens == 0
+
+
+def test_without_an_auxiliary_model_there_is_one_sentence() -> None:
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    with pytest.raises(InvalidInputError, match="auxiliary"):
+        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip())
+
+
+def test_an_error_of_the_scorer_is_the_users() -> None:
+    class Broken:
+        def scores(self, question: str, chunks: Any) -> list[Tensor]:
+            raise ZeroDivisionError("my own")
+
+    class Short:
+        def scores(self, question: str, chunks: Any) -> list[Tensor]:
+            return [torch.zeros(3) for _ in chunks]
+
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    with pytest.raises(ZeroDivisionError, match="my own"):
+        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip(Broken()))
+    with pytest.raises(InvalidInputError, match="one per character"):
+        engine.generate(QUESTIONS[0], DOCUMENTS, policy=CacheClip(Short()))
+    assert engine.generate(QUESTIONS[0], DOCUMENTS, max_new_tokens=4).text
+
+
+def test_a_model_agrees_with_itself_over_one_chunk(engine: Engine) -> None:
+    twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
+    found = attention_agreement(engine, twin, QUESTIONS[0], DOCUMENTS[:1])
+    assert found.kl == pytest.approx(0, abs=1e-5)
+    assert found.jaccard == 1
+    more = attention_agreement(engine, twin, QUESTIONS[0], DOCUMENTS)
+    assert more.kl > 1e-4
+    assert more.jaccard < 1
+    assert more.tokens > 4 * found.tokens
+
+
+def test_a_random_model_agrees_by_chance(engine: Engine) -> None:
+    template = PromptTemplate(system="Documents:\n", chunk_start="[", chunk_end="]\n")
+    stranger = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
+    twin = Auxiliary.from_pretrained("tiny", dtype=torch.float32)
+    for question in QUESTIONS:
+        other = attention_agreement(engine, stranger, question, DOCUMENTS)
+        own = attention_agreement(engine, twin, question, DOCUMENTS)
+        assert other.kl > 2 * own.kl
+        assert other.jaccard < own.jaccard
+        assert other.jaccard < 0.3  # 0.11 by chance
+
+
+def test_the_main_attention_is_that_of_a_full_prefill(engine: Engine) -> None:
+    ids = engine.tokenize(QUESTIONS[0], DOCUMENTS)
+    engine.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            found = engine.model(input_ids=torch.tensor([ids.all]), output_attentions=True)
+    finally:
+        engine.model.set_attn_implementation("kvcache_rag_packed")
+    layer = found.attentions[QueryAttention(engine._adapter).layer][0]
+    expected = layer[:, -len(ids.query) :].mean(0).mean(0)[len(ids.prefix) : len(ids.context)]
+    weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
+    assert torch.allclose(weights, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("chunks", "share"), [([], 0.2), (DOCUMENTS, 0), (DOCUMENTS, 1.5)])
+def test_nothing_to_compare(engine: Engine, auxiliary: Auxiliary, chunks: Any, share: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        attention_agreement(engine, auxiliary, QUESTIONS[0], chunks, share)

@@ -1,0 +1,198 @@
+"""Which tokens are chosen: ratios, ties, windows, and numbers that must stay whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcache_rag import CacheClip, InvalidInputError
+from kvcache_rag.policies.selection import candidates, grouped, share, top, top_windows
+from kvcache_rag.stitch import StitchedPrompt
+
+shapes = st.builds(
+    StitchedPrompt.of,
+    st.integers(0, 5),
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.integers(1, 4),
+)
+
+
+class Scored:
+    """Signals with given relevance; notes how often it was asked for."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self._scores = scores
+        self.asked = 0
+
+    def relevance(self) -> Tensor:
+        self.asked += 1
+        return self._scores
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+
+def noise(prompt: StitchedPrompt, seed: int) -> Tensor:
+    return torch.rand(prompt.context_tokens, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_windows(
+    selected: list[bool], prompt: StitchedPrompt, window: int, threshold: int
+) -> list[bool]:
+    """The rule of the paper, one window after the other."""
+    result = [False] * len(selected)
+    for chunk in prompt.chunks:
+        for start in range(chunk.start, chunk.stop, window):
+            stop = min(start + window, chunk.stop)
+            if sum(selected[start:stop]) / (stop - start) >= threshold / window:
+                result[start:stop] = [True] * (stop - start)
+    return result
+
+
+@given(shapes, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+@settings(deadline=None)
+def test_windows_are_all_or_nothing(
+    prompt: StitchedPrompt, window: int, threshold: int, seed: int
+) -> None:
+    threshold = min(threshold, window)
+    selected = noise(prompt, seed) < 0.5
+    found = grouped(selected, prompt, window, threshold)
+    assert found.tolist() == plain_windows(selected.tolist(), prompt, window, threshold)
+
+
+def test_five_of_eight_are_enough_and_four_are_not() -> None:
+    prompt = StitchedPrompt.of(3, [16, 11], 1)
+    selected = torch.zeros(30, dtype=torch.bool)
+    selected[[3, 5, 6, 8, 10]] = True  # five of the first window
+    selected[[11, 12, 13, 14]] = True  # four of the second
+    selected[[27, 28]] = True  # two of the last three: 5/8 of 3 is 1.9
+    found = grouped(selected, prompt, 8, 5)
+    assert found.nonzero()[:, 0].tolist() == [*range(3, 11), 27, 28, 29]
+
+
+def test_windows_begin_with_their_chunk() -> None:
+    prompt = StitchedPrompt.of(5, [3, 8], 1)
+    selected = torch.zeros(16, dtype=torch.bool)
+    selected[8:13] = True
+    assert grouped(selected, prompt, 8, 5).nonzero()[:, 0].tolist() == list(range(8, 16))
+
+
+def test_a_number_within_a_window_is_never_computed_by_halves() -> None:
+    # One token per character; the number lies in the second window of the second chunk.
+    text = "It has 5663623  people today and tomorrow."
+    prompt = StitchedPrompt.of(0, [10, len(text)], 1)
+    start = 10 + text.index("5663623")
+    start_window = 10 + (start - 10) // 8 * 8
+    whole = set(range(start, start + 7))
+    cut = 0
+    for seed in range(300):
+        scores = noise(prompt, seed)
+        scores[start : start + 7] += torch.rand(7, generator=torch.Generator().manual_seed(-seed))
+        alone = set(top(scores, 10, candidates(prompt)).nonzero()[:, 0].tolist())
+        cut += 0 < len(alone & whole) < 7
+        found = CacheClip(ratio=10 / (10 + len(text))).select(prompt, Scored(scores))
+        inside = {place for place in whole if (place - 10) // 8 == (start_window - 10) // 8}
+        kept = set(found.nonzero()[:, 0].tolist()) & inside
+        assert kept in (set(), inside)
+    assert cut > 100  # without groups, numbers would have been cut
+
+
+@given(shapes, st.integers(0, 40), st.integers(0, 99))
+@settings(deadline=None)
+def test_the_best_of_those_allowed_are_taken(prompt: StitchedPrompt, count: int, seed: int) -> None:
+    scores, allowed = (noise(prompt, seed) * 4).round(), candidates(prompt)
+    found = top(scores, count, allowed)
+    assert int(found.sum()) == min(count, int(allowed.sum()))
+    assert not (found & ~allowed).any()
+    ranked = sorted(allowed.nonzero()[:, 0].tolist(), key=lambda i: (-float(scores[i]), i))
+    assert found.nonzero()[:, 0].tolist() == sorted(ranked[:count])
+
+
+@given(shapes, st.integers(1, 9), st.integers(0, 60), st.integers(0, 99))
+@settings(deadline=None)
+def test_windows_by_mean_fill_the_budget(
+    prompt: StitchedPrompt, window: int, count: int, seed: int
+) -> None:
+    scores, allowed = noise(prompt, seed), candidates(prompt)
+    spans = [
+        (float(scores[a : (b := min(a + window, c.stop))].mean()), a, b)
+        for c in prompt.chunks[1:]
+        for a in range(c.start, c.stop, window)
+    ]
+    expected: set[int] = set()
+    for _, start, stop in sorted(spans, key=lambda span: -span[0]):
+        if len(expected) + stop - start > count:
+            break
+        expected |= set(range(start, stop))
+    found = top_windows(scores, count, allowed, prompt, window)
+    assert set(found.nonzero()[:, 0].tolist()) == expected
+
+
+@given(shapes)
+def test_prefix_and_first_chunk_are_exact_already(prompt: StitchedPrompt) -> None:
+    allowed = candidates(prompt)
+    first = prompt.chunks[0]
+    assert not allowed[: first.stop].any()
+    assert allowed[first.stop :].all()
+
+
+@pytest.mark.parametrize(
+    "policy", [CacheClip(), CacheClip(threshold=None), CacheClip(window=1, threshold=1)]
+)
+def test_cacheclip_selects_by_its_ratio(policy: CacheClip) -> None:
+    prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
+    scores = torch.arange(124.0)  # neighbours have like scores: groups change little
+    found = policy.select(prompt, Scored(scores))
+    assert found.nonzero()[:, 0].tolist() == list(range(124 - share(0.2, prompt), 124))
+
+
+def test_scattered_scores_leave_no_window() -> None:
+    prompt = StitchedPrompt.of(0, [40, 40, 40], 5)
+    scores = torch.zeros(120)
+    scores[40::4] = 1.0
+    assert not CacheClip(ratio=20 / 120).select(prompt, Scored(scores)).any()
+    whole = CacheClip(ratio=20 / 120, threshold=None).select(prompt, Scored(scores))
+    assert int(whole.sum()) == 16
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.7, 0.999])
+def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> None:
+    prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
+    signals = Scored(torch.zeros(124))
+    found = CacheClip(ratio=ratio).select(prompt, signals)
+    assert int(found.sum()) == (0 if ratio < 0.1 else 80)
+    assert signals.asked == 0
+    one = StitchedPrompt.of(4, [40], 5)
+    assert not CacheClip().select(one, signals).any()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"ratio": 1.5}, "ratio must be a number from 0"),
+        ({"ratio": True}, "ratio must be"),
+        ({"ratio": float("nan")}, "ratio must be"),
+        ({"window": 0}, "window must be a whole number from 1"),
+        ({"window": 8.0}, "window must be a whole number"),
+        ({"threshold": 0}, "threshold must be a whole number from 1"),
+        ({"threshold": 9}, "more than the 8 tokens"),
+        ({"positions": "local"}, "positions must be"),
+        ({"auxiliary": "tiny"}, "must have a method scores"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings_: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        CacheClip(**settings_)
+
+
+def test_the_ends_of_the_dial() -> None:
+    assert CacheClip(ratio=0).is_reuse
+    assert CacheClip(ratio=1).is_full
+    assert not CacheClip().is_reuse
+    assert not CacheClip().is_full
+    assert [CacheClip(ratio=r).needs_scorer for r in (0, 0.2, 1)] == [False, True, False]

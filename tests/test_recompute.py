@@ -1,0 +1,389 @@
+"""Computing chosen tokens again: what it costs, what it touches, and every way to generate."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, plain_logits
+from torch import Tensor
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import (
+    DiskStore,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    UnsupportedModelError,
+)
+from kvcache_rag.codecs import Int8
+from kvcache_rag.costs import Costs
+from kvcache_rag.filling import Prompt
+from kvcache_rag.policies import ReusePolicy
+from kvcache_rag.policies.cacheblend import CacheBlend
+from kvcache_rag.policies.legolink import LegoLink
+from kvcache_rag.policies.selection import candidates, share, top
+from kvcache_rag.stitch import StitchedPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.policies.base import Scorer, Signals
+
+LONG_QUESTION = "What is it that they saw there?"
+
+
+@dataclass(frozen=True)
+class Behind(ReusePolicy):
+    """Selects everything behind the first chunk, so the answer is that of a full prefill."""
+
+    name: ClassVar[str] = "behind"
+    positions: PositionScheme = "reordered"
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        return candidates(prompt)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine("qwen2 window")
+
+
+@pytest.fixture(params=["reordered", "composite"])
+def behind(request: pytest.FixtureRequest) -> Behind:
+    return Behind(request.param)
+
+
+class Asking(ReusePolicy):
+    """Asks for signals and selects nothing."""
+
+    name = "asking"
+
+    def __init__(self, ask: Callable[[Signals], object], auxiliary: Scorer | None = None) -> None:
+        self.ask, self.auxiliary = ask, auxiliary
+        self.needs_scorer = True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        self.ask(signals)
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+
+# ---------------------------------------------------------------------- every way to generate
+def test_beams_stop_strings_and_processors_see_a_full_prompt(
+    engine: Engine, behind: Behind
+) -> None:
+    first = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=12).text
+    for options in (
+        {"num_beams": 3},
+        {"stop": [first[4:6]]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "temperature": 1.5},
+        {"max_new_tokens": 1},
+    ):
+        settings: dict[str, Any] = {"max_new_tokens": 12, **options}
+        torch.manual_seed(0)
+        expected = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), **settings)
+        torch.manual_seed(0)
+        found = engine.generate(QUESTION, TEXTS, policy=behind, **settings)
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text), options
+        assert found.finish_reason == expected.finish_reason
+
+
+def test_batches_of_beams_and_stop_strings_equal_their_singles(engine: Engine) -> None:
+    policy = CacheBlend(0.3)
+    questions = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS[1:]), ("x", TEXTS[:1])]
+    text = engine.generate(*questions[0], policy=policy, max_new_tokens=9).text
+    for options in ({"num_beams": 2}, {"stop": [text[3:5]]}):
+        settings: dict[str, Any] = {"max_new_tokens": 9, "policy": policy, **options}
+        singles = [engine.generate(q, c, **settings) for q, c in questions]
+        batch = engine.generate_batch(questions, **settings)
+        assert [one.text for one in batch] == [one.text for one in singles]
+
+
+def test_refining_rounds_compute_again_in_each(behind: Behind) -> None:
+    small = make_engine("llama", context_window=330)
+    options: dict[str, Any] = {"overflow": "refine", "max_new_tokens": 8}
+    texts = [*TEXTS, *TEXTS[::-1]]
+    expected = small.generate(QUESTION, texts, policy=FullRecompute(), **options)
+    found = small.generate(QUESTION, texts, policy=behind, **options)
+    assert found.metrics.rounds == expected.metrics.rounds > 1
+    assert found.text == expected.text
+    once = small.generate(QUESTION, TEXTS[:2], policy=behind, max_new_tokens=8).metrics
+    assert found.metrics.recomputed_tokens > once.recomputed_tokens > 0
+
+
+def test_a_closed_stream_leaves_nothing_behind(engine: Engine, behind: Behind) -> None:
+    expected = engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
+    stream = engine.stream(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
+    next(iter(stream))
+    stream.close()
+    cancelled = threading.Event()
+    cancelled.set()
+    engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20, cancelled=cancelled)
+    again = engine.generate(QUESTION, TEXTS, policy=behind, max_new_tokens=20)
+    assert again.token_ids == expected.token_ids
+
+
+def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
+    answerer = engine._answerer
+    made = engine._request(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
+    full = replace(made, policy=FullRecompute())
+    prompts = [Prompt(one.rounds[0], one.query[-1:], one) for one in (made, full)]
+    with torch.inference_mode():
+        found, expected = (answerer.answer(prompt, 0.0, None, None) for prompt in prompts)
+    assert found.token_ids == expected.token_ids
+    assert error(answerer.logits(prompts[0]), answerer.logits(prompts[1])) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_in_bfloat16_it_is_as_close_to_a_full_prefill_as_rounding_lets_it(name: str) -> None:
+    model = build(name, dtype=torch.bfloat16)
+    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
+    plain = plain_logits(engine, TEXTS)
+    found = engine.logits(QUESTION, TEXTS, policy=Behind())
+    exact = make_engine(name)
+    exact.model.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    rounding = error(plain, plain_logits(exact, TEXTS))
+    assert error(found, plain) < 3 * rounding + 1e-3
+
+
+def test_chunks_from_a_coarse_store_are_computed_again_too(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec=Int8())
+    engine = Engine(build("llama"), byte_tokenizer(), template=TEMPLATE, store=store)
+    found = engine.logits(QUESTION, TEXTS, policy=Behind())
+    plain = plain_logits(engine, TEXTS)
+    assert error(found, plain) < 0.1 * error(engine.logits(QUESTION, TEXTS), plain)
+
+
+# ---------------------------------------------------------------------- what runs, what it costs
+@pytest.fixture
+def passes(engine: Engine) -> Iterator[dict[str, list[int]]]:
+    """Tokens that each part of the model was run on, pass by pass."""
+    decoder = engine.model.model
+    seen: dict[str, list[int]] = {"embedding": [], "last mlp": [], "second mlp": [], "head": []}
+    parts = {
+        "embedding": decoder.embed_tokens,
+        "second mlp": decoder.layers[1].mlp,
+        "last mlp": decoder.layers[-1].mlp,
+        "head": engine.model.lm_head,
+    }
+
+    def hook(name: str) -> Any:
+        return parts[name].register_forward_hook(
+            lambda _m, _i, out: seen[name].append(int(out.shape[-2]))
+        )
+
+    hooks = [hook(name) for name in parts]
+    yield seen
+    for one in hooks:
+        one.remove()
+
+
+def test_one_pass_over_the_chosen_and_the_query_ends_at_the_last_keys(
+    engine: Engine, passes: dict[str, list[int]]
+) -> None:
+    engine.add(TEXTS)
+    for seen in passes.values():
+        seen.clear()
+    metrics = engine.generate(QUESTION, TEXTS, policy=LegoLink(16), max_new_tokens=1).metrics
+    assert metrics.recomputed_tokens == 32  # of two chunks behind the first
+    assert metrics.query_tokens > 1
+    # One pass writes keys and values in place, the next reads the query's last token.
+    assert passes["embedding"] == [32 + metrics.query_tokens - 1, 1]
+    assert passes["last mlp"] == passes["head"] == [1]
+    assert metrics.recompute > 0
+    assert metrics.policy == "LegoLink(tokens=16, positions='reordered')"
+    assert metrics.reused_tokens == sum(len(chunk) for chunk in engine.tokenize("?", TEXTS).chunks)
+    assert metrics.ttft >= metrics.load + metrics.stitch + metrics.recompute + metrics.prefill
+
+
+def test_the_signal_ends_before_the_attention_of_its_layer(
+    engine: Engine, passes: dict[str, list[int]]
+) -> None:
+    engine.add(TEXTS)
+    asked = Asking(lambda signals: [signals.deviation(1) for _ in range(3)])
+    asked.needs_scorer = False
+    for seen in passes.values():
+        seen.clear()
+    engine.generate(QUESTION, TEXTS, policy=asked, max_new_tokens=1)
+    ids = engine.tokenize(QUESTION, TEXTS)
+    # The signal, once for three questions, and the query over the stitched chunks.
+    assert passes["embedding"] == [len(ids.context), len(ids.query)]
+    assert passes["second mlp"] == [len(ids.query)]
+
+
+def test_reuse_asks_for_nothing_and_counts_nothing(engine: Engine) -> None:
+    for policy in (LegoLink(0), CacheBlend(0)):
+        metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+        assert (metrics.recompute, metrics.recomputed_tokens) == (0.0, 0)
+    one = engine.generate(QUESTION, TEXTS[:1], policy=CacheBlend(0.5), max_new_tokens=1).metrics
+    assert one.recomputed_tokens == 0  # prefix and first chunk are what they are in a full prefill
+
+
+def test_the_ratio_counts_all_chunk_tokens(engine: Engine) -> None:
+    sizes = [len(chunk) for chunk in engine.tokenize(QUESTION, TEXTS).chunks]
+    for ratio in (0.1, 0.25):
+        policy = CacheBlend(ratio)
+        metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+        assert metrics.recomputed_tokens == round(ratio * sum(sizes))
+        metrics = engine.generate_batch([(QUESTION, TEXTS)], policy=policy)[0].metrics
+        assert metrics.recomputed_tokens == round(ratio * sum(sizes))
+
+
+def test_top_breaks_ties_by_place() -> None:
+    prompt = StitchedPrompt.of(1, [2, 3, 2], 1)
+    allowed = candidates(prompt)
+    assert allowed.nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7]
+    scores = torch.tensor([9.0, 9.0, 9.0, 1.0, 2.0, 1.0, 2.0, 1.0])
+    assert top(scores, 3, allowed).nonzero()[:, 0].tolist() == [3, 4, 6]
+    assert top(scores, 99, allowed).equal(allowed)
+    assert not top(scores, 0, allowed).any()
+    assert share(0.5, prompt) == 4  # round half to even of 3.5
+
+
+# ---------------------------------------------------------------------- models that cannot
+def test_a_model_without_positions_cannot_compute_single_tokens_again() -> None:
+    engine = make_engine("bloom")
+    engine.generate(QUESTION, TEXTS[:1], max_new_tokens=1)
+
+    class Last(Behind):
+        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+            return torch.arange(prompt.context_tokens) == prompt.context_tokens - 1
+
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(UnsupportedModelError, match="cannot be told where a token stands"):
+            call(QUESTION, TEXTS[:1], policy=Last())
+
+
+def test_attention_that_takes_no_mask_cannot_compute_single_tokens_again() -> None:
+    engine = make_engine("llama")
+    engine.add(TEXTS)
+    engine.model.config._attn_implementation_internal = "flash_attention_2"
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(
+            UnsupportedModelError, match='load the model with attn_implementation="sdpa"'
+        ):
+            call(QUESTION, TEXTS, policy=LegoLink())
+
+
+def test_learned_positions_are_no_obstacle_in_the_natural_place() -> None:
+    engine = make_engine("gpt2")
+
+    class Odd(Behind):
+        def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+            return torch.arange(prompt.context_tokens) % 2 == 1
+
+    found = engine.logits(QUESTION, TEXTS[:1], policy=Odd())
+    assert error(found, plain_logits(engine, TEXTS[:1])) < 1e-3
+
+
+# ---------------------------------------------------------------------- scorers
+class Words:
+    """Scores the letter z; notes what it was given, and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, tuple[str, ...]]] = []
+        self.thread: threading.Thread | None = None
+        self.go = threading.Event()
+
+    def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+        self.thread = threading.current_thread()
+        self.given.append((question, tuple(chunks)))
+        if not self.go.wait(20):
+            raise TimeoutError("nothing was loaded meanwhile")
+        return [torch.tensor([float(one == "z") for one in chunk]) for chunk in chunks]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Words()
+    engine = make_engine("qwen2", auxiliary=None if own else scorer)
+    keys = engine.add(TEXTS)
+    load = engine._answerer.filler.loader.load
+
+    def loading(*arguments: Any) -> Any:
+        found = load(*arguments)
+        scorer.go.set()
+        return found
+
+    monkeypatch.setattr(type(engine._answerer.loader), "load", lambda _, *rest: loading(*rest))
+    found: list[Tensor] = []
+    policy = Asking(
+        lambda signals: found.append(signals.relevance()), auxiliary=scorer if own else None
+    )
+    # By text, by key alone, and by text again.
+    engine.generate(QUESTION, [TEXTS[0], keys[1], TEXTS[2]], policy=policy, max_new_tokens=1)
+    assert scorer.given == [(QUESTION, tuple(TEXTS))]
+    assert scorer.thread is not threading.current_thread()
+    ids = engine.tokenize(QUESTION, TEXTS)
+    z = engine.tokenizer("z")["input_ids"][-1]
+    highest = [place for place, one in enumerate(ids.context) if one == z]
+    assert found[0].shape == (len(ids.context),)
+    assert set(highest) <= set((found[0] == 1).nonzero()[:, 0].tolist())
+    assert found[0][: len(ids.prefix)].max() == found[0].min() == 0
+
+
+def test_what_goes_wrong_in_a_scorer_is_raised() -> None:
+    class Broken(Words):
+        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+            raise RuntimeError("no weights")
+
+    class Short(Words):
+        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+            return [torch.zeros(1) for _ in chunks]
+
+    class Fewer(Words):
+        def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+            return []
+
+    engine = make_engine("qwen2")
+    for scorer, kind, message in (
+        (Broken(), RuntimeError, "no weights"),
+        (Short(), InvalidInputError, "characters"),
+        (Fewer(), InvalidInputError, "0 scores for 3 chunks"),
+    ):
+        policy = Asking(lambda signals: signals.relevance(), auxiliary=scorer)
+        with pytest.raises(kind, match=message):
+            engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+
+
+# ---------------------------------------------------------------------- what can be afforded
+def test_rates_are_learned_from_what_was_computed_again() -> None:
+    costs = Costs()
+    assert costs.affordable(1.0) is None
+    costs.passed(100, 1.0)
+    before = costs.affordable(1.5)
+    assert before is not None
+    assert 90 <= before < 150  # a prefill's tokens are cheaper
+    costs.recomputed(100, 1.0)
+    assert costs.affordable(1.5) == 150
+    costs.recomputed(200, 1.5)  # 0.5 s for a pass, 5 ms per token
+    assert costs.affordable(1.5) == 200
+    assert costs.affordable(0.1) == 0
+
+
+def test_answers_teach_the_rate_and_an_unknown_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh = make_engine("qwen2")
+    fresh.add(TEXTS)
+    Costs.__init__(fresh._costs)  # as in a process that has prefilled nothing
+    found: list[int] = []
+    asked = Asking(lambda signals: found.append(signals.affordable(1e6)))
+    asked.needs_scorer = False
+    fresh.generate(QUESTION, TEXTS, policy=asked, max_new_tokens=1)
+    assert found == [len(fresh.tokenize(QUESTION, TEXTS).context)]  # never more than there are
+    noted: list[int] = []
+
+    def note(costs: Costs, tokens: int, seconds: float) -> None:
+        noted.append(tokens)
+
+    monkeypatch.setattr(Costs, "recomputed", note)
+    metrics = fresh.generate(QUESTION, TEXTS, policy=LegoLink(8), max_new_tokens=1).metrics
+    assert noted == [16 + metrics.query_tokens - 1]
