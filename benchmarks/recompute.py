@@ -1,0 +1,177 @@
+"""Cost of computing some context tokens again, as a part of a full prefill, in one run.
+
+    python -m benchmarks.recompute --shape qwen2.5-0.5b --context 4096
+
+Random weights in a real model's shape: they cost what trained ones cost, and nothing here speaks of
+answers.  The sides take turns in every round, each through `generate()` to its first token; medians
+are printed with their range, and as a part of the full prefill's.
+
+- full           stock transformers (sdpa): a prefill of instruction, chunks and question
+- reuse          cached chunks from memory, nothing computed again
+- heads R        the first tokens of every chunk but the first, R of all chunk tokens together
+- spread R       as many tokens, evenly over the chunks but the first
+- cacheblend R   the tokens of largest deviation: signal and recomputation
+- signal         CacheBlend's signal alone (all tokens through layer 0), without the answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers
+
+from benchmarks.timing import Row, row_of, show
+from benchmarks.ttft import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
+from kvcache_rag import Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag.models.attention import PACKED
+from kvcache_rag.policies import ReusePolicy
+from kvcache_rag.policies.cacheblend import CacheBlend
+from kvcache_rag.policies.legolink import LegoLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+# What is asked for, as a part of the full prefill of the same run.
+TARGETS = {"spread 0.20": 0.26, "heads 0.20": 0.26, "signal": 0.07}
+
+
+@dataclass(frozen=True)
+class Spread(ReusePolicy):
+    """Every n-th token behind the first chunk."""
+
+    name: ClassVar[str] = "spread"
+    ratio: float
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """So many of all chunk tokens, at equal distances."""
+        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        count = round(self.ratio * sum(map(len, prompt.chunks)))
+        first, last = prompt.chunks[1].start, prompt.context_tokens - 1
+        selected[torch.linspace(first, last, count).round().long()] = True
+        return selected
+
+
+@dataclass(frozen=True)
+class Signal(ReusePolicy):
+    """Looks at the deviation and computes nothing again."""
+
+    name: ClassVar[str] = "signal"
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """No token."""
+        signals.deviation(1)
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+
+def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], float]]:
+    """What is timed; each call gives seconds."""
+    texts = [words(CHUNK, 100 + index) for index in range(context // CHUNK)]
+    question = words(QUERY - 2, 7)  # the plain template adds two words of its own
+    keys = engine.add(texts)
+    ids = torch.tensor([engine.tokenize(question, texts).all])
+    mask = torch.ones_like(ids)
+
+    def full() -> float:
+        model.set_attn_implementation("sdpa")
+        started = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+        elapsed = time.perf_counter() - started
+        model.set_attn_implementation(PACKED)
+        return elapsed
+
+    def by(policy: ReusePolicy, expected: int, part: str = "ttft") -> Callable[[], float]:
+        def run() -> float:
+            metrics = engine.generate(question, keys, max_new_tokens=1, policy=policy).metrics
+            if abs(metrics.recomputed_tokens - expected) > len(texts):
+                raise RuntimeError(f"{policy}: {metrics.recomputed_tokens} tokens, not {expected}")
+            seconds: float = getattr(metrics, part)
+            return seconds
+
+        return run
+
+    found = {"full": full, "reuse": by(Reuse(), 0), "signal": by(Signal(), 0, "recompute")}
+    for ratio in RATIOS:
+        count = round(ratio * context)
+        heads = LegoLink(round(count / (len(texts) - 1)))
+        found[f"heads {ratio:.2f}"] = by(heads, count)
+    for ratio in (0.15, 0.2):
+        count = round(ratio * context)
+        found[f"spread {ratio:.2f}"] = by(Spread(ratio), count)
+        found[f"cacheblend {ratio:.2f}"] = by(CacheBlend(ratio), count)
+    return found
+
+
+def measure(timed: dict[str, Callable[[], float]], rounds: int, full_rounds: int) -> list[Row]:
+    """Let the sides take turns; the first round of each is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for number in range(rounds + 1):
+        for name, run in timed.items():
+            if name == "full" and number > full_rounds:
+                continue
+            gc.collect()
+            elapsed = run()
+            if number:
+                seconds[name].append(elapsed)
+    slowest = seconds.pop("full")
+    rows = [row_of("full", slowest)]
+    for name, found in seconds.items():
+        rows.append(row_of(name, found, "full", slowest, TARGETS.get(name, 0.0)))
+    return rows
+
+
+def main() -> int:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--full-rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = build_model(arguments.shape, getattr(torch, arguments.dtype))
+    template = PromptTemplate(system=words(PREFIX, 1) + " ", chunk_start="", chunk_end="")
+    store = MemoryStore(8 << 30)
+    engine = Engine(model, build_tokenizer(), store=store, template=template)
+    machine = f"{platform.machine()}, {arguments.threads} thread(s)"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{arguments.shape}, {arguments.dtype}, random weights; {machine}; {versions}")
+    print(
+        f"instruction {PREFIX}, {arguments.context} tokens in chunks of {CHUNK}, question {QUERY}; "
+        "milliseconds, medians"
+    )
+    timed = sides(model, engine, arguments.context)
+    rows = show(measure(timed, arguments.rounds, arguments.full_rounds))
+    if arguments.json:
+        report = {
+            "shape": arguments.shape,
+            "dtype": arguments.dtype,
+            "machine": machine,
+            "versions": versions,
+            "context": arguments.context,
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
