@@ -51,8 +51,10 @@ KINDS: Final = (
     *("alias:0.40", "pronoun:0.10", "unit:0.05", "single:0.15", "noise_80:0.10"),
     *("two_hop:0.10", "multi_value:0.10"),
 )
+# What the auxiliary for CacheClip learns to attend to, from the reader's own full prefill.
+CHOOSING: Final = ("alias:0.3", "pronoun:0.3", "unit:0.1", "single:0.2", "multi_value:0.1")
 RATIO: Final = 0.2
-LEGO_TOKENS: Final = 12  # of chunks of about 54 tokens, but for the first: under 20 % of all
+LEGO_TOKENS: Final = 12  # of chunks of about 50 tokens, but for the first: about 20 % of all
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class Study:
     models: tuple[str, ...] = MODELS
 
 
-def policies(auxiliary: Auxiliary) -> dict[str, ReusePolicy]:
-    """What is compared, by label."""
+def policies(auxiliary: Auxiliary, taught: Auxiliary) -> dict[str, ReusePolicy]:
+    """What is compared, by label; `taught` is an auxiliary that was fine-tuned for choosing."""
     return {
         "full prefill": FullRecompute(),
         "reordered": Reuse(),
@@ -78,7 +80,9 @@ def policies(auxiliary: Auxiliary) -> dict[str, ReusePolicy]:
         "CacheBlend": CacheBlend(RATIO),
         "CacheClip": CacheClip(auxiliary, RATIO),
         "APE": Ape(0.9, 0.9),
-        "CacheClip, no windows": CacheClip(auxiliary, RATIO, threshold=None),
+        "CacheClip, best windows": CacheClip(auxiliary, RATIO, threshold=None),
+        "CacheClip, taught": CacheClip(taught, RATIO, threshold=None),
+        "LegoLink, 11 tokens": LegoLink(LEGO_TOKENS - 1),
         "LegoLink | CacheBlend": LegoLink(LEGO_TOKENS // 2) | CacheBlend(RATIO / 2),
     }
 
@@ -90,7 +94,8 @@ def studies() -> tuple[Study, ...]:
         *("full prefill", "reordered", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),
     )
     few = ("full prefill", "reordered", "LegoLink", "CacheBlend")
-    more = ("full prefill", "CacheClip, no windows", "LegoLink | CacheBlend")
+    clips = ("CacheClip, best windows", "CacheClip, taught")
+    more = ("full prefill", *clips, "LegoLink, 11 tokens", "LegoLink | CacheBlend")
     return (
         Study("cross", CROSS, 6, (None,), every),
         Study("main", rest, 6, (None,), every, part=0.25),
@@ -102,42 +107,50 @@ def studies() -> tuple[Study, ...]:
 
 
 def tuned(work: Path, steps: int, rate: float, wanted: Sequence[str]) -> dict[str, Path]:
-    """The packaged reader, its block-mask fine-tuned form, and the equal-step control."""
-    made = {"before": model_path()}
-    for label, share in (("block", 1.0), ("control", 0.0)):
-        made[label] = work / label
-        if made[label].exists() or label not in wanted:
-            continue
-        finetune(
-            FinetuneConfig(
-                model=str(model_path()),
-                out=made[label],
-                data=ReaderData(
-                    kinds=KINDS,
-                    documents=(6, 5, 4, 3),
-                    facts=(4, 3),
-                    names=("train", "wide_train"),
-                ),
-                block_share=share,
-                plain_share=0.3,
-                steps=steps,
-                rate=rate,
-                precision="bf16",
-                attention="eager",
-            ),
-            show_progress=True,
-        )
-    return made
+    """The packaged reader, and what is made of it: block, control, auxiliary."""
+    reader = str(model_path())
+    data = ReaderData(KINDS, documents=(6, 5, 4, 3), facts=(4, 3), names=("train", "wide_train"))
+    shared = FinetuneConfig(
+        model=reader,
+        out=work / "block",
+        data=data,
+        plain_share=0.3,
+        steps=steps,
+        rate=rate,
+        precision="bf16",
+        attention="eager",
+    )
+    runs = {
+        "block": shared,
+        "control": replace(shared, out=work / "control", block_share=0.0),
+        "auxiliary": FinetuneConfig(
+            model=reader,
+            out=work / "auxiliary",
+            data=replace(data, kinds=CHOOSING, questions=4),
+            objective="selection",
+            teacher=reader,
+            steps=steps // 2,
+            accumulate=1,
+            rate=rate,
+        ),
+    }
+    for label, config in runs.items():
+        if label in wanted and not config.out.exists():
+            finetune(config, show_progress=True)
+    return {"before": model_path(), **{label: config.out for label, config in runs.items()}}
 
 
-def ask(study: Study, models: dict[str, Path], options: argparse.Namespace) -> Records:
+def ask(
+    study: Study, asked: Sequence[str], models: dict[str, Path], options: argparse.Namespace
+) -> Records:
     """Ask the questions of one part, every model with an auxiliary of its own weights."""
     parts = []
-    for label, folder in models.items():
+    for label in asked:
         if label not in study.models:
             continue
-        auxiliary = Auxiliary(Engine.from_pretrained(str(folder)))
-        known = policies(auxiliary)
+        folder = models[label]
+        own = Auxiliary(Engine.from_pretrained(str(folder)))
+        known = policies(own, Auxiliary(Engine.from_pretrained(str(models["auxiliary"]))))
         parts.append(
             evaluate(
                 [task_by_name(name, documents=study.documents) for name in study.tasks],
@@ -184,21 +197,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    models = tuned(
-        options.work, options.steps, options.rate, [options.only or label for label in MODELS]
-    )
-    if options.only:
-        models = {options.only: models[options.only]}
+    asked = (options.only,) if options.only else MODELS
+    models = tuned(options.work, options.steps, options.rate, (*asked, "auxiliary"))
     records = {
-        study.name: ask(study, models, options)
+        study.name: ask(study, asked, models, options)
         for study in studies()
-        if set(study.models) & set(models)
+        if set(study.models) & set(asked)
     }
     if options.only:
         return 0
     reports = {
         label: json.loads((options.work / label / "report.json").read_text())
-        for label in ("block", "control")
+        for label in ("block", "control", "auxiliary")
     }
     groups = {name: summarise(found) for name, found in records.items()}
     main = [*groups["main"], *groups["cross"]]

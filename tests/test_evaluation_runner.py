@@ -213,6 +213,21 @@ def test_a_finished_file_needs_no_model_and_takes_more_cells(
     assert len(after.rows) == 24
 
 
+def test_times_and_divergences_that_a_file_lacks_are_added(
+    ask: Callable[..., Records], tmp_path: Path
+) -> None:
+    file = tmp_path / "records.jsonl"
+    before = ask(cells=CELLS[:2], n=4, file=file)
+    after = ask(cells=CELLS[:2], n=4, file=file, timed=2)
+    assert [row.times is not None for row in after.rows] == [True, True, False, False] * 2
+    assert untimed(after) == untimed(before)
+    compared = ask(cells=CELLS[:2], n=4, file=file, timed=2, divergence=True)
+    assert [row.divergence is not None for row in compared.rows] == [False] * 4 + [True] * 4
+    size = file.stat().st_size
+    assert ask(cells=CELLS[:2], n=4, file=file, timed=2, divergence=True) == compared
+    assert file.stat().st_size == size, "what is there was asked again"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

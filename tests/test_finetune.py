@@ -298,6 +298,11 @@ def test_refusals_of_the_command(
         ('{"question": "q", "answers": "a", "documents": ["d"]}', "line 2 needs answers"),
         ('{"question": "q", "answers": ["a"]}', "line 2 needs documents"),
         ('{"question": "q", "answers": ["a"], "documents": [{}]}', "line 2 has a document with"),
+        (
+            '{"question": "\\ud800", "answers": ["a"], "documents": ["d"]}',
+            "line 2 needs a question",
+        ),
+        ("[" * 100_000, "line 2 is not JSON"),
     ],
 )
 def test_a_bad_line_of_data_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -349,6 +354,7 @@ def test_a_folder_of_another_run_is_left_alone(small: Path, tmp_path: Path) -> N
     config = settings(small, tmp_path / "model")
     config.work_folder.mkdir()
     (config.work_folder / "settings.json").write_text(json.dumps({**config.settings(), "seed": 1}))
+    (config.work_folder / "checkpoint.pt").write_bytes(b"of that run")
     with pytest.raises(InvalidInputError, match="unfinished run with another seed, data digest"):
         finetune(config)
 

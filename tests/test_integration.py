@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import chromadb
 import pytest
 from small import make_model, make_tokenizer
+from verdicts import REUSE, make_verdict
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     ContextTooLongError,
     Engine,
+    FingerprintMismatchError,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
@@ -351,6 +353,16 @@ def test_an_engine_from_settings(tmp_path: Path) -> None:
     assert engine.template.chunk_start  # the rest is the model's own template
     engine.add(TEXTS)
     assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_gate_is_about_the_instruction_that_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "verdict.json"
+    named = {"system_prompt": "Read.\n"}
+    make_verdict(open_engine("tiny", **named).identity, {REUSE: 0.831}).save(file)
+    answer = open_engine("tiny", **named, gate=file).generate("Who?", TEXTS, max_new_tokens=2)
+    assert answer.metrics.gate.startswith("fell back to FullRecompute()")
+    with pytest.raises(FingerprintMismatchError):
+        open_engine("tiny", gate=file)
 
 
 def test_a_loaded_model_needs_its_tokenizer() -> None:

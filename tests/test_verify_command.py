@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from kvcache_rag import Engine, FingerprintMismatchError, InvalidInputError, Reuse, Verdict
 from kvcache_rag.commands import verify
 from kvcache_rag.commands.verdicts import lines
+from kvcache_rag.evaluation import verification
 from kvcache_rag.evaluation.auxiliary_task import random_jaccard
 from kvcache_rag.evaluation.own_questions import own_score, read_own_questions
 from kvcache_rag.evaluation.question import Question
@@ -102,7 +105,7 @@ def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
     verdict = Verdict.load(out)
     assert (verdict.questions, verdict.measure) == (2, "agreement_f1")
     assert verdict.identity.codec == Int8.name
-    assert "The questions have no answers" in capsys.readouterr().out
+    assert "Questions have no answers" in capsys.readouterr().out
     plain = Engine.from_pretrained("tiny")
     engine = Engine(
         plain.model,
@@ -124,7 +127,7 @@ def test_the_reader_and_an_auxiliary_model(
     assert run("tiny", "--task", "reader", *options) == 0
     printed = capsys.readouterr().out
     verdict = Verdict.load(out)
-    assert verdict.questions >= 5
+    assert verdict.questions == 5
     assert verdict.auxiliary is not None
     assert 0 <= verdict.auxiliary.divergence_low <= verdict.auxiliary.divergence
     assert verdict.auxiliary.random_jaccard == pytest.approx(0.11, abs=0.01)
@@ -220,6 +223,8 @@ GOOD = {"question": "Who?", "documents": ["a"]}
         ({**GOOD, "answers": [""]}, 'line 2: "answers" needs a text'),
         ({**GOOD, "answer_groups": "a"}, 'line 2: "answer_groups" must be a list of lists'),
         ({**GOOD, "answer_groups": [[]]}, 'line 2: a group of "answer_groups" is empty'),
+        ('{"question": "\\ud800", "documents": ["a"]}', 'line 2: "question" holds half of'),
+        ('{"question": "x", "documents": ["\\udfff"]}', 'line 2: "documents" holds half of'),
         ({**GOOD, "id": "line 1"}, "line 2: another line has the id 'line 1'"),
     ],
 )
@@ -246,6 +251,8 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
         (("--task", "reader", "--max-new-tokens", "0"), "--max-new-tokens must"),
         (("--task", "reader", "--keep", "1.2"), "--keep must be above 0"),
         (("--task", "reader", "--keep", "nan"), "--keep must be above 0"),
+        (("--task", "reader", "--seed", "-1"), "--seed must not be negative"),
+        (("--task", "reader", "--policies", "cacheclip"), "name --auxiliary"),
         (("--task", "reader", "--out", "."), "cannot be a file"),
         (("--task", "reader", "--out", "no/such/folder/v.json"), "cannot be a file"),
         (("--task", "no_such_task"), "no_such_task"),
@@ -266,3 +273,49 @@ def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
     with pytest.raises(InvalidInputError) as caught:
         run("tiny", *given)
     assert said in str(caught.value)
+
+
+def test_the_questions_are_not_replaced_by_the_verdict(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.jsonl", [GOOD])
+    before = file.read_bytes()
+    with pytest.raises(InvalidInputError, match="--out would replace the questions"):
+        run("tiny", "--questions", file, "--out", tmp_path / "." / "mine.jsonl")
+    assert file.read_bytes() == before
+
+
+def test_a_folder_that_takes_no_files_is_found_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(InvalidInputError, match=r"v\.json cannot be written \(Permission denied\)"):
+        run("no-model", "--task", "reader", "--out", tmp_path / "v.json")
+
+
+def test_full_prefill_that_scores_nothing_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "mine.jsonl", [{**GOOD, "answers": ["no such thing"]}])
+    out = tmp_path / "v.json"
+    assert run("tiny", "--questions", file, "--policies", "reordered", "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "Recommended: FullRecompute(), because it scores nothing itself" in printed
+    assert "keeps - %" not in printed
+
+
+def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "f1_chinese", lambda *_: 0.75)
+    cost = SimpleNamespace(prompt_tokens=2, query_tokens=1, recomputed_tokens=0, ttft=0.1)
+    mine, theirs = (SimpleNamespace(text=text, metrics=cost) for text in ("ab", "ac"))
+    logits = torch.zeros(1, 2, dtype=torch.float64).log_softmax(-1)
+    for language, score, measure in (
+        ("en", 0.0, "agreement_f1"),
+        ("zh", 0.75, "agreement_f1"),
+        ("zh", 0.0, "f1"),  # not decisive: no package is needed for it
+    ):
+        asked = Question("q", "?", ("a",), (), language=language)  # type: ignore[arg-type]
+        planned: Any = verification.Verification([asked], measure=measure)
+        found = planned._outcome(asked, mine, theirs, logits, logits)
+        assert found.metrics["agreement_f1"] == score

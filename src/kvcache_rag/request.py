@@ -109,8 +109,7 @@ class Planner:
         key = given if isinstance(given, ChunkKey) else getattr(given, "key", None)
         if text is None and not isinstance(key, ChunkKey):
             raise InvalidInputError(
-                f"chunk {index} is a {type(given).__name__}; give a text, a ChunkKey or a "
-                "StoredChunk"
+                f"chunk {index} is a {type(given).__name__}; give a text, ChunkKey or StoredChunk"
             )
         if isinstance(key, ChunkKey):
             mismatch = self.mismatch(key)
@@ -190,7 +189,9 @@ class Planner:
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
         if not isinstance(policy, ReusePolicy):
-            raise InvalidInputError(f"policy must be such as Reuse(), not {policy!r}")
+            raise InvalidInputError(
+                f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
+            )
         if overflow not in ("error", "drop_lowest", "refine"):
             raise InvalidInputError(
                 f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from kvcache_rag.integration import References
 
 # Only a new engine could use them, so they are refused beside `engine=`.
-_OF_THE_ENGINE: Final = ("context_window", "device", "kv_dir", "kv_max_bytes", "model_kwargs")
+_OF_THE_ENGINE: Final = (
+    "context_window",
+    "device",
+    "gate",
+    "kv_dir",
+    "kv_max_bytes",
+    "model_kwargs",
+)
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # What of the settings changes an answer, and is plain.
 _NAMED: Final = (
@@ -41,7 +48,14 @@ _NAMED: Final = (
     "device",
     "context_window",
     "system_prompt",
+    "gate",
 )
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
+    return str(os.fspath(value))
 
 
 class ChatSettings(BaseChatModel):
@@ -67,6 +81,7 @@ class ChatSettings(BaseChatModel):
         context_window: Lower it to keep prompts short; None for the model's own.
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
+        gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         system_prompt: Instruction before the documents, instead of the template's; part of every
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
@@ -90,8 +105,9 @@ class ChatSettings(BaseChatModel):
     device: str | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
     context_window: int | None = Field(default=None, gt=0)
-    kv_dir: Annotated[str, BeforeValidator(os.fspath)] | None = None
+    kv_dir: Annotated[str, BeforeValidator(_path)] | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
+    gate: Annotated[str, BeforeValidator(_path)] | None = None
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None
@@ -229,6 +245,7 @@ class ChatSettings(BaseChatModel):
             device_map=self.device,
             model_kwargs=self.model_kwargs,
             context_window=self.context_window,
+            gate=self.gate,
         )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:

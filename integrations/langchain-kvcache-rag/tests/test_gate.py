@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from langchain_kvcache_rag import ChatKVCache, KVCacheRAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 DOCUMENTS = [Document(text) for text in ("The cat sat.", "A dog ran away.", "It rained.")]
 ASKED: Any = {"question": "Who sat?", "context": DOCUMENTS}
@@ -52,3 +54,24 @@ def test_a_strict_gate_refuses(make_engine: Callable[..., Engine]) -> None:
     rag = rag_of(make_engine(gate=Gate(verdict, below="error")))
     with pytest.raises(InvalidInputError, match=r"kept 83\.1 % .* below 95 %"):
         rag.invoke(ASKED)
+
+
+def test_a_verdict_file_is_a_setting(tmp_path: Path) -> None:
+    file = tmp_path / "verdict.json"
+    make_verdict(Engine.from_pretrained("tiny").identity, {REUSE: 0.831}).save(file)
+    llm = ChatKVCache(model="tiny", gate=file, max_tokens=4)
+    # A gate that is lost on the way to another process would let everything pass.
+    for one in (llm, pickle.loads(pickle.dumps(llm))):
+        metrics = KVCacheRAG(llm=one).invoke(ASKED).response_metadata["kv_cache"]
+        assert metrics["gate"].startswith("fell back to FullRecompute(): Reuse(")
+    free = ChatKVCache(model="tiny", max_tokens=4)
+    assert free._identifying_params != llm._identifying_params  # cached answers are told apart
+
+
+def test_a_gate_that_could_not_hold_is_refused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidInputError, match="with engine=, gate belong to the engine"):
+        ChatKVCache(engine=engine, gate="verdict.json")
+    gate = Gate(make_verdict(engine.identity, {REUSE: 0.831}))
+    with pytest.raises(InvalidInputError, match=r"gate of ChatKVCache .* must be a path, not a Gate"):
+        ChatKVCache(model="tiny", gate=gate)

@@ -25,11 +25,12 @@ HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
 POLICIES = (
     "full, reordered, composite, legolink:16, cacheblend:0.15, cacheclip:0.2, ape:0.9,0.9, "
-    "combination, auto:SECONDS; joined by | their union"
+    "combination, auto:SECONDS; joined by | their union, in quotes (default: full reordered)"
 )
 TASKS = (
     "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "
-    "hotpotqa, 2wiki, musique, squad, dureader, multifieldqa_zh, ...; a wrong name lists all"
+    "hotpotqa, 2wiki, musique, squad, dureader, multifieldqa_zh, ...; a wrong name lists all "
+    "(default: reader)"
 )
 READER = "reader"
 # Tasks that are cut into chunks of so many tokens of the model's tokenizer.
@@ -46,10 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--n", type=int, help="questions per task (default: all, 200 of a generator)"
     )
-    tasks.add_argument("--seed", type=int, default=0, help="other questions, and other resamples")
-    tasks.add_argument("--documents", type=int, default=6, help="per question of the reader")
-    tasks.add_argument("--facts", type=int, default=4, help="per document of the reader")
-    tasks.add_argument("--length", type=int, default=4096, help="tokens of a prompt of niah_*")
+    tasks.add_argument("--seed", type=int, default=0, help="of questions and resamples (default 0)")
+    tasks.add_argument(
+        "--documents", type=int, default=6, help="per question of the reader (default 6)"
+    )
+    tasks.add_argument(
+        "--facts", type=int, default=4, help="per document of the reader (default 4)"
+    )
+    tasks.add_argument(
+        "--length", type=int, default=4096, help="tokens of a prompt of niah_* (default 4096)"
+    )
     compared = parser.add_argument_group("what is compared, every combination")
     compared.add_argument(
         "--policies",
@@ -59,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=POLICIES,
     )
     compared.add_argument(
-        "--models", "--model", nargs="+", metavar="MODEL", default=["tiny"], help="folder, hub name"
+        "--models",
+        "--model",
+        nargs="+",
+        metavar="MODEL",
+        default=["tiny"],
+        help="folder, hub name (default: tiny, the packaged reader)",
     )
     compared.add_argument(
         "--codecs",
@@ -80,8 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how far first tokens are from full prefill's; always with --codecs",
     )
     work = parser.add_argument_group("work and results")
-    work.add_argument("--batch", type=int, default=32, help="questions at a time")
-    work.add_argument("--timed", type=int, default=16, help="questions per task asked alone")
+    work.add_argument("--batch", type=int, default=32, help="questions at a time (default 32)")
+    work.add_argument(
+        "--timed",
+        type=int,
+        default=16,
+        help="questions per task asked alone for their times (default 16)",
+    )
     work.add_argument(
         "--out",
         metavar="DIR",
@@ -121,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a model is loaded."""
+    from kvcache_rag.commands.outputs import check_file
     from kvcache_rag.errors import InvalidInputError
     from kvcache_rag.evaluation.plot import check_plot
 
@@ -131,10 +149,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise InvalidInputError(f"--{name} must be at least 1")
     if arguments.timed < 0 or arguments.seed < 0:
         raise InvalidInputError("--timed and --seed must not be negative")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise InvalidInputError(f"there is no folder for {arguments.json}; make it first")
-    if arguments.json is not None and arguments.json.is_dir():
-        raise InvalidInputError(f"{arguments.json} is a folder; name a file")
+    for file in filter(None, (arguments.json, arguments.plot)):
+        check_file(file)
     if arguments.data is not None and not arguments.data.is_dir():
         raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
     if arguments.plot is not None:
@@ -142,7 +158,10 @@ def _check(arguments: argparse.Namespace) -> None:
         if not arguments.timed:
             raise InvalidInputError("--plot shows times, and --timed 0 takes none; leave one out")
     if arguments.out is not None:
+        if arguments.out.exists() and not arguments.out.is_dir():
+            raise InvalidInputError(f"{arguments.out} is a file; name a folder for the results")
         arguments.out.mkdir(parents=True, exist_ok=True)
+        check_file(arguments.out / "report.json")
 
 
 def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
@@ -230,15 +249,14 @@ def _report(arguments: argparse.Namespace, records: Records) -> None:
     table = to_markdown(groups)
     print(table, end="")
     values = json.dumps(to_json(groups, records), indent=1, allow_nan=False) + "\n"
+    if arguments.out is not None:
+        (arguments.out / "report.json").write_text(values, encoding="utf-8")
+        (arguments.out / "report.md").write_text(table, encoding="utf-8")
     if arguments.json is not None:
         arguments.json.write_text(values, encoding="utf-8")
     if arguments.plot is not None:
         draw(groups, arguments.plot, records.baseline)
-    if arguments.out is None:
-        return
-    (arguments.out / "report.json").write_text(values, encoding="utf-8")
-    (arguments.out / "report.md").write_text(table, encoding="utf-8")
-    if arguments.timed:
+    if arguments.out is not None and arguments.timed:
         try:
             draw(groups, arguments.out / "plot.svg", records.baseline)
         except MissingExtraError as error:

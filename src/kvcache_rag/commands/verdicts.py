@@ -107,6 +107,12 @@ def _sentence(verdict: Verdict) -> str:
         )
     if any(row.kept_low >= verdict.threshold for row in rows):
         return f"Recommended: {verdict.full.policy}, because no policy that passes is sooner."
+    if math.isnan(verdict.full.kept):
+        return (
+            f"Recommended: {verdict.full.policy}, because it scores nothing itself on these "
+            "questions, so there is nothing to compare with; check questions, answers and "
+            "--max-new-tokens."
+        )
     close = max(rows, key=lambda row: (row.kept >= verdict.threshold, row.kept_low))
     if close.kept >= verdict.threshold:
         return (

@@ -6,6 +6,7 @@ Prints a table and one sentence, and writes a verdict file for `Engine(..., gate
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,16 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
     from kvcache_rag.commands.verdicts import lines
-    from kvcache_rag.errors import InvalidInputError
 
-    for name in ("n", "max_new_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 < arguments.keep <= 1:
-        raise InvalidInputError("--keep must be above 0 and at most 1")
-    if arguments.out.is_dir() or not arguments.out.absolute().parent.is_dir():
-        raise InvalidInputError(f"{arguments.out} cannot be a file; name one in a folder there is")
+    _check(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)
     with _opened(arguments) as (engine, auxiliary):
@@ -101,6 +94,25 @@ def run(arguments: argparse.Namespace) -> int:
     verdict.save(arguments.out)
     print("\n".join(lines(verdict, str(arguments.out))))
     return 0 if all(check.passed for check in verdict.checks) else FAILED
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be said before a question is read."""
+    from kvcache_rag.commands.outputs import check_file
+    from kvcache_rag.errors import InvalidInputError
+
+    for name in ("n", "max_new_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.seed < 0:
+        raise InvalidInputError("--seed must not be negative")
+    if not 0 < arguments.keep <= 1:
+        raise InvalidInputError("--keep must be above 0 and at most 1")
+    check_file(arguments.out)
+    asked = arguments.questions
+    if asked is not None and asked.resolve() == arguments.out.resolve():
+        raise InvalidInputError(f"--out would replace the questions {asked}; name another file")
 
 
 def _planned(arguments: argparse.Namespace) -> Verification:
@@ -153,12 +165,15 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     if arguments.task == READER:
         names = [f"{READER}_{kind}" for kind in KINDS]
     tasks = {name: task_by_name(name, data=arguments.data) for name in names}
-    each = -(-(arguments.n or QUESTIONS) // len(names))
-    questions = [
-        replace(one, id=f"{name}/{one.id}")
+    wanted = arguments.n or QUESTIONS
+    each = -(-wanted // len(names))
+    found = [
+        [replace(one, id=f"{name}/{one.id}") for one in task.questions(each, arguments.seed)]
         for name, task in tasks.items()
-        for one in task.questions(each, arguments.seed)
     ]
+    # The kinds in turn, so that few questions are of many kinds.
+    turns = [one for turn in itertools.zip_longest(*found) for one in turn if one is not None]
+    questions = turns[:wanted]
 
     def score(answer: str, question: Question) -> dict[str, float]:
         return tasks[question.id.partition("/")[0]].score(answer, question)
@@ -176,6 +191,9 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
     policies = [policy_by_name(name) for name in names]
     if all(policy.is_full for policy in policies):
         raise InvalidInputError("there is nothing to verify; add a policy that reuses chunks")
+    for name, policy in zip(names, policies, strict=True):
+        if policy.needs_scorer and not arguments.auxiliary:
+            raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
     return policies
 
 

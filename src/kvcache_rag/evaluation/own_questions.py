@@ -111,6 +111,12 @@ def _document(given: Any, where: str) -> str:
 def _text(given: Any, name: str, where: str) -> str:
     if not isinstance(given, str) or not given.strip():
         raise InvalidInputError(f'{where}: "{name}" needs a text that is not empty; add it')
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f'{where}: "{name}" holds half of a surrogate pair, which is no text; correct it'
+        ) from error
     return given
 
 

@@ -88,7 +88,7 @@ def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str,
         )
     if measure == AGREEMENT:
         found.append(
-            "The questions have no answers, so policies are measured against full prefill's "
-            "answers, right or wrong."
+            "Questions have no answers, some or all, so policies are measured against full "
+            "prefill's answers, right or wrong."
         )
     return tuple(found)

@@ -142,7 +142,7 @@ class RecordFile:
             self._notes[values["note"]] = str(values["value"])
         else:
             record = Record.from_values(values)
-            self._records.setdefault(record.place, record)
+            self._records[record.place] = record  # a later one knows more, such as times
 
     def note(self, name: str, value: str) -> None:
         """Write down what answers depend on.

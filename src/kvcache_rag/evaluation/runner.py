@@ -16,7 +16,7 @@ import xxhash
 from kvcache_rag.chunk import canonical_json
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.evaluation.asking import Asked, Asker
-from kvcache_rag.evaluation.cells import Cell, make_cells
+from kvcache_rag.evaluation.cells import Cell, make_cells, reference_of
 from kvcache_rag.evaluation.engines import Model, Workplaces, open_model
 from kvcache_rag.evaluation.records import RecordFile, Records
 from kvcache_rag.models.identity import model_identity
@@ -56,7 +56,8 @@ def evaluate(
         models: By label; a label that is not there is itself a folder, a hub name or "tiny".
         n: Questions per task; None for all there are.
         seed: Of the questions.
-        file: Where records are kept as they come; what it holds is not asked again.
+        file: Where records are kept as they come; what it holds is not asked again, unless it
+            lacks times or divergences that are wanted now.
         batch: Questions answered at a time.
         timed: So many questions of each task are asked alone too, for their times.
         auxiliary: Scores chunks for policies that need it and bring none.
@@ -117,6 +118,10 @@ class _Run:
             for whole in [_clusters(task, n, seed)]
             for k in self.ks
         }
+        self.timed_ids = {
+            place: frozenset(one.question.id for one in asked[:timed])
+            for place, asked in self.asked.items()
+        }
 
     def missing(self, model: str | None = None) -> int:
         """How many answers are still to be made, of one model or of all."""
@@ -128,11 +133,18 @@ class _Run:
         )
 
     def _todo(self, task: Task, cell: Cell, asked: Sequence[Asked]) -> list[Asked]:
-        return [
-            one
-            for one in asked
-            if self.records.get(cell.place(task.name, one.question.id), one.digest) is None
-        ]
+        timed = self.timed_ids[task.name, cell.k]
+        compared = self.divergence and reference_of(cell, self.cells) is not None
+        left = []
+        for one in asked:
+            found = self.records.get(cell.place(task.name, one.question.id), one.digest)
+            if (
+                found is None
+                or (found.times is None and one.question.id in timed)
+                or (found.divergence is None and compared)
+            ):
+                left.append(one)
+        return left
 
     def ask(self, model: str, workplaces: Workplaces, bar: Any) -> None:
         """Make what is missing of one model, whose cells take turns over each batch."""
@@ -141,7 +153,7 @@ class _Run:
             for k in self.ks:
                 cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
                 asked = self.asked[task.name, k]
-                timed = {one.question.id for one in asked[: self.timed]}
+                timed = self.timed_ids[task.name, k]
                 for start in range(0, len(asked), self.batch):
                     some = asked[start : start + self.batch]
                     todo = {cell: self._todo(task, cell, some) for cell in cells}

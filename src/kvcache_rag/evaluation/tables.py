@@ -51,7 +51,7 @@ def _columns(group: Group) -> list[str]:
 def _cells(group: Group, row: Row) -> dict[str, str]:
     found = row.divergence
     return {
-        "policy": row.policy,
+        "policy": row.policy.replace("|", "\\|"),  # a union; bare it would end the cell
         "codec": row.codec or "none",
         "quality %": _percent(row.quality),
         "minus full": _difference(group, row.difference),

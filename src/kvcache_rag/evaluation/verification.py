@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.chunk import canonical_json, digest
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.evaluation.metrics import f1
+from kvcache_rag.evaluation.metrics import f1, f1_chinese
 from kvcache_rag.evaluation.numerics import check_numerics
 from kvcache_rag.evaluation.recommending import AGREEMENT, least_kept, notes, recommended
 from kvcache_rag.evaluation.statistics import paired_ratio
@@ -206,7 +206,9 @@ class Verification:
         divergences = terms.masked_fill(expected == -math.inf, 0.0).sum(-1)
         metrics = dict(self.score(text, question)) if self.score is not None else {}
         same = text == theirs
-        metrics[AGREEMENT] = 1.0 if same else f1(text, theirs)
+        is_chinese = self.measure == AGREEMENT and question.language == "zh"
+        overlap = f1_chinese if is_chinese else f1  # the former needs a package
+        metrics[AGREEMENT] = 1.0 if same else overlap(text, theirs)
         cost = answer.metrics
         context = cost.prompt_tokens - cost.query_tokens
         return Outcome(

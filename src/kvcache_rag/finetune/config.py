@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -135,6 +136,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_numbers(self)
+        _check_upper(self)
         if self.plain_batches == 1:
             raise InvalidInputError("plain_share must be below 1, so that chunks are learned about")
         if self.data.questions < 1:
@@ -201,8 +203,15 @@ def _check_numbers(config: FinetuneConfig) -> None:
         if value is not None and not value > 0:
             raise InvalidInputError(f"{name} must be above 0, not {value}")
     for name in ("lora", "weight_decay"):
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise InvalidInputError(f"{name} must not be negative, not {getattr(config, name)}")
+
+
+def _check_upper(config: FinetuneConfig) -> None:
+    if config.rate == math.inf:
+        raise InvalidInputError("rate must be finite, such as 1e-5")
+    if not 0 <= config.seed < 2**63:
+        raise InvalidInputError(f"seed must be from 0 to 2**63 - 1, not {config.seed}")
 
 
 def _check_selection(config: FinetuneConfig) -> None:

@@ -139,8 +139,8 @@ class Trainer:
         mean = sum(every) / len(every)
         if norm != norm or mean != mean:
             raise InvalidInputError(
-                f"the loss of step {self.step + 1} is not a number; begin anew with a lower rate "
-                f"than {config.highest_rate}"
+                f"the loss of step {self.step + 1} is not a number; remove {config.work_folder} "
+                f"and begin anew with a lower rate than {config.highest_rate}"
             )
         rate = config.rate_at(self.step)
         for group in self._optimizer.param_groups:

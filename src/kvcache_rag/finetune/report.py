@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,9 @@ class Report:
         parts = []
         for measures in (self.before, self.after):
             gap = _points(Change.of(measures["full"].exact, measures["block"].exact))
-            parts.append(f"{gap.mean:+.1f} points ({gap.low:+.1f} to {gap.high:+.1f})")
+            sure = math.isfinite(gap.low)
+            interval = f"{gap.low:+.1f} to {gap.high:+.1f}" if sure else "of one sample"
+            parts.append(f"{gap.mean:+.1f} points ({interval})")
         return (
             f"Stitched chunks against full prefill of the same model: {parts[0]} before, "
             f"{parts[1]} after."
@@ -108,9 +111,9 @@ class Report:
                     "what": _TITLES[name],
                     "n": len(before.losses),
                     "loss": [before.loss, self.after[name].loss],
-                    "loss_change": vars(self.change(name)),
+                    "loss_change": _plain(self.change(name)),
                     "exact_match": [before.exact_match, self.after[name].exact_match],
-                    "exact_match_change": vars(self.exact_change(name)) if before.exact else None,
+                    "exact_match_change": _plain(self.exact_change(name)) if before.exact else None,
                 }
                 for name, before in self.before.items()
             },
@@ -125,8 +128,15 @@ class Report:
         }
 
 
+def _plain(change: Change) -> dict[str, float | None]:
+    """For JSON, which has no infinity: the interval of a single value is null."""
+    return {name: one if math.isfinite(one) else None for name, one in vars(change).items()}
+
+
 def _regression(what: str, change: Change, unit: str, better: int = 1) -> str:
     """Whether something became worse; `better` is the direction that is good."""
+    if not math.isfinite(change.low):
+        return f"{what} moved by {change.mean:+.3f} {unit}; one held-out sample proves nothing."
     low, high = sorted((better * change.low, better * change.high))
     if high < 0:
         word = "became worse"

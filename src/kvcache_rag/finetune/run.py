@@ -49,18 +49,21 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
 
     Raises:
         InvalidInputError: If `config.out` exists, a file or the model cannot be used, the loss is
-            no number, or the work folder belongs to another run.
+            no number, or the work folder belongs to another run or holds other files.
         UnsupportedModelError: If the model's keys cannot be moved.
         MissingExtraError: If LoRA is asked for and peft is not installed.
         KeyboardInterrupt: After Ctrl-C, when everything is saved.
     """
     if config.out.exists():
         raise InvalidInputError(f"{config.out} exists; remove it or choose another output")
+    out, place = config.out.resolve(), config.work_folder.resolve()
+    if out == place or out in place.parents or place in out.parents:
+        raise InvalidInputError(f"{out} and {place} must be two folders, none in the other")
     data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)
     work = Work(config.work_folder)
-    unfinished = work.open({**config.settings(), "data digest": data.digest})
-    learner = Learner.load(config)
-    return _Run(config, learner, data, work).finished(unfinished, show_progress=show_progress)
+    with work.open({**config.settings(), "data digest": data.digest}) as unfinished:
+        learner = Learner.load(config)
+        return _Run(config, learner, data, work).finished(unfinished, show_progress=show_progress)
 
 
 class _Run:

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
@@ -39,9 +40,14 @@ class Listed(Generic[T]):
     def draw(self, number: int) -> T:
         """Sample `number`."""
         rounds, place = divmod(number, len(self.samples))
-        order = list(range(len(self.samples)))
-        random.Random(f"finetune/{self.seed}/{rounds}").shuffle(order)
-        return self.samples[order[place]]
+        return self.samples[_order(self.seed, rounds, len(self.samples))[place]]
+
+
+@lru_cache(maxsize=4)  # of hundreds of thousands of samples, and asked for by each of them
+def _order(seed: int, rounds: int, count: int) -> Sequence[int]:
+    order = list(range(count))
+    random.Random(f"finetune/{seed}/{rounds}").shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,8 @@ def _split(
 ) -> tuple[tuple[T, ...], tuple[T, ...]]:
     if len(samples) < 2:
         raise InvalidInputError(
-            f"{path} holds {len(samples)} usable rows; at least 2 are needed, as some are kept out "
-            "of training to measure with"
+            f"{path} has too few samples: {len(samples)}, where rows over the same documents are "
+            "one; at least 2 are needed, as some are kept out of training to measure with"
         )
     order = list(samples)
     random.Random(f"holdout/{seed}").shuffle(order)
@@ -140,7 +146,7 @@ def _digest(path: Path) -> str:
 def _rows(path: Path) -> Iterator[tuple[Row, str]]:
     """Rows of a JSONL file with the place of each, for messages."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows marks the beginning
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidInputError(f"cannot read {path}: {reason}") from error
@@ -151,7 +157,7 @@ def _rows(path: Path) -> Iterator[tuple[Row, str]]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise InvalidInputError(f"{where} is not a JSON object")
@@ -215,4 +221,7 @@ def _is_turn(turn: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    """Whether something can be learned; half of a surrogate pair is no text."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)

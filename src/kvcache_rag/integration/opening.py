@@ -31,6 +31,7 @@ def open_engine(
     model_kwargs: Mapping[str, Any] | None = None,
     tokenizer_kwargs: Mapping[str, Any] | None = None,
     context_window: int | None = None,
+    gate: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load what the settings describe.
 
@@ -45,12 +46,14 @@ def open_engine(
         model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype`.
         tokenizer_kwargs: Further arguments of the tokenizer's `from_pretrained`.
         context_window: Lower it to keep prompts short; None for the model's own.
+        gate: File that `kvcache-rag verify` wrote (see `Engine`).
 
     Raises:
         InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes without
             its tokenizer.
+        FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
-    common: dict[str, Any] = {"context_window": context_window}
+    common: dict[str, Any] = {"context_window": context_window, "gate": gate}
     named = isinstance(model, (str, os.PathLike))
     if tokenizer is None and tokenizer_kwargs and named:
         tokenizer = os.fspath(model)
@@ -60,9 +63,11 @@ def open_engine(
     store = store_in(kv_dir, kv_max_bytes)
     if named:
         placing = _placing(device_map, dict(model_kwargs or {}))
-        engine = Engine.from_pretrained(model, template=template, store=store, **placing, **common)
         if tokenizer is None and not system_prompt:
-            return engine
+            placing.update(common)
+            return Engine.from_pretrained(model, template=template, store=store, **placing)
+        # Without the gate, which is about the template that follows.
+        engine = Engine.from_pretrained(model, template=template, store=store, **placing)
         model, template = engine.model, engine.template
         tokenizer = tokenizer or engine.tokenizer
     elif tokenizer is None:

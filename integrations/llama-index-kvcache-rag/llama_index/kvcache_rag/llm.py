@@ -34,7 +34,7 @@ from llama_index.core.llms.custom import CustomLLM
 
 from kvcache_rag import InvalidInputError, cancellable
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
-from llama_index.kvcache_rag.options import PathText, ending_with, turn
+from llama_index.kvcache_rag.options import PathText, ending_with, plain, turn
 from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
@@ -74,6 +74,7 @@ class KVCacheLLM(CustomLLM):
             template.
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
+        gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
     """
 
     model_name: str = ""
@@ -88,6 +89,7 @@ class KVCacheLLM(CustomLLM):
     is_chat_model: bool | None = None
     kv_dir: PathText | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
+    gate: PathText | None = None
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))
@@ -135,9 +137,7 @@ class KVCacheLLM(CustomLLM):
 
     @field_serializer("model_kwargs", "tokenizer_kwargs", "generate_kwargs")
     def _serialise(self, value: dict[str, Any]) -> dict[str, Any]:
-        # A torch.dtype or a quantisation config is no JSON; its name says as much as settings need.
-        plain = (str, int, float, bool, list, dict, type(None))
-        return {key: one if isinstance(one, plain) else str(one) for key, one in value.items()}
+        return plain(value)
 
     @property
     def engine(self) -> Engine:

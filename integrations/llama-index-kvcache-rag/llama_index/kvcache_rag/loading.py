@@ -40,6 +40,7 @@ def load_engine(
         model_kwargs=llm.model_kwargs,
         tokenizer_kwargs=llm.tokenizer_kwargs,
         context_window=llm.context_window,
+        gate=llm.gate,
     )
 
 
@@ -49,7 +50,7 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
     Raises:
         InvalidInputError: Naming it.
     """
-    names = ("kv_dir", "kv_max_bytes", "system_prompt")
+    names = ("kv_dir", "kv_max_bytes", "system_prompt", "gate")
     given = {**{name: getattr(llm, name) for name in names}, **given}
     clash = [name for name, value in given.items() if value]
     if clash:

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
     from llama_index.core.base.llms.types import ChatMessage
 
-PathText = Annotated[str, BeforeValidator(os.fspath)]
+
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
+    return str(os.fspath(value))
+
+
+PathText = Annotated[str, BeforeValidator(_path)]
 """A path as text, given as either."""
 
 _ROLES: Final = {
@@ -38,6 +45,12 @@ def turn(message: ChatMessage) -> dict[str, str]:
     """A message as chat templates read it; what is not text in it is left out."""
     role = _ROLES.get(message.role, message.role.value)
     return {"role": role, "content": message.content or ""}
+
+
+def plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as settings are written down: of what is no JSON, such as a dtype, the name."""
+    kinds = (str, int, float, bool, list, dict, type(None))
+    return {key: one if isinstance(one, kinds) else str(one) for key, one in options.items()}
 
 
 def of_retriever(options: dict[str, Any]) -> dict[str, Any]:
