@@ -104,6 +104,18 @@ def test_a_file_that_is_missing_or_not_utf8_says_so(tmp_path: Path) -> None:
     path.write_bytes(b'{"id": "caf\xe9"}\n')
     with pytest.raises(InvalidInputError, match="line 1: this is not JSON in UTF-8"):
         read_questions(path)
+    path.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(InvalidInputError, match="line 1: this is not JSON in UTF-8"):
+        read_questions(path)
+    path.write_bytes(json.dumps({**ROW, "question": "\ud800"}).encode() + b"\n")
+    with pytest.raises(InvalidInputError, match=r"line 1: .* half of a surrogate pair"):
+        read_questions(path)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode() + b"\r\n\r\n")
+    assert len(read_questions(path)) == 1
 
 
 def test_a_caching_workload_joins_two_files(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_another_model_of_the_same_name_needs_another_file(
         weight.data.copy_(kept)
 
 
-@pytest.mark.parametrize("content", ["{\n", "[]\n", '{"task": "x"}\n', "1\n"])
+@pytest.mark.parametrize("content", ["{\n", "[]\n", '{"task": "x"}\n', "1\n", "[" * 99_999 + "\n"])
 def test_a_file_of_something_else_is_refused(
     ask: Callable[..., Records], tmp_path: Path, content: str
 ) -> None:
@@ -320,3 +320,13 @@ def test_what_cannot_be_asked_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputError):
         ask(**options)
+
+
+def test_a_task_without_questions_is_refused(ask: Callable[..., Records]) -> None:
+    @dataclass(frozen=True)
+    class Empty(Reading):
+        def questions(self, n: int | None, seed: int = 0, k: int | None = None) -> list[Question]:
+            return []
+
+    with pytest.raises(InvalidInputError, match="reading has no questions"):
+        ask(tasks=(Empty(),))

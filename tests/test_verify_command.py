@@ -303,6 +303,7 @@ def test_full_prefill_that_scores_nothing_is_called_so(
     printed = capsys.readouterr().out
     assert "Recommended: FullRecompute(), because it scores nothing itself" in printed
     assert "keeps - %" not in printed
+    assert "(-" not in printed
 
 
 def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,13 @@ def test_an_interrupt_stops_a_batch(
         return together(questions, **options, logits_processor=[steps])
 
     monkeypatch.setattr(engine, "generate_batch", slow)
-    with pytest.raises(KeyboardInterrupt):
-        llm.batch([over("what?", "one"), over("who?", "one")], **LONG)
+    # A shell's background job starts with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.batch([over("what?", "one"), over("who?", "one")], **LONG)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert 3 < steps.count < 100
 
 

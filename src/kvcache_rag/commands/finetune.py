@@ -15,8 +15,11 @@ HELP = "fine-tune a model under the block mask, or an auxiliary model to choose 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, data, recipe and resources."""
+    parser.epilog = (
+        "In brackets: defaults. A run that was stopped goes on when it is started again."
+    )
     parser.add_argument("model", help="a folder, a hub name, or tiny")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
+    parser.add_argument("--out", type=Path, required=True, help="new folder of the finished model")
     parser.add_argument("--work", type=Path, help="checkpoints and log (default: OUT.work)")
     _add_data(parser)
     _add_recipe(parser)
@@ -41,10 +44,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:WEIGHT]",
         help="of the reader's questions (default: mix, several kinds as in its own training)",
     )
-    data.add_argument("--documents", nargs="+", type=int, default=[6], help="reader: per context")
-    data.add_argument("--facts", nargs="+", type=int, default=[4], help="reader: per document")
     data.add_argument(
-        "--questions", type=int, default=14, help="of one context, trained together at most"
+        "--documents", nargs="+", type=int, default=[6], help="reader: per context (6)"
+    )
+    data.add_argument("--facts", nargs="+", type=int, default=[4], help="reader: per document (4)")
+    data.add_argument(
+        "--questions", type=int, default=14, help="of one context, trained together at most (14)"
     )
     data.add_argument(
         "--plain",
@@ -53,20 +58,23 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help='JSONL of {"text"} or {"messages"}, under full attention (default: the documents)',
     )
     data.add_argument(
-        "--holdout", type=int, default=64, help="contexts and texts kept to measure with"
+        "--holdout", type=int, default=64, help="contexts and texts kept to measure with (64)"
     )
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     recipe = parser.add_argument_group("recipe")
     recipe.add_argument(
-        "--positions", choices=("reordered", "composite"), default="reordered", help="of chunks"
+        "--positions",
+        choices=("reordered", "composite"),
+        default="reordered",
+        help="of chunks (reordered)",
     )
     recipe.add_argument(
         "--objective",
         choices=("answers", "selection"),
         default="answers",
-        help="selection: attend to what matters, for CacheClip's auxiliary model",
+        help="selection: attend to what matters, for CacheClip's auxiliary model (answers)",
     )
     recipe.add_argument(
         "--teacher",
@@ -87,15 +95,15 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     recipe.add_argument(
         "--plain-share", type=float, help="of plain batches (default 0.5; 0 for selection)"
     )
-    recipe.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    recipe.add_argument("--accumulate", type=int, default=2, help="forward passes per step")
+    recipe.add_argument("--steps", type=int, default=300, help="optimiser steps (300)")
+    recipe.add_argument("--accumulate", type=int, default=2, help="forward passes per step (2)")
     recipe.add_argument(
         "--rate", type=float, help="highest learning rate (default 1e-5; 1e-4 with --lora)"
     )
-    recipe.add_argument("--warm-up", type=float, default=0.03, help="share of the steps")
-    recipe.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
-    recipe.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    recipe.add_argument("--seed", type=int, default=0, help="of data order and adapters")
+    recipe.add_argument("--warm-up", type=float, default=0.03, help="share of the steps (0.03)")
+    recipe.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW (0)")
+    recipe.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient (1)")
+    recipe.add_argument("--seed", type=int, default=0, help="of data order and adapters (0)")
     recipe.add_argument(
         "--lora", metavar="RANK", type=int, default=0, help="train adapters (default: all weights)"
     )
@@ -108,16 +116,18 @@ def _add_resources(parser: argparse.ArgumentParser) -> None:
     resources = parser.add_argument_group("resources")
     resources.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
     resources.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="of the computation"
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of the computation (fp32)"
     )
     resources.add_argument(
-        "--batch-tokens", type=int, default=4096, help="of a forward pass, padding included"
+        "--batch-tokens", type=int, default=4096, help="of a forward pass, padding included (4096)"
     )
     resources.add_argument(
         "--gradient-checkpointing", action="store_true", help="less memory, a third more time"
     )
     resources.add_argument("--attention", help="transformers' attn_implementation, such as eager")
-    resources.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    resources.add_argument(
+        "--save-every", type=int, default=100, help="steps between checkpoints (100)"
+    )
     resources.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

@@ -51,7 +51,8 @@ def lines(verdict: Verdict, file: str) -> Iterator[str]:
 
 
 def _cells(row: PolicyScore) -> list[str]:
-    interval = f"{_percent(row.kept)} ({_percent(row.kept_low)}-{_percent(row.kept_high)})"
+    kept, *ends = map(_percent, (row.kept, row.kept_low, row.kept_high))
+    interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
     name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
     return [
         _percent(row.score),

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n", type=int, help=f"at most so many (default: all, {QUESTIONS} of a task)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which of them, and of the intervals")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="which of them, and of intervals (default: 0)"
+    )
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -72,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
     parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("verdict.json"), help="the verdict"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("verdict.json"),
+        help="default: verdict.json",
     )
 
 

@@ -136,6 +136,10 @@ class _Row:
         value = self._content.get(name)
         if not isinstance(value, str) or not value.strip():
             raise self.error(f'needs a text as "{name}"')
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(f'has half of a surrogate pair in "{name}"') from error
         return value
 
     def list(self, name: str) -> list[Any]:
@@ -184,8 +188,8 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                content = json.loads(line.decode("utf-8"))
-            except ValueError as error:  # no JSON, or no UTF-8
+                content = json.loads(line.decode("utf-8-sig"))  # Windows marks the first
+            except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
                 raise InvalidInputError(
                     f"{where}: this is not JSON in UTF-8 ({error}); correct or remove it"
                 ) from None

@@ -129,7 +129,7 @@ class RecordFile:
             for line in content[:whole].split(b"\n")[:-1]:
                 number += 1
                 self._keep(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidInputError(
                 f"line {number} of {path} is no record of an evaluation; name another file"
             ) from error

@@ -189,6 +189,8 @@ def _drawn(
         digest = _digest([*values, *("|".join(group) for group in question.answer_groups)])
         cluster = clusters.get(question.id) or _digest(question.chunks)
         found.append(Asked(question, digest, cluster))
+    if not found:
+        raise InvalidInputError(f"{task.name} has no questions; give data that holds some")
     if len({one.question.id for one in found}) < len(found):
         raise InvalidInputError(f"two questions of {task.name} have the same id; number them anew")
     return found
