@@ -53,6 +53,7 @@ KINDS: Final = (
 )
 # What the auxiliary for CacheClip learns to attend to, from the reader's own full prefill.
 CHOOSING: Final = ("alias:0.3", "pronoun:0.3", "unit:0.1", "single:0.2", "multi_value:0.1")
+READER: Final = "tiny"
 RATIO: Final = 0.2
 LEGO_TOKENS: Final = 12  # of chunks of about 50 tokens, but for the first: about 20 % of all
 
@@ -108,10 +109,9 @@ def studies() -> tuple[Study, ...]:
 
 def tuned(work: Path, steps: int, rate: float, wanted: Sequence[str]) -> dict[str, Path]:
     """The packaged reader, and what is made of it: block, control, auxiliary."""
-    reader = str(model_path())
     data = ReaderData(KINDS, documents=(6, 5, 4, 3), facts=(4, 3), names=("train", "wide_train"))
     shared = FinetuneConfig(
-        model=reader,
+        model=READER,
         out=work / "block",
         data=data,
         plain_share=0.3,
@@ -124,11 +124,11 @@ def tuned(work: Path, steps: int, rate: float, wanted: Sequence[str]) -> dict[st
         "block": shared,
         "control": replace(shared, out=work / "control", block_share=0.0),
         "auxiliary": FinetuneConfig(
-            model=reader,
+            model=READER,
             out=work / "auxiliary",
             data=replace(data, kinds=CHOOSING, questions=4),
             objective="selection",
-            teacher=reader,
+            teacher=READER,
             steps=steps // 2,
             accumulate=1,
             rate=rate,
