@@ -89,3 +89,34 @@ def test_a_mask_is_looked_through_once_and_not_kept() -> None:
     held = len(attention._BLOCKS)
     del mask
     assert len(attention._BLOCKS) == held - 1
+
+
+@pytest.mark.parametrize("queries", [BLOCK // 2, QUERIES], ids=["packed", "blocked"])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4)])
+@pytest.mark.parametrize("additive", [True, False])
+def test_a_mask_shared_by_all_rows_is_stocks(
+    queries: int, heads: tuple[int, int], additive: bool
+) -> None:
+    mask = seen("causal")[:, :, :queries].expand(3, -1, -1, -1)
+    if additive:
+        mask = torch.zeros(mask.shape[1:]).masked_fill(~mask[0], -torch.inf).expand_as(mask)
+    query, keys, values = tensors(3, *heads)
+    module: Any = SimpleNamespace(num_key_value_groups=heads[0] // heads[1], training=False)
+    inputs = (module, query[:, :, :queries], keys, values, mask)
+    expected, _ = sdpa_attention_forward(*inputs, scaling=0.3)
+    for _ in range(2):  # made, then found
+        found, _ = packed_attention(*inputs, scaling=0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_is_made_addable_once_per_dtype_and_group_and_not_kept() -> None:
+    mask = seen("padded batch")
+    made = attention._added(mask, torch.bfloat16, 2)
+    assert made.dtype == torch.bfloat16
+    assert made.shape == (2, 1, 2 * QUERIES, TOKENS)
+    assert attention._added(mask, torch.bfloat16, 2) is made
+    assert attention._added(mask, torch.float32, 2).dtype == torch.float32
+    assert attention._added(mask, torch.bfloat16, 1).shape == mask.shape
+    held = len(attention._ADDED)
+    del mask
+    assert len(attention._ADDED) == held - 1

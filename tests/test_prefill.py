@@ -145,6 +145,16 @@ def test_a_batch_is_the_same_as_each_alone() -> None:
                 assert float((tensor - other).abs().max()) < 1e-4
 
 
+def test_a_stored_chunk_does_not_hold_the_memory_of_its_batch() -> None:
+    engine = make_engine()
+    layout = engine._adapter.measured.chunk_layout
+    for key in engine.add(TEXTS):
+        for group in engine.store.get(key, layout).chunk.tensors:
+            for tensor in group:
+                assert tensor.is_contiguous()
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_progress_is_shown_only_when_asked_and_only_for_work(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

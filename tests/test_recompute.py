@@ -307,12 +307,12 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
     keys = engine.add(TEXTS)
     load = engine._answerer.filler.loader.load
 
-    def loading(*arguments: Any) -> Any:
-        found = load(*arguments)
+    def loading(_: Any, *arguments: Any, **options: Any) -> Any:
+        found = load(*arguments, **options)
         scorer.go.set()
         return found
 
-    monkeypatch.setattr(type(engine._answerer.loader), "load", lambda _, *rest: loading(*rest))
+    monkeypatch.setattr(type(engine._answerer.loader), "load", loading)
     found: list[Tensor] = []
     policy = Asking(
         lambda signals: found.append(signals.relevance()), auxiliary=scorer if own else None

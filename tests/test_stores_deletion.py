@@ -370,14 +370,14 @@ def test_memory_forgets_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.delete_namespace("a") == 3
     assert (store.epoch("a") > 0, store.epoch("b")) == (True, 0)
     assert {key.namespace for key in [*store._chunks, *store._owners]} == {"b"}
-    private = memory._private
+    private = memory.private_copy
 
     def deleting(*args: Any) -> Any:
         monkeypatch.undo()
         store.delete_namespace("a")
         return private(*args)
 
-    monkeypatch.setattr(memory, "_private", deleting)
+    monkeypatch.setattr(memory, "private_copy", deleting)
     assert not store.put(KEY, SMALL)
     assert not store.contains(KEY)
     assert store.put(KEY, SMALL)

@@ -6,18 +6,20 @@ Below `Engine`, above everything that knows only its own part.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvcache_rag.deferral import Deferral
 from kvcache_rag.errors import ChunkNotFoundError
-from kvcache_rag.filling import FilledRow, Prompt, RowFiller, weighing
+from kvcache_rag.filling import FilledRow, Prompt, RowFiller
+from kvcache_rag.holding import HeldRow, Holder, Row, attending, held_cache
 from kvcache_rag.kvbuffer import KVBuffer
-from kvcache_rag.metrics import Answer, Metrics
+from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, generate, uses_beams
+from kvcache_rag.placing import used, while_loading
 from kvcache_rag.recompute import recompute_logits
 from kvcache_rag.streaming import Emit, TextDecoder
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.context import ContextChunk, ContextLoader
+    from kvcache_rag.deferral import RotationMode
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt import PromptRenderer
@@ -46,6 +49,7 @@ class Answerer:
         loader: ContextLoader | None,
         window: int,
         auxiliary: Scorer | None = None,
+        rotation: RotationMode = "auto",
     ) -> None:
         """Answer with `model`.
 
@@ -56,13 +60,16 @@ class Answerer:
             loader: None for a model that keeps no keys and values.
             window: Context window in tokens.
             auxiliary: Scores chunks for policies that bring no scorer of their own.
+            rotation: Whether keys are copied and turned, or the query is turned.
         """
         self.window = window
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader = loader
         self.filler: RowFiller | None = None
+        self.deferral: Deferral | None = None
         if loader is not None:
             self.filler = RowFiller(model, tokenizer, loader, auxiliary)
+            self.deferral = Deferral(rotation, loader)
         self._buffer: KVBuffer | None = None
 
     def is_full(self, prompt: Prompt) -> bool:
@@ -114,14 +121,18 @@ class Answerer:
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
+        return while_loading(lambda ahead: self._logits(prompt, ahead=ahead))
+
+    def _logits(self, prompt: Prompt, *, ahead: bool) -> Tensor:
         with torch.inference_mode():
-            filled = self._filled(prompt)
-            if filled is not None and filled.selected is not None:
+            filled = self._filled(prompt, ahead=ahead)
+            if isinstance(filled, FilledRow) and filled.selected is not None:
                 return recompute_logits(filled.row, filled.selected).float().cpu()
             ids, cache = self._inputs(prompt, filled)
             behind = 0 if cache is None else ids.shape[1] - len(prompt.query)
             positions = torch.arange(behind, ids.shape[1])
-            with weighing(self.model, prompt.request.policy, [filled]):
+            arriving = filled.loaded.ahead if isinstance(filled, FilledRow) else None
+            with used(arriving), attending(self.model, prompt.request.policy, [filled]):
                 logits = self.model.forward(
                     ids[:, behind:], cache, positions, keep=len(prompt.query)
                 )
@@ -131,6 +142,19 @@ class Answerer:
         self, prompt: Prompt, started: float, emit: Emit | None, cancelled: threading.Event | None
     ) -> Answer:
         """Answer one prompt, handing text on as it comes."""
+        return while_loading(
+            lambda ahead: self._answer(prompt, started, emit, cancelled, ahead=ahead)
+        )
+
+    def _answer(
+        self,
+        prompt: Prompt,
+        started: float,
+        emit: Emit | None,
+        cancelled: threading.Event | None,
+        *,
+        ahead: bool,
+    ) -> Answer:
         request = prompt.request
         decoder = TextDecoder(self.tokenizer, request.stop)
 
@@ -140,13 +164,14 @@ class Answerer:
                 emit(piece)
             return decoder.stopped
 
-        filled = self._filled(prompt)
-        if filled is not None and self.filler is not None:
+        filled = self._filled(prompt, ahead=ahead)
+        if isinstance(filled, FilledRow) and self.filler is not None:
             filled = self.filler.recompute(filled)
         ids, cache = self._inputs(prompt, filled)
         before = time.perf_counter()
         watch = None if uses_beams(request.options) else push
-        with weighing(self.model, request.policy, [filled]):
+        arriving = filled.loaded.ahead if isinstance(filled, FilledRow) else None
+        with used(arriving), attending(self.model, request.policy, [filled]):
             generated = generate(
                 self.model,
                 ids,
@@ -163,34 +188,54 @@ class Answerer:
         rest = decoder.finish()
         if rest and emit is not None:
             emit(rest)
+        before += 0.0 if arriving is None else arriving.waited
         return self.result(prompt, decoder, generated, filled, (started, before), 0)
 
-    def _filled(self, prompt: Prompt) -> FilledRow | None:
-        """The prompt's context in the buffer; None for a plain prefill."""
+    def _filled(self, prompt: Prompt, *, ahead: bool = False) -> Row | None:
+        """The prompt's context, copied into the buffer or held; None for a plain prefill."""
         if prompt.request.is_plain:
             return None
         if self.filler is None or self.is_full(prompt):
             self.ensure_capturable(prompt)
             return None
         try:
-            return self._fill(self.filler, prompt, prompt.chunks)
+            return self._fill(self.filler, prompt, prompt.chunks, ahead=ahead)
         except ChunkNotFoundError:
             # A reference has gone, or was not what it said: its text is what counts.
             texts = [self.filler.loader.from_text(chunk) for chunk in prompt.chunks]
             return self._fill(self.filler, prompt, texts)
 
-    def _fill(self, filler: RowFiller, prompt: Prompt, chunks: Sequence[ContextChunk]) -> FilledRow:
+    def _fill(
+        self,
+        filler: RowFiller,
+        prompt: Prompt,
+        chunks: Sequence[ContextChunk],
+        *,
+        ahead: bool = False,
+    ) -> Row:
+        why = self.why_copied([prompt])
+        if not why:
+            return Holder(filler.loader).hold(prompt, chunks, {})
         length = len(self.renderer.prefix_ids) + sum(map(len, chunks))
         buffer = self.room(1, length + len(prompt.query) + prompt.request.max_new_tokens)
-        return filler.fill(buffer, 0, 0, prompt, chunks)
+        filled = filler.fill(buffer, 0, 0, prompt, chunks, ahead=ahead)
+        return replace(filled, not_deferred=why)
 
-    def _inputs(self, prompt: Prompt, filled: FilledRow | None) -> tuple[Tensor, Any]:
+    def why_copied(self, prompts: Sequence[Prompt]) -> str:
+        """Why the chunks of a batch are copied, or "" to attend to them where they lie."""
+        return "" if self.deferral is None else self.deferral.why_copied(prompts)
+
+    def _inputs(self, prompt: Prompt, filled: Row | None) -> tuple[Tensor, Any]:
         """Ids `(1, n)`, and a cache of all but the last of them (None for a plain prefill)."""
         if filled is None:
             context = () if prompt.request.is_plain else self.context_ids(prompt.chunks)
             return torch.tensor([[*context, *prompt.query]]), None
+        if isinstance(filled, HeldRow):
+            buffer = self.room(1, filled.missing + prompt.request.max_new_tokens)
+            return filled.ids[None], held_cache(self.model, [filled], buffer)
         held = filled.row.shape.tokens - filled.missing
-        return filled.row.ids[None], self.model.cache(filled.row.buffer, held)
+        cache = self.model.cache(filled.row.buffer, held, arrivals=filled.loaded.ahead)
+        return filled.row.ids[None], cache
 
     def ensure_capturable(self, prompt: Prompt) -> None:
         """Raise `UnsupportedModelError` if chunks shall be reused and the model keeps none."""
@@ -217,7 +262,7 @@ class Answerer:
         prompt: Prompt,
         decoder: TextDecoder,
         generated: Generated,
-        filled: FilledRow | None,
+        filled: Row | None,
         times: tuple[float, float],
         row: int,
     ) -> Answer:
@@ -243,36 +288,8 @@ class Answerer:
         if filled is None:
             metrics = replace(metrics, prefilled_tokens=sum(map(len, prompt.chunks)))
         else:
-            loaded = filled.loaded
-            metrics = replace(
-                metrics,
-                policy=repr(filled.policy),
-                recompute=filled.choosing + filled.recomputing,
-                recomputed_tokens=filled.recomputed_tokens,
-                load=loaded.load,
-                stitch=loaded.stitch,
-                reused_tokens=loaded.reused_tokens,
-                prefilled_tokens=loaded.prefilled_tokens,
-                hits=loaded.hits,
-                misses=loaded.misses,
-                declined=loaded.declined,
-            )
+            metrics = replace(metrics, **filled.costs)
+        if self.deferral is not None:
+            self.deferral.answered(prompt, metrics)
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
         return Answer(decoder.text, metrics, generated.rows[row], reason)
-
-
-def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
-    """Cost of two rounds: counts and parts add up, the first token is that of the later round.
-
-    Args:
-        first: Of the rounds so far.
-        later: Of the round behind them.
-        before: Seconds from the call to the later round.
-    """
-    times = ("load", "stitch", "recompute", "prefill")
-    counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
-    added = (*times, *counts, "generated_tokens", "misses", "rounds")
-    sums = {name: getattr(first, name) + getattr(later, name) for name in added}
-    for name in ("hits", "declined"):
-        sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))
-    return replace(later, **sums, ttft=before + later.ttft, total=before + later.total)

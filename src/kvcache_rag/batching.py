@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvcache_rag.filling import weighing
+from kvcache_rag.holding import Holder, attending, held_cache
 from kvcache_rag.models.generate import generate
 from kvcache_rag.streaming import TextDecoder
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcache_rag.answering import Answerer
     from kvcache_rag.context import ContextChunk
     from kvcache_rag.filling import FilledRow, Prompt, RowFiller
+    from kvcache_rag.holding import Known, Row
     from kvcache_rag.metrics import Answer
     from kvcache_rag.request import ChunkInput, Request
     from kvcache_rag.template import Message
@@ -47,7 +48,7 @@ def answer_batch(
     ]
     width = max(lengths)
     cache = None
-    rows: Sequence[FilledRow | None] = [None] * len(prompts)
+    rows: Sequence[Row | None] = [None] * len(prompts)
     if runner.filler is None or all(map(runner.is_full, prompts)):
         runner.ensure_capturable(prompts[0])
         texts = [runner.context_ids(prompt.chunks) for prompt in prompts]
@@ -66,7 +67,7 @@ def answer_batch(
     if request.stop:
         options["stop_strings"] = list(request.stop)
     before = time.perf_counter()
-    with weighing(runner.model, request.policy, rows):
+    with attending(runner.model, request.policy, rows):
         generated = generate(
             runner.model,
             ids,
@@ -97,13 +98,29 @@ def answer_batch(
 
 def _fill(
     runner: Answerer, filler: RowFiller, prompts: Sequence[Prompt], lengths: Sequence[int]
-) -> tuple[Any, list[FilledRow]]:
+) -> tuple[Any, Sequence[Row]]:
+    why = runner.why_copied(prompts)
+    if not why:
+        known: Known = {}
+        held = [Holder(filler.loader).hold(one, one.chunks, known) for one in prompts]
+        room = max(row.missing for row in held) + prompts[0].request.max_new_tokens
+        return held_cache(runner.model, held, runner.room(len(prompts), room)), held
+    return _copy(runner, filler, prompts, lengths, why)
+
+
+def _copy(
+    runner: Answerer,
+    filler: RowFiller,
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    why: str,
+) -> tuple[Any, Sequence[FilledRow]]:
     # A row's context ends where its query begins, so index = position + padding everywhere and
     # windows stay right.  The input's columns of rows with fewer missing tokens begin inside what
     # they hold, which is kept.
     width = max(lengths)
     buffer = runner.room(len(prompts), width + prompts[0].request.max_new_tokens)
-    rows = []
+    rows: list[FilledRow] = []
     known: dict[tuple[ContextChunk, ...], FilledRow] = {}
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         source = known.get(prompt.chunks)
@@ -111,7 +128,7 @@ def _fill(
             rows.append(filler.copy(source, buffer, row, width - length, prompt))
             continue
         filled = filler.fill(buffer, row, width - length, prompt, prompt.chunks)
-        rows.append(filler.recompute(filled))
+        rows.append(filler.recompute(replace(filled, not_deferred=why)))
         if filled.can_be_copied:
             known[prompt.chunks] = rows[-1]
     longest = max(filled.missing for filled in rows)

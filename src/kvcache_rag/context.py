@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache_rag.costs import Costs
+from kvcache_rag.crossing import cross
 from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.fetching import Fetcher
+from kvcache_rag.loaded import ContextChunk, LoadedContext
+from kvcache_rag.placing import Placing
 from kvcache_rag.prefill import PendingChunk, Prefiller, batches
 from kvcache_rag.stitch import stitch
+from kvcache_rag.stores.transfer import in_main_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.fetching import Opened
     from kvcache_rag.kvbuffer import KVBuffer
     from kvcache_rag.mask import PositionScheme
     from kvcache_rag.models.base import ModelLayout
@@ -29,51 +36,9 @@ if TYPE_CHECKING:
 
     Fill = Callable[[Sequence[PendingChunk]], dict[ChunkKey, ChunkKV]]
 
+__all__ = ["ContextChunk", "ContextLoader", "LoadedContext"]
 
-@dataclass(frozen=True)
-class ContextChunk:
-    """A chunk of a prompt.
-
-    Attributes:
-        key: Its address.
-        ids: Its token ids; None when it is loaded by reference, without tokenising.
-        text: Its text, for a reference that has gone meanwhile; None when only the key is known.
-        is_joint: Whether it is several chunks computed together (`combination`).
-    """
-
-    key: ChunkKey
-    ids: tuple[int, ...] | None
-    text: str | None = None
-    is_joint: bool = False
-
-    def __len__(self) -> int:
-        """Number of tokens."""
-        return self.key.tokens if self.ids is None else len(self.ids)
-
-
-@dataclass(frozen=True)
-class LoadedContext:
-    """One row of a buffer, filled and stitched.
-
-    Attributes:
-        ids: Ids of prefix and chunks.
-        load: Seconds for reading and computing.
-        stitch: Seconds for turning keys.
-        hits: Chunks found, per tier.
-        misses: Chunks computed.
-        reused_tokens: Tokens of the chunks found.
-        prefilled_tokens: Tokens of the chunks computed, missing or declined.
-        declined: Chunks that were cached and computed all the same, per reason.
-    """
-
-    ids: tuple[int, ...]
-    load: float
-    stitch: float
-    hits: Mapping[str, int]
-    misses: int
-    reused_tokens: int
-    prefilled_tokens: int
-    declined: Mapping[str, int] = field(default_factory=dict)
+_MOST_OPEN = 64  # files that one prompt opens at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +58,10 @@ class ContextLoader:
     combinations: ContextLoader | None = None
 
     @property
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.prefiller, self.costs)
+
+    @property
     def _layout(self) -> ModelLayout:
         return self.prefiller.model.measured
 
@@ -108,7 +77,7 @@ class ContextLoader:
             return self.renderer.chunk_ids(chunk.text)
         found = self.prefiller.store.get(chunk.key, self._layout.chunk_layout).chunk
         ids = tuple(found.tokens.tolist())
-        if self.prefiller.key(ids) != chunk.key:  # as in `_fetch`
+        if self.prefiller.key(ids) != chunk.key:  # as in `Fetcher`
             self.prefiller.store.delete(chunk.key)
             raise ChunkNotFoundError(f"chunk {chunk.key.digest[:12]} is not what it should be")
         return ids
@@ -134,6 +103,8 @@ class ContextLoader:
         chunks: Sequence[ContextChunk],
         scheme: PositionScheme,
         adjacent: bool = False,
+        *,
+        ahead: bool = False,
     ) -> LoadedContext:
         """Fill a row from `offset` on with prefix and chunks, and turn their keys to their places.
 
@@ -144,26 +115,76 @@ class ContextLoader:
             chunks: In prompt order.
             scheme: Where the chunks stand.
             adjacent: Whether the query stands right behind the highest position (see `stitch`).
+            ahead: Whether it may return before everything is there, when that is sooner.
 
         Raises:
             ChunkNotFoundError: If a chunk without text is not held any more.
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
         """
         if self.combinations is not None and any(chunk.is_joint for chunk in chunks):
-            return self.combinations.load(buffer, row, offset, chunks, scheme, adjacent)
+            return self.combinations.load(
+                buffer, row, offset, chunks, scheme, adjacent, ahead=ahead
+            )
         started = time.perf_counter()
+        position = self.prefiller.position
         parts = self._views(buffer, row, offset, chunks)
+        reasons = {one: why for one in dict.fromkeys(chunks) if (why := self._reason(one))}
+        with ExitStack() as files:
+            opened: dict[int, Opened | None] = {}
+            is_near = in_main_memory(parts[0])
+            if len(chunks) <= _MOST_OPEN:
+                wanted = {i: one.key for i, one in enumerate(chunks) if one not in reasons}
+                kept_only = not is_near or not self._fetcher.may_pay_ahead
+                opened = self._fetcher.open_all(wanted, files, kept_only=kept_only)
+            readers = [one for one in opened.values() if one is not None]
+            is_whole = len(readers) == len(chunks)
+            if is_whole and not is_near:
+                inputs = self._fetcher.parts(parts, readers)
+                return self._fetcher.cross(
+                    inputs, readers, scheme, started, adjacent=adjacent, ahead=ahead
+                )
+            if ahead and is_whole and self._fetcher.pays_ahead(readers):
+                inputs = self._fetcher.parts(parts, readers)
+                placing = Placing(self._layout, inputs, scheme, position, adjacent)
+                found = self._fetcher.place_ahead(placing, readers, started)
+                if found is not None:
+                    files.pop_all()
+                    return found
+            context, sources = self._gathered(chunks, parts, reasons, opened)
+        loaded = time.perf_counter()
+        if is_near:
+            stitch(self._layout, parts, scheme, position, adjacent=adjacent, sources=sources)
+        else:  # the same in few calls
+            kept = [sources.get(index) for index in range(len(parts))]
+            cross(self._layout, kept, parts, scheme, position, adjacent=adjacent).close()
+        stitched = time.perf_counter()
+        return replace(context, load=loaded - started, stitch=stitched - loaded)
+
+    def _gathered(
+        self,
+        chunks: Sequence[ContextChunk],
+        parts: Sequence[ChunkKV],
+        reasons: Mapping[ContextChunk, tuple[str, str]],
+        opened: Mapping[int, Opened | None],
+    ) -> tuple[LoadedContext, dict[int, ChunkKV]]:
+        """Bring every chunk into the buffer, reading or computing it; nothing is turned.
+
+        What is kept in memory is given back by the index of its part, to be copied and turned.
+        """
         prefix = self.prefiller.prefix()
-        if prefix is not None:
-            parts[0].copy_from(prefix)
+        sources = {} if prefix is None else {0: prefix}
         hits: Counter[str] = Counter()
         missing, declined = [], []
-        reasons = {one: why for one in dict.fromkeys(chunks) if (why := self._reason(one))}
-        for chunk, view in zip(chunks, parts[1:], strict=True):
+        for index, (chunk, view) in enumerate(zip(chunks, parts[1:], strict=True)):
             if chunk in reasons:
                 declined.append((chunk, view))
                 continue
-            tier = self._fetch(chunk, view)
+            if index not in opened:
+                tier = self._fetcher.fetch(chunk.key, view)
+            else:
+                tier = None
+                if (found := opened[index]) is not None:
+                    tier = self._fetcher.take(found, view, sources, index + 1)
             if tier is None:
                 missing.append((chunk, view))
             else:
@@ -174,24 +195,23 @@ class ContextLoader:
         for chunk, view in declined:
             # As after a load from there.
             self.prefiller.store.promote(chunk.key, view, reasons[chunk][0])
-        loaded = time.perf_counter()
-        stitch(self._layout, parts, scheme, self.prefiller.position, adjacent=adjacent)
         ids = [*self.prefiller.prefix_ids]
         for part in parts[1:]:
             ids += part.tokens.tolist()
         # A chunk may stand twice.
         computed = {chunk.key: len(chunk) for chunk, _ in missing}
         prefilled = sum(computed.values()) + sum(map(len, reasons))
-        return LoadedContext(
+        context = LoadedContext(
             ids=tuple(ids),
-            load=loaded - started,
-            stitch=time.perf_counter() - loaded,
+            load=0.0,
+            stitch=0.0,
             hits=dict(hits),
             misses=len(computed),
             reused_tokens=sum(map(len, chunks)) - prefilled,
             prefilled_tokens=prefilled,
             declined=dict(Counter(why for _, why in reasons.values())),
         )
+        return context, sources
 
     def _views(
         self, buffer: KVBuffer, row: int, offset: int, chunks: Sequence[ContextChunk]
@@ -230,25 +250,6 @@ class ContextLoader:
         except ChunkNotFoundError:
             return False
 
-    def _fetch(self, chunk: ContextChunk, view: ChunkKV) -> str | None:
-        """Read a chunk into its place; the tier it came from, or None for a miss."""
-        store, nbytes = self.prefiller.store, view.nbytes
-        started = self.costs.clock()
-        try:
-            hit = store.get(chunk.key, self._layout.chunk_layout, out=view)
-        except ChunkNotFoundError:
-            seconds = self.costs.clock() - started
-            held = store.locate(chunk.key) if self.costs.is_noticed(seconds) else None
-            if held is not None:
-                self.costs.loaded(held, nbytes, seconds)
-            return None
-        self.costs.loaded(hit.tier, nbytes, self.costs.clock() - started)
-        # The key is the hash of these ids, so this holds even for a file that lies about itself.
-        if self.prefiller.key(view.tokens.tolist()) != chunk.key:
-            store.delete(chunk.key)
-            return None
-        return hit.tier
-
     def _compute(self, missing: Sequence[tuple[ContextChunk, ChunkKV]], fill: Fill) -> None:
         if not missing:
             return
@@ -283,7 +284,7 @@ class ContextLoader:
             view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
             if chunk.key in computed:
                 view.copy_from(computed[chunk.key])
-            elif self._fetch(chunk, view) is None:  # another process stored it; it is gone again
+            elif self._fetcher.fetch(chunk.key, view) is None:  # another stored it; it is gone
                 view.copy_from(self.prefiller.compute([pending[chunk.key].ids])[0])
                 view.tokens.copy_(torch.tensor(pending[chunk.key].ids, dtype=torch.int32))
 

@@ -166,6 +166,11 @@ class Costs:
         prefill = self.prefill_seconds(tokens) or 0.0
         return f"{tier}: load {load:.2g} s > prefill {prefill:.2g} s"
 
+    @property
+    def waits(self) -> bool:
+        """Whether loads from any tier took long."""
+        return bool(self._waited())
+
     def _waited(self) -> list[str]:
         """Tiers of which a load took long; for others, nothing has to be worked out."""
         return [

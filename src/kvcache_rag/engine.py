@@ -12,6 +12,7 @@ from kvcache_rag.batching import Asked, answer_batch
 from kvcache_rag.combination import COMBINATION_BYTES, Combinations
 from kvcache_rag.context import ContextLoader
 from kvcache_rag.costs import Costs
+from kvcache_rag.deferral import checked_mode
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.gate import BoundGate
 from kvcache_rag.loading import load
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from kvcache_rag.deferral import RotationMode
     from kvcache_rag.metrics import Answer
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.verdict import Gate, Verdict
@@ -70,6 +72,7 @@ class Engine(StoreMethods, AsyncMethods):
         cost_aware: bool = True,
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
+        rotation: RotationMode = "auto",
     ) -> None:
         """Measure the model and bind the template.
 
@@ -95,7 +98,10 @@ class Engine(StoreMethods, AsyncMethods):
                 scorer of their own, in a thread beside the loading.
             gate: What `kvcache-rag verify` wrote: a policy that is not good enough on this model
                 is replaced by `FullRecompute()`, with the reason in the metrics (see `Gate`).
+            rotation: "deferred" attends to chunks where they lie in memory, without a copy per
+                answer, wherever it can; "copied" never does; "auto" where it is measured sooner.
         """
+        checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
         self.store = store if store is not None else MemoryStore()
@@ -120,7 +126,13 @@ class Engine(StoreMethods, AsyncMethods):
         stores = (self.store, self.combinations)
         self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
         self._answerer = Answerer(
-            self._adapter, tokenizer, self._renderer, loader, self.context_window, auxiliary
+            self._adapter,
+            tokenizer,
+            self._renderer,
+            loader,
+            self.context_window,
+            auxiliary,
+            rotation,
         )
 
     def _loader(

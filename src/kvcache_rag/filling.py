@@ -60,6 +60,7 @@ class FilledRow:
         choosing: Seconds for choosing them.
         recomputing: Seconds for computing them again, 0 before that.
         is_copy: Whether all that was done for another row of the batch.
+        not_deferred: Why keys were copied instead of attended to where they lie.
     """
 
     row: StitchedRow
@@ -69,6 +70,7 @@ class FilledRow:
     choosing: float = 0.0
     recomputing: float = 0.0
     is_copy: bool = False
+    not_deferred: str = ""
 
     @property
     def recomputed_tokens(self) -> int:
@@ -81,6 +83,18 @@ class FilledRow:
         shape = self.row.shape
         is_query = self.selected is None or self.is_copy
         return shape.tokens - shape.context_tokens if is_query else 1
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What it adds to `Metrics`."""
+        return {
+            **costs_of(self.loaded),
+            "policy": repr(self.policy),
+            "recompute": self.choosing + self.recomputing,
+            "recomputed_tokens": self.recomputed_tokens,
+            "rotation": "copied",
+            "not_deferred": self.not_deferred,
+        }
 
     @property
     def can_be_copied(self) -> bool:
@@ -112,6 +126,8 @@ class RowFiller:
         offset: int,
         prompt: Prompt,
         chunks: Sequence[ContextChunk],
+        *,
+        ahead: bool = False,
     ) -> FilledRow:
         """Load and stitch a prompt's context, and choose what has to be computed again.
 
@@ -121,6 +137,8 @@ class RowFiller:
             offset: Place of the first token in it.
             prompt: The prompt.
             chunks: Its chunks, or what became of them.
+            ahead: Whether a context that is not computed again may still be on its way when this
+                returns (`FilledRow.loaded.ahead`).
 
         Raises:
             ChunkNotFoundError: If a chunk without text is not held any more.
@@ -130,7 +148,13 @@ class RowFiller:
         policy = prompt.request.policy
         scores = self._scoring(policy, prompt.request.question, chunks)
         loaded = self.loader.load(
-            buffer, row, offset, chunks, policy.positions, policy.adjacent_query
+            buffer,
+            row,
+            offset,
+            chunks,
+            policy.positions,
+            policy.adjacent_query,
+            ahead=ahead and policy.is_reuse,
         )
         prefix = len(loaded.ids) - sum(map(len, chunks))
         shape = StitchedPrompt.of(prefix, [len(one) for one in chunks], len(prompt.query))
@@ -201,6 +225,14 @@ class RowFiller:
             for chunk in chunks
         ]
         return ChunkScores.start(scorer, question, texts, wrapper, self.tokenizer)
+
+
+def costs_of(loaded: LoadedContext) -> dict[str, Any]:
+    """What bringing a context adds to `Metrics`."""
+    counts = ("reused_tokens", "prefilled_tokens", "hits", "misses", "declined")
+    names = ("load", "stitch", *counts)
+    waited = 0.0 if loaded.ahead is None else loaded.ahead.waited
+    return {**{name: getattr(loaded, name) for name in names}, "load": loaded.load + waited}
 
 
 def weighing(

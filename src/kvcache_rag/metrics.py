@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ class Metrics:
 
     Attributes:
         ttft: From the call to the first generated token.
-        load: Part of `ttft`: reading cached chunks, and prefilling and storing those that were
-            missing.
+        load: Part of `ttft`: reading cached chunks (of those read beside the forward pass, only the
+            seconds for which it had to wait), and prefilling and storing those that were missing.
         stitch: Part of `ttft`: rotating keys to their places.
         recompute: Part of `ttft`: choosing and recomputing context tokens, in one pass with the
             query but its last token.
@@ -39,6 +40,9 @@ class Metrics:
         policy: The policy, as it can be pasted back.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
         gate: Why the engine's gate let `FullRecompute()` answer instead, or "".
+        rotation: "copied" where keys were copied and turned, "deferred" where they were attended to
+            as they are stored and the query was turned, "" for a full prefill.
+        not_deferred: Why they were copied, or "".
     """
 
     ttft: float = 0.0
@@ -61,6 +65,8 @@ class Metrics:
     policy: str = ""
     prefix_mismatch: bool = False
     gate: str = ""
+    rotation: str = ""
+    not_deferred: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,6 +77,23 @@ class Metrics:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for response metadata; with `prompt_tokens`."""
         return {**asdict(self), "prompt_tokens": self.prompt_tokens}
+
+
+def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
+    """Cost of two rounds: counts and parts add up, the first token is that of the later round.
+
+    Args:
+        first: Of the rounds so far.
+        later: Of the round behind them.
+        before: Seconds from the call to the later round.
+    """
+    times = ("load", "stitch", "recompute", "prefill")
+    counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
+    added = (*times, *counts, "generated_tokens", "misses", "rounds")
+    sums = {name: getattr(first, name) + getattr(later, name) for name in added}
+    for name in ("hits", "declined"):
+        sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))
+    return replace(later, **sums, ttft=before + later.ttft, total=before + later.total)
 
 
 @dataclass(frozen=True)

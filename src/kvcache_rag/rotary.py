@@ -8,13 +8,45 @@ tensors only: which slot of which layer turns how is measured by `models.probe`.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 RotationStyle = Literal["none", "half", "interleaved"]
+
+
+# Numbers of scratch memory that a thread keeps (2 x 4 MiB at most).
+_KEPT = 1 << 20
+
+
+class _Scratch(threading.local):
+    """Memory to work in, kept per thread: fresh memory costs more page faults than the work."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(2, 0)
+
+    def pair(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Two float32 tensors of the shape and device of `like`, of any content."""
+        count = like.numel()
+        if like.device.type != "cpu" or count > _KEPT:
+            wide = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+            return wide, torch.empty_like(wide)
+        if self._kept.shape[1] < count:
+            # Outside inference mode, so that it can be used in and out of it.
+            with torch.inference_mode(mode=False):
+                self._kept = torch.empty(2, count)
+        first, second = self._kept[:, :count].unbind(0)
+        return first.view(like.shape), second.view(like.shape)
+
+
+_SCRATCH = _Scratch()
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,76 @@ def angle_table(inv_freq: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Ten
     return angles.cos().float(), angles.sin().float()
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A rotation of some tokens by known angles, ready for any number of layers.
+
+    Attributes:
+        rotation: Which columns turn, and in which layout.
+        cos: What each turned column is multiplied with, `(tokens, dim)` float32.
+        sin: What its partner is multiplied with before it is added, sign included; the same shape.
+    """
+
+    rotation: Rotation
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, rotation: Rotation, cos: Tensor, sin: Tensor) -> Turn:
+        """The turn by the angles of an `angle_table`, `(tokens, dim / 2)`."""
+        signed = -sin if rotation.reverse else sin
+        if rotation.style == "half":
+            return cls(rotation, torch.cat([cos, cos], -1), torch.cat([-signed, signed], -1))
+        wide = torch.stack([-signed, signed], -1).flatten(-2)
+        return cls(rotation, cos.repeat_interleave(2, -1), wide)
+
+    def narrow(self, start: int, stop: int) -> Turn:
+        """The turn of the tokens `start..stop` alone."""
+        return Turn(self.rotation, self.cos[start:stop], self.sin[start:stop])
+
+    def into(self, out: Tensor, runs: Sequence[Tensor]) -> None:
+        """Write keys, turned, to `out`: a copy and a turn in one pass over the memory.
+
+        Args:
+            out: `(..., tokens, width)`, any float dtype, possibly strided.
+            runs: The keys, one behind another along the tokens, of `out`'s other sizes; `[out]` to
+                turn in place, else memory apart from it.
+
+        The arithmetic is float32 with one rounding at the end.
+        """
+        columns = slice(self.rotation.start, self.rotation.start + self.rotation.dim)
+        if runs[0] is not out and self.rotation.dim < out.shape[-1]:
+            for beside in (slice(0, columns.start), slice(columns.stop, out.shape[-1])):
+                out[..., beside].copy_(torch.cat([run[..., beside] for run in runs], -2))
+        turned = out[..., columns]
+        sources = [run[..., columns] for run in runs]
+        # Layer by layer, in the same scratch memory: what is worked on stays in the processor's
+        # cache.
+        layers = turned.unbind(0) if turned.dim() > 3 else (turned,)
+        if not layers:
+            return
+        given = zip(*(one.unbind(0) for one in sources), strict=True)
+        wide, partner = _SCRATCH.pair(layers[0])
+        swaps = self._swaps(wide, partner)
+        ends = list(itertools.accumulate(run.shape[-2] for run in runs))
+        pieces = [wide[..., first:end, :] for first, end in zip([0, *ends], ends, strict=False)]
+        for layer, own in zip(layers, given if turned.dim() > 3 else [sources], strict=True):
+            for piece, run in zip(pieces, own, strict=True):
+                piece.copy_(run)
+            for target, source in swaps:
+                target.copy_(source)
+            layer.copy_(wide.mul_(self.cos).add_(partner.mul_(self.sin)))
+
+    def _swaps(self, columns: Tensor, out: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What to copy so that each column changes places with the one it is turned with."""
+        if self.rotation.style == "half":
+            half = self.rotation.dim // 2
+            first, second = slice(0, half), slice(half, None)
+        else:
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        return (out[..., first], columns[..., second]), (out[..., second], columns[..., first])
+
+
 def rotate_(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn `keys` in place and return them.
 
@@ -78,29 +180,9 @@ def rotate_(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tenso
 
     The arithmetic is float32 with one rounding at the end.
     """
-    if rotation.style == "none":
-        return keys
-    signed = -sin if rotation.reverse else sin
-    turned = keys[..., rotation.start : rotation.start + rotation.dim]
-    if rotation.style == "half":
-        wide_cos, wide_sin = torch.cat([cos, cos], -1), torch.cat([-signed, signed], -1)
-    else:
-        wide_cos = cos.repeat_interleave(2, -1)
-        wide_sin = torch.stack([-signed, signed], -1).flatten(-2)
-    # Layer by layer, whole rows at a time: what is worked on stays in the processor's cache.
-    for layer in turned.unbind(0) if turned.dim() > 3 else (turned,):
-        wide = layer.float()
-        # Made before `wide` is written: in float32 that is the layer itself.
-        partner = _partners(wide, rotation)
-        layer.copy_(wide.mul_(wide_cos).add_(partner.mul_(wide_sin)))
+    if rotation.style != "none":
+        Turn.of(rotation, cos, sin).into(keys, [keys])
     return keys
-
-
-def _partners(columns: Tensor, rotation: Rotation) -> Tensor:
-    """A copy in which each column has changed places with the one it is turned with."""
-    if rotation.style == "half":
-        return columns.roll(rotation.dim // 2, -1)
-    return torch.unflatten(columns, -1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def rotate(keys: Tensor, rotation: Rotation, inv_freq: Tensor, old: Tensor, new: Tensor) -> Tensor:

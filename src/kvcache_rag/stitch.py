@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.chunk import ChunkKV
-from kvcache_rag.rotary import angle_table, rotate_
+from kvcache_rag.rotary import Turn, angle_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvcache_rag.kvbuffer import KVBuffer
     from kvcache_rag.mask import PositionScheme
-    from kvcache_rag.models.base import LayerGroup, ModelLayout
+    from kvcache_rag.models.base import ModelLayout
     from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.rotary import Rotation
 
 SpanKind = Literal["prefix", "chunk", "query"]
 StoredPosition = Literal["local", "raw"]
@@ -100,6 +101,123 @@ class StitchedRow:
     shape: StitchedPrompt
 
 
+@dataclass(frozen=True, eq=False)
+class Move:
+    """How keys (and in MLA models, values) of a run of tokens get from where they stand to a place.
+
+    Attributes:
+        slots: Per layer group the turns of its K slot and its V slot; None for one that stays.
+    """
+
+    slots: tuple[tuple[Turn | None, Turn | None], ...]
+
+    @classmethod
+    def of(cls, layout: ModelLayout, old: Tensor, new: Tensor, device: torch.device) -> Move:
+        """The move of tokens standing at positions `old`, `(tokens,)`, to positions `new`.
+
+        Raises:
+            UnsupportedModelError: If the model's keys cannot be moved.
+        """
+        layout.ensure_movable()
+        made: dict[Rotation, Turn] = {}
+        old, new = old.to(device), new.to(device)
+        tables = [angle_table(found.at_rest().to(device), old, new) for found in layout.frequencies]
+
+        def turn(rotation: Rotation) -> Turn | None:
+            if rotation.style == "none":
+                return None
+            if rotation not in made:
+                made[rotation] = Turn.of(rotation, *tables[rotation.frequency])
+            return made[rotation]
+
+        groups = layout.groups
+        return cls(tuple((turn(one.key_rotation), turn(one.value_rotation)) for one in groups))
+
+    def narrow(self, start: int, stop: int) -> Move:
+        """The move of the tokens `start..stop` alone."""
+        return Move(
+            tuple(
+                (key and key.narrow(start, stop), value and value.narrow(start, stop))
+                for key, value in self.slots
+            )
+        )
+
+    def turn(self, part: ChunkKV, layers: Sequence[slice] | None = None) -> None:
+        """Turn the keys of a part in place: the plain path.
+
+        Args:
+            part: As many tokens as the move is for.
+            layers: Which layers of each group; None for all.
+        """
+        for index, slots in enumerate(self.slots):
+            chosen = slice(None) if layers is None else layers[index]
+            for turn, held in zip(slots, (part.keys(index), part.values(index)), strict=True):
+                if turn is not None:
+                    turned = held[chosen]
+                    turn.into(turned, [turned])
+
+    def bring(self, part: ChunkKV, source: ChunkKV) -> None:
+        """Copy `source` to `part` and turn its keys, in one pass over the memory."""
+        for index, slots in enumerate(self.slots):
+            held = (part.keys(index), part.values(index))
+            given = (source.keys(index), source.values(index))
+            for turn, out, stored in zip(slots, held, given, strict=True):
+                if turn is None:
+                    out.copy_(stored)
+                else:
+                    turn.into(out, [stored])
+
+
+def distances(
+    parts: Sequence[ChunkKV],
+    scheme: PositionScheme,
+    stored: StoredPosition = "local",
+    *,
+    adjacent: bool = False,
+) -> list[tuple[Tensor, Tensor] | None]:
+    """Per part the positions `(tokens,)` at which its keys stand and shall stand; None if it stays.
+
+    The arguments are those of `stitch`.
+    """
+    found: list[tuple[Tensor, Tensor] | None] = []
+    gap = 0
+    if adjacent and scheme == "composite":
+        highest = max((part.start + len(part) for part in parts), default=0)
+        gap = sum(map(len, parts)) - highest
+    place = 0
+    for part in parts:
+        steps = torch.arange(len(part))
+        here = torch.zeros_like(steps) if stored == "raw" else part.start + steps
+        there = (part.start if scheme == "composite" else place) + gap + steps
+        found.append(None if torch.equal(here, there) else (here, there))
+        place += len(part)
+    return found
+
+
+def moves(
+    layout: ModelLayout,
+    parts: Sequence[ChunkKV],
+    scheme: PositionScheme,
+    stored: StoredPosition = "local",
+    *,
+    adjacent: bool = False,
+) -> list[Move | None]:
+    """How each part gets to its place, None for one that stays; the arguments are `stitch`'s."""
+    found = distances(parts, scheme, stored, adjacent=adjacent)
+    moving = [one for one in found if one is not None]
+    if not moving:
+        return [None] * len(parts)
+    old, new = (torch.cat(one) for one in zip(*moving, strict=True))
+    whole = Move.of(layout, old, new, parts[0].tensors[0][0].device)
+    made: list[Move | None] = []
+    first = 0
+    for one in found:
+        stop = first + (0 if one is None else len(one[0]))
+        made.append(None if one is None else whole.narrow(first, stop))
+        first = stop
+    return made
+
+
 def stitch(
     layout: ModelLayout,
     parts: Sequence[ChunkKV],
@@ -107,8 +225,11 @@ def stitch(
     stored: StoredPosition = "local",
     *,
     adjacent: bool = False,
+    sources: Mapping[int, ChunkKV] | None = None,
 ) -> None:
     """Turn the keys of `parts` in place from where they stand to their prompt positions.
+
+    This is the specification; `placing` does the same while chunks are read.
 
     Args:
         layout: How the model rotates its caches.
@@ -118,26 +239,22 @@ def stitch(
         adjacent: Whether the highest position is the one before the query, which stands behind as
             many positions as there are tokens.  Prefix and chunks all move up by the same; the
             rotation knows only distances, so this is the query standing right behind them.
+        sources: By index, chunks whose content `parts` do not hold yet: it is copied and turned in
+            one pass.
 
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
-    moving, old, new = [], [], []
-    total = sum(map(len, parts))
-    gap = 0
-    if adjacent and scheme == "composite":
-        gap = total - max((part.start + len(part) for part in parts), default=0)
-    place = 0
-    for part in parts:
-        steps = torch.arange(len(part))
-        here = torch.zeros_like(steps) if stored == "raw" else part.start + steps
-        there = (part.start if scheme == "composite" else place) + gap + steps
-        if not torch.equal(here, there):
-            moving.append(part)
-            old.append(here)
-            new.append(there)
-        place += len(part)
-    _move(layout, moving, old, new)
+    found = moves(layout, parts, scheme, stored, adjacent=adjacent)
+    for index, (part, move) in enumerate(zip(parts, found, strict=True)):
+        source = (sources or {}).get(index)
+        if move is None:
+            if source is not None:
+                part.copy_from(source)
+        elif source is None:
+            move.turn(part)
+        else:
+            move.bring(part, source)
 
 
 def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
@@ -153,43 +270,6 @@ def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
     tensors = tuple(tuple(tensor.clone() for tensor in group) for group in chunk.tensors)
     copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
     steps = torch.arange(len(copy))
-    _move(layout, [copy], [copy.start + steps], [torch.zeros_like(steps)])
+    device = tensors[0][0].device
+    Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).turn(copy)
     return copy
-
-
-def _move(
-    layout: ModelLayout, parts: Sequence[ChunkKV], old: list[Tensor], new: list[Tensor]
-) -> None:
-    """Turn the keys of each part from its positions `old` to its positions `new`, in place."""
-    if not parts:
-        return
-    layout.ensure_movable()
-    device = parts[0].tensors[0][0].device
-    here, there = torch.cat(old), torch.cat(new)
-    tables = {
-        index: tuple(table.to(device) for table in angle_table(found.at_rest().cpu(), here, there))
-        for index, found in enumerate(layout.frequencies)
-    }
-    first = 0
-    for part in parts:
-        stop = first + len(part)
-        for index, group in enumerate(layout.groups):
-            _turn(part, index, group, tables, first, stop)
-        first = stop
-
-
-def _turn(
-    part: ChunkKV,
-    index: int,
-    group: LayerGroup,
-    tables: dict[int, tuple[Tensor, ...]],
-    first: int,
-    stop: int,
-) -> None:
-    for slot, rotation in (
-        (part.keys(index), group.key_rotation),
-        (part.values(index), group.value_rotation),
-    ):
-        if rotation.style != "none":
-            cos, sin = tables[rotation.frequency]
-            rotate_(slot, rotation, cos[first:stop], sin[first:stop])

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # 2402.02750): a key's columns differ in size far more than its tokens do, a value's do not.
 AXES = {"k": -2, "v": -1}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_BLOCK = (
-    1 << 19
-)  # values worked on at once, so that what lies in between stays in a processor's cache
+# Values worked on at once: on a processor what lies in between stays in its cache, a device wants
+# few large pieces.
+_BLOCK, _DEVICE_BLOCK = 1 << 19, 1 << 24
 
 
 class QuantisedCodec(Codec):
@@ -154,6 +154,7 @@ def _blocks(values: Tensor) -> Iterator[slice]:
     """Layers of a slot, some at a time; none of a slot without values."""
     if values.numel() == 0:
         return
-    step = max(1, _BLOCK // values[0].numel())
+    most = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
+    step = max(1, most // values[0].numel())
     for first in range(0, values.shape[0], step):
         yield slice(first, first + step)

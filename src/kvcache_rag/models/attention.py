@@ -39,8 +39,9 @@ class Block(NamedTuple):
     last: int
 
 
-# Every layer is handed the same mask, which is looked through once.
+# Every layer is handed the same mask, which is looked through and made addable once.
 _BLOCKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_ADDED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def packed_attention(
@@ -92,7 +93,9 @@ def packed_attention(
             **kwargs,
         )
         return result
-    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    mask = None
+    if attention_mask is not None:
+        mask = _added(attention_mask, query.dtype, repeats)[..., : key.shape[2]]
     return _packed(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -104,15 +107,33 @@ def _packed(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
+    """`(rows, heads, queries, width)`, given a mask with the queries once per head of a group."""
     rows, heads, queries, width = query.shape
     groups = key.shape[1]
-    repeats = heads // groups
-    packed = query.reshape(rows, groups, repeats * queries, width)
-    tiled = None if mask is None else mask.repeat(1, 1, repeats, 1)
+    packed = query.reshape(rows, groups, heads // groups * queries, width)
     output = torch.nn.functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=tiled, dropout_p=dropout, scale=scaling
+        packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
     return output.reshape(rows, heads, queries, value.shape[-1])
+
+
+def _added(mask: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
+    """The mask as it is added to scores, its queries `repeats` times; made once for all layers.
+
+    sdpa would make it of a bool mask in every call.
+    """
+    known: dict[tuple[torch.dtype, int], Tensor]
+    known = _ADDED.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
+    made = known.get((dtype, repeats))
+    if made is None:
+        made = mask[:1] if mask.stride(0) == 0 else mask  # one for all rows
+        if made.dtype == torch.bool:
+            made = made.new_zeros(made.shape, dtype=dtype).masked_fill_(~made, -torch.inf)
+        if repeats > 1:
+            made = made.repeat(1, 1, repeats, 1)
+        if made is not mask:
+            known[dtype, repeats] = made
+    return made
 
 
 def _blocked(
@@ -125,13 +146,14 @@ def _blocked(
 ) -> Tensor:
     rows, heads, queries, _ = query.shape
     output = query.new_empty(rows, queries, heads, value.shape[-1])
+    added = _added(mask, query.dtype, 1)
     for start, stop, first, last in mask_blocks(mask):
         last = min(last, key.shape[2])
         part = _packed(
             query[:, :, start:stop],
             key[:, :, first:last],
             value[:, :, first:last],
-            mask[:, :, start:stop, first:last],
+            added[:, :, start:stop, first:last].repeat(1, 1, heads // key.shape[1], 1),
             dropout,
             scaling,
         )

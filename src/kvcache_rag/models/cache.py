@@ -18,6 +18,7 @@ from kvcache_rag.models.base import LayerKind
 
 if TYPE_CHECKING:
     from kvcache_rag.kvbuffer import KVBuffer
+    from kvcache_rag.models.arrival import Arrivals
 
 GROWTH = 256
 
@@ -79,15 +80,31 @@ class BufferLayer(DynamicLayer):
     Attributes:
         length: Tokens held.
         keep: `(rows,)` leading columns of the first update that are already held, or None (see
-            `batch_cache`).
+            `buffer_cache`).
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Hold `length` tokens of `keys` and `values`, `(rows, heads, capacity, width)`."""
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        length: int,
+        index: int = 0,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """Hold `length` tokens of `keys` and `values`, `(rows, heads, capacity, width)`.
+
+        Args:
+            keys: The buffer of K.
+            values: The buffer of V.
+            length: Tokens held.
+            index: Which layer of the model this is.
+            arrivals: Waited for before what is held is first used; None when it is all there.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.key_buffer, self.value_buffer = keys, values
         self.length = length
         self.keep: Tensor | None = None
+        self._index, self._arrivals = index, arrivals
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self._expose()
@@ -99,6 +116,7 @@ class BufferLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append in place and return everything held, as views."""
+        self._arrive()
         stop = self.length + key_states.shape[-2]
         if stop > self.key_buffer.shape[2]:
             self.key_buffer = _grown(self.key_buffer, stop + GROWTH)
@@ -120,6 +138,11 @@ class BufferLayer(DynamicLayer):
         self.length = self.length + max_length if max_length < 0 else min(self.length, max_length)
         self._expose()
 
+    def _arrive(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait(self._index)
+            self._arrivals = None
+
     def _held(self) -> tuple[Tensor, Tensor]:
         return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
 
@@ -130,6 +153,7 @@ class BufferLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, for beams."""
+        self._arrive()
         # What the first update keeps lies behind what counts as held.
         behind = 0 if self.keep is None else int(self.keep.max())
         length, stop = self.length, self.length + behind
@@ -142,11 +166,13 @@ class BufferLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
+        self._arrive()
         keys, values = self._held()
         self._replace(keys[indices], values[indices])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of the beams."""
+        self._arrive()
         rows = beam_idx.to(self.key_buffer.device)
         keys, values = self._held()
         self._replace(keys.index_select(0, rows), values.index_select(0, rows))
@@ -166,9 +192,13 @@ def _kept(held: Tensor, fresh: Tensor, keep: Tensor) -> Tensor:
 
 
 def buffer_cache(
-    buffer: KVBuffer, kinds: tuple[LayerKind, ...], length: int, keep: Tensor | None = None
+    buffer: KVBuffer,
+    kinds: tuple[LayerKind, ...],
+    length: int,
+    keep: Tensor | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Cache:
-    """A transformers cache over `buffer`, which already holds `length` tokens per row.
+    """A transformers cache over `buffer`, which holds `length` tokens per row, now or soon.
 
     Args:
         buffer: The memory; the cache writes into it.
@@ -176,6 +206,7 @@ def buffer_cache(
         length: Tokens held.
         keep: `(rows,)` leading columns per row of the first update that the buffer already holds:
             in a left-padded batch the shorter queries' first columns still belong to their context.
+        arrivals: Says when each layer's context is there; None when all of it is.
     """
     slots = buffer.slots()
     layers: list[Any] = []
@@ -183,7 +214,7 @@ def buffer_cache(
         if kind.shared:
             layers.append(DummyLayer())
             continue
-        layer = BufferLayer(*slots[index], length)
+        layer = BufferLayer(*slots[index], length, index, arrivals)
         layer.keep = keep
         layers.append(layer)
     return Cache(layers=layers)

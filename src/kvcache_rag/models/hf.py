@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kvbuffer import KVBuffer
 from kvcache_rag.models.attention import use_packed_attention
@@ -25,6 +25,7 @@ from kvcache_rag.models.probe import LayerCache, ProbeSubject, measure_layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcache_rag.models.arrival import Arrivals
     from kvcache_rag.models.base import LayerGroup, ModelLayout
 
 
@@ -210,9 +211,15 @@ class TransformersModel:
         pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)
         return {name: masks[kind.window] for name, kind in pairs if not kind.shared}
 
-    def cache(self, buffer: KVBuffer, length: int, keep: Tensor | None = None) -> Any:
+    def cache(
+        self,
+        buffer: KVBuffer,
+        length: int,
+        keep: Tensor | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> Any:
         """A transformers cache over a buffer with `length` tokens per row (see `buffer_cache`)."""
-        return buffer_cache(buffer, self.measured.kinds, length, keep)
+        return buffer_cache(buffer, self.measured.kinds, length, keep, arrivals)
 
     def prefill(self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Compute keys and values of chunks, each behind the prefix and seeing nothing else.
@@ -222,7 +229,8 @@ class TransformersModel:
             chunks: Ids of each chunk, not empty; they form one right-padded batch.
 
         Returns:
-            One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.
+            One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
+            be views into the memory of the batch: stores make copies of their own.
         """
         layout = ChunkLayout(self.measured.chunk_layout.groups, self.dtype)
         start = 0 if prefix is None else len(prefix)
@@ -260,10 +268,7 @@ class TransformersModel:
 def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> ChunkKV:
     tokens = torch.tensor(chunk, dtype=torch.int32)
     view = buffer.view(row, start, start + len(chunk), local_start=start, tokens=tokens)
-    tensors = tuple(
-        tuple(torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part) for part in group)
-        for group in view.tensors
-    )
+    tensors = tuple(tuple(part.cpu() for part in group) for group in view.tensors)
     return ChunkKV(buffer.layout, tokens, start, tensors)
 
 
@@ -276,11 +281,10 @@ def converted(chunk: ChunkKV, dtype: torch.dtype) -> ChunkKV:
 
 
 def _describe(group: LayerGroup) -> dict[str, Any]:
-    shape: GroupLayout = group.layout
     return {
-        "layers": list(shape.layers),
-        "key_shape": list(shape.key_shape),
-        "value_shape": list(shape.value_shape),
+        "layers": list(group.layout.layers),
+        "key_shape": list(group.layout.key_shape),
+        "value_shape": list(group.layout.value_shape),
         "window": group.window,
         "key_rotation": f"{group.key_rotation}@{group.key_rotation.frequency}",
         "value_rotation": f"{group.value_rotation}@{group.value_rotation.frequency}",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.models.cache import growing_cache
 from kvcache_rag.models.scaled_attention import IN_FORCE, Weighting, own_code, scaled_attention
+from kvcache_rag.models.switching import attention_switched, whole_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,13 +31,6 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, tor
 _PROBE_TOKENS = 12
 # Why a model's attention cannot be weighed, or ""; measured once.
 _REFUSALS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The bool mask of sdpa, always written out, so that it needs no causal rule beside it."""
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
 
 
 @contextmanager
@@ -71,20 +64,12 @@ def ensure_weighable(model: TransformersModel) -> None:
 @contextmanager
 def _switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
     AttentionInterface.register(SCALED, scaled_attention)
-    AttentionMaskInterface.register(SCALED, _whole_mask)
-    # Modules share their configs, and parts of a model may have different ones.
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    held = {id(one): one for one in configs if hasattr(one, "_attn_implementation_internal")}
-    # Not the property, which sets parts below as well, nor the model's method, which warns.
-    own = [(config, config._attn_implementation_internal) for config in held.values()]
+    AttentionMaskInterface.register(SCALED, whole_mask)
     token = IN_FORCE.set(weighting)
     try:
-        for config, _ in own:
-            config._attn_implementation_internal = SCALED
-        yield
+        with attention_switched(module, SCALED):
+            yield
     finally:
-        for config, implementation in own:
-            config._attn_implementation_internal = implementation
         IN_FORCE.reset(token)
 
 

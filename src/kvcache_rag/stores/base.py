@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.reader import ChunkReader
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ class ChunkStore(ABC):
             layout: The shapes and dtype its tensors must have.
             out: Where to put the tensors, `key.tokens` long, possibly strided views; its `tokens`
                 are filled in too, its `start` must be the key's.  On an error their content is
-                undefined.  Without it the result may be shared with other callers and must not be
-                written to.
+                undefined.  On a CUDA device it is filled for whatever the current stream is told
+                afterwards; the caller need not wait.  Without it the result may be shared with
+                other callers and must not be written to.
 
         Raises:
             ChunkNotFoundError: If the key is not held.
@@ -101,6 +103,18 @@ class ChunkStore(ABC):
                 first.
             InvalidInputError: If the key or `out` cannot be used.
         """
+
+    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
+        """Open a chunk to be read layer by layer; None where only `get` can read it.
+
+        It counts as `get` does, once it is finished.
+
+        Raises:
+            ChunkNotFoundError: If the key is not held; `CorruptChunkError` if it is damaged.
+            InvalidInputError: If the key cannot be used.
+        """
+        del key, layout
+        return None
 
     @abstractmethod
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from kvcache_rag.chunk import FORMAT_VERSION, ChunkKV, canonical_json
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores.scatter import ReadV, read_views, views
+from kvcache_rag.stores.transfer import staged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,21 +184,25 @@ def read_file(read: ReadV, size: int, spec: FileSpec, codec: Codec, out: ChunkKV
     offset, checksum = check_header(read, size, spec)
     tokens = torch.empty(len(out), dtype=torch.int32)
     places = _places(codec.in_place(out), tokens)
-    stored: dict[str, Tensor] = {}
-    if places is None:
-        stored = {
-            name: torch.empty(shape, dtype=kind) for name, (kind, shape) in spec.tensors.items()
-        }
-        places = _places(stored, tokens) or {}
+    if places is not None:
+        _read_payload(read, offset, spec, places, checksum)
+    else:
+        with staged(spec.tensors, out) as staging:
+            places = _places(staging.tensors, tokens) or {}
+            _read_payload(read, offset, spec, places, checksum)
+            staging.decode(codec, out)
+    out.tokens.copy_(tokens)
+
+
+def _read_payload(
+    read: ReadV, offset: int, spec: FileSpec, places: dict[str, list[memoryview]], checksum: str
+) -> None:
     hasher = xxhash.xxh3_128()
     read_views(
         read, offset, [view for name in spec.tensors for view in places[name]], hasher.update
     )
     if hasher.hexdigest() != checksum:
         raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-    if stored:
-        codec.decode(stored, out)
-    out.tokens.copy_(tokens)
 
 
 def _places(

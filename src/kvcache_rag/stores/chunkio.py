@@ -44,23 +44,48 @@ def load(
         CorruptChunkError: If there is something else; it was put aside.
         OSError: If there is no file, or it cannot be read.
     """
+    descriptor, status = begin(root, key, check)
+    try:
+        with directory.quarantining(root, key, status):
+            read_file(positional(descriptor), status.st_size, spec, codec, out)
+    finally:
+        os.close(descriptor)
+    return status
+
+
+def begin(
+    root: str, key: ChunkKey, check: Callable[[os.stat_result], None]
+) -> tuple[int, os.stat_result]:
+    """Open the file of `key`; put aside what is no file.
+
+    Args:
+        root: The store's folder.
+        key: Its address.
+        check: Called with its status; raises `OSError` when it must not be read.
+
+    Returns:
+        Descriptor, which the caller closes, and status.
+
+    Raises:
+        CorruptChunkError: If there is something else; it was put aside.
+        OSError: If there is no file, or it cannot be read.
+    """
     path = directory.stem_path(root, key) + directory.SUFFIX
     directory.check_folder(root, os.path.dirname(path))
     try:
-        with directory.opened(path, directory.READ) as descriptor:
-            status = os.fstat(descriptor)
-            check(status)
-            try:
-                read_file(positional(descriptor), status.st_size, spec, codec, out)
-            except CorruptChunkError:
-                directory.quarantine(root, key, status)
-                raise
+        descriptor = directory.open_itself(path, directory.READ)
     except OSError as error:
         if error.errno not in directory.NOT_A_FILE:
             raise
         directory.quarantine(root, key, os.lstat(path))
         raise CorruptChunkError(f"it is not a file: {error}") from None
-    return status
+    try:
+        status = os.fstat(descriptor)
+        check(status)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
 
 
 def publish(

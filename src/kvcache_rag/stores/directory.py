@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import entries
 from kvcache_rag.stores.checks import check_key
 
@@ -58,11 +59,16 @@ NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 @contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
     """A descriptor of what is at `path` itself: no link is followed."""
-    descriptor = os.open(path, flags | _ALWAYS, 0o600)
+    descriptor = open_itself(path, flags)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_itself(path: str, flags: int) -> int:
+    """A descriptor of what is at `path` itself, which the caller closes."""
+    return os.open(path, flags | _ALWAYS, 0o600)
 
 
 def namespace_digest(namespace: str) -> str:
@@ -148,6 +154,21 @@ def quarantine(root: str, key: ChunkKey, found: os.stat_result) -> None:
         os.replace(path, f"{folder}/{time.time_ns():020d}-{key.digest}")
         for name in sorted(os.listdir(folder))[:-MAX_QUARANTINED]:
             entries.remove(f"{folder}/{name}", [])
+
+
+@contextmanager
+def quarantining(root: str, key: ChunkKey, found: os.stat_result) -> Iterator[None]:
+    """Put the key's file aside when what reads it finds that it is damaged, or no file at all."""
+    try:
+        yield
+    except CorruptChunkError:
+        quarantine(root, key, found)
+        raise
+    except OSError as error:
+        if error.errno not in NOT_A_FILE:  # a folder can be opened, not read
+            raise
+        quarantine(root, key, found)
+        raise CorruptChunkError(f"it is not a file: {error}") from None
 
 
 def namespaces(root: str) -> list[str]:

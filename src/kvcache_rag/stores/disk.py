@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import directory, ownership, tenants
-from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
-from kvcache_rag.stores.checks import check_chunk, check_key, check_out
-from kvcache_rag.stores.chunkfile import ALIGNMENT, FileSpec, empty_chunk, file_spec
-from kvcache_rag.stores.chunkio import load, publish
+from kvcache_rag.stores.base import ChunkStore, StoreStats
+from kvcache_rag.stores.checks import check_chunk, check_key
+from kvcache_rag.stores.chunkfile import ALIGNMENT, FileSpec, file_spec
+from kvcache_rag.stores.chunkio import publish
 from kvcache_rag.stores.counters import Counters
 from kvcache_rag.stores.filetimes import check_ttl, mark_used
+from kvcache_rag.stores.lane import wipe
 from kvcache_rag.stores.locks import hold_files
 from kvcache_rag.stores.manifest import Manifests
+from kvcache_rag.stores.reading import FileReading
 from kvcache_rag.stores.sweeping import LEAST_PAUSE, Limits, Quota, Sweeper
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.base import Hit
+    from kvcache_rag.stores.layerfile import LayerFile
 
 
 class DiskStore(ChunkStore):
@@ -92,6 +96,7 @@ class DiskStore(ChunkStore):
         self._codec = codec or Native()
         self._root = str(self.root)
         self._counters = Counters()
+        self._reading = FileReading(self._root, self._codec, self._counters, tier, self.ttl)
         self._limits = Limits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
         self._sweeper = Sweeper(self._root, self._limits)
         self._epochs = tenants.Epochs()
@@ -127,28 +132,13 @@ class DiskStore(ChunkStore):
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy when that lies in main memory."""
-        begin = time.perf_counter()
-        spec = file_spec(check_key(key), layout, self._codec)
-        path = self._stem(key) + directory.SUFFIX
-        if out is None:
-            out = empty_chunk(key, layout)
-        else:
-            check_out(key, layout, out)
-        try:
-            status = load(self._root, key, spec, self._codec, out, self._check_age)
-        except CorruptChunkError as error:
-            self._counters.add("corrupt")
-            raise CorruptChunkError(
-                f"the file of chunk {key.digest} was put aside, prefill it: {error}"
-            ) from None
-        except OSError as error:
-            self._counters.add("misses")
-            raise ChunkNotFoundError(
-                f"chunk {key.digest} is not on disk, prefill it: {error}"
-            ) from None
-        mark_used(path, status, dated=self.ttl is not None)
-        self._counters.hit(self.tier, status.st_size, time.perf_counter() - begin)
-        return Hit(out, self.tier)
+        self._folder(check_key(key).namespace)
+        return self._reading.get(key, layout, out)
+
+    def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
+        """The open file, if it is in the order of the layers: no decoding, one shape."""
+        self._folder(check_key(key).namespace)
+        return self._reading.reader(key, layout)
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Write a chunk and publish it in one step, unless its namespace is deleted meanwhile.
@@ -178,7 +168,7 @@ class DiskStore(ChunkStore):
         """Whether there is a file for the key that is not too old; it is not opened."""
         with suppress(OSError):
             status = os.lstat(self._checked(key) + directory.SUFFIX)
-            self._check_age(status)
+            self._reading.check_age(status)
             return stat.S_ISREG(status.st_mode)
         return False
 
@@ -207,7 +197,9 @@ class DiskStore(ChunkStore):
         """
         folder = self._folder(namespace)
         directory.make_folder(self._root, folder)
-        return tenants.delete(folder, durable=self.durable)
+        dropped = tenants.delete(folder, durable=self.durable)
+        wipe()
+        return dropped
 
     def epoch(self, namespace: str) -> int:
         """Grows with every deletion of the namespace, by any process; at first 0."""
@@ -270,10 +262,6 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         directory.check_folder(self._root, os.path.dirname(stem))
         return stem
-
-    def _check_age(self, status: os.stat_result) -> None:
-        if self.ttl is not None and status.st_mtime <= time.time() - self.ttl:
-            raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
 
     def _write(self, stem: str, namespace: str, chunk: ChunkKV, spec: FileSpec) -> int:
         folder = self._folder(namespace)

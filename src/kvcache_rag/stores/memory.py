@@ -7,28 +7,32 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import torch
 from cachetools import LRUCache
 
 from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_chunk, check_key, check_out
+from kvcache_rag.stores.copies import Home, private_copy, size_in_memory
 from kvcache_rag.stores.counters import Counters
 from kvcache_rag.stores.filetimes import check_ttl
 from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.reader import ResidentChunk
 from kvcache_rag.stores.sweeping import LEAST_PAUSE
+from kvcache_rag.stores.transfer import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
+
+    import torch
 
 
 class _Chunks(LRUCache[ChunkKey, ChunkKV]):
     """Chunks, and when each was put, on the clock that never goes back."""
 
     def __init__(self, maxsize: int) -> None:
-        super().__init__(maxsize, getsizeof=_size)
+        super().__init__(maxsize, getsizeof=size_in_memory)
         self.put_at: dict[ChunkKey, float] = {}
 
     def __delitem__(self, key: ChunkKey) -> None:
@@ -37,17 +41,19 @@ class _Chunks(LRUCache[ChunkKey, ChunkKV]):
 
 
 class MemoryStore(ChunkStore):
-    """Up to `max_bytes` of chunks in main memory, shared by the threads of this process.
+    """Up to `max_bytes` of chunks in memory, shared by the threads of this process.
 
-    A chunk that was evicted lives on while somebody uses it, so memory may exceed the limit by the
-    chunks in use.
+    That is main memory, or a device's, where chunks are used without crossing a bus; in front of a
+    store in main memory and one on disk it is the fastest tier.  A chunk that was evicted lives on
+    while somebody uses it, so memory may exceed the limit by the chunks in use.
 
     Attributes:
         max_bytes: Limit on keys, values and token ids, in bytes.
         ttl: Seconds from a chunk's `put` to its end, used or not; None for no end.  What a slower
             tier had before is not counted: the times of tiers add up.
         release_grace: Seconds between the release of a chunk and its end.
-        tier: Name under which hits are counted.
+        home: Which memory; PyTorch rounds pinned tensors up to powers of two.
+        tier: Name under which hits are counted: "memory", or "device" for a device's.
     """
 
     excludes_processes = False
@@ -56,19 +62,31 @@ class MemoryStore(ChunkStore):
         self,
         max_bytes: int = 1 << 30,
         *,
+        device: torch.device | str = "cpu",
+        pinned: bool = False,
         ttl: float | None = None,
         release_grace: float = 600.0,
-        tier: str = "memory",
+        tier: str | None = None,
     ) -> None:
         """Open an empty store; with `max_bytes` 0 it keeps nothing.
 
+        Args:
+            max_bytes: Limit in bytes.
+            device: Whose memory: "cpu" for main memory, or the model's device, such as "cuda".
+            pinned: Whether main memory is pinned, so that a CUDA device fetches chunks from it
+                while the processor goes on.
+            ttl: Seconds for which a chunk is kept.
+            release_grace: Seconds for which a released chunk is kept.
+            tier: Another name than "memory" or "device".
+
         Raises:
-            InvalidInputError: If `ttl` is not above zero.
+            InvalidInputError: If `ttl` is not above zero, or there is no such memory.
         """
         self.max_bytes = max_bytes
+        self.home = Home.checked(device, pinned=pinned)
         self.ttl = check_ttl(ttl)
         self.release_grace = release_grace
-        self.tier = tier
+        self.tier = tier or ("memory" if self.home.device.type == "cpu" else "device")
         self._lock = threading.Lock()
         self._chunks = _Chunks(max_bytes)
         # Per key and owner the time of the release, None while claimed.
@@ -81,7 +99,8 @@ class MemoryStore(ChunkStore):
     def __repr__(self) -> str:
         """The call that made it."""
         return (
-            f"MemoryStore({self.max_bytes}, ttl={self.ttl}, release_grace={self.release_grace}, "
+            f"MemoryStore({self.max_bytes}, device={str(self.home.device)!r}, "
+            f"pinned={self.home.pinned}, ttl={self.ttl}, release_grace={self.release_grace}, "
             f"tier={self.tier!r})"
         )
 
@@ -102,21 +121,28 @@ class MemoryStore(ChunkStore):
             self._counters.add("corrupt")
             raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
         if out is not None:
-            out.copy_from(chunk)
-            out.tokens.copy_(chunk.tokens)
-        self._counters.hit(self.tier, _size(chunk), time.perf_counter() - begin)
+            deliver(chunk, out)
+        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
         return Hit(chunk if out is None else out, self.tier)
 
+    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ResidentChunk:
+        """The kept chunk itself."""
+        return ResidentChunk(self.get(key, layout).chunk, self.tier)
+
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Keep a private copy in main memory, unless the chunk alone exceeds the limit."""
+        """Keep a private copy in the store's memory, unless the chunk alone exceeds the limit."""
         check_key(key)
         check_chunk(key, chunk)
-        size = _size(chunk)
+        size = size_in_memory(chunk)
         if size > self.max_bytes:
             self._counters.failed(f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}")
             return False
         epoch = self.epoch(key.namespace)
-        kept = _private(chunk)
+        try:
+            kept = private_copy(chunk, self.home)
+        except RuntimeError as error:  # so PyTorch says that there is no memory left
+            self._counters.failed(str(error).partition("\n")[0])
+            return False
         with self._lock:
             if self._epochs[key.namespace] != epoch:
                 self._counters.failed("the namespace was deleted meanwhile")
@@ -223,16 +249,3 @@ class MemoryStore(ChunkStore):
     def _is_expired(self, key: ChunkKey) -> bool:
         put_at = self._chunks.put_at.get(key)
         return self.ttl is not None and put_at is not None and put_at <= time.monotonic() - self.ttl
-
-
-def _size(chunk: ChunkKV) -> int:
-    return chunk.nbytes + chunk.tokens.nbytes
-
-
-def _private(chunk: ChunkKV) -> ChunkKV:
-    # Outside inference mode, so that the copy can be used in and out of it.
-    with torch.inference_mode(mode=False), torch.no_grad():
-        tensors = chunk.layout.empty(len(chunk))
-        kept = ChunkKV(chunk.layout, chunk.tokens.cpu().clone(), chunk.start, tensors)
-        kept.copy_from(chunk)
-    return kept

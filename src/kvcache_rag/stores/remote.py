@@ -29,6 +29,7 @@ from kvcache_rag.stores.chunkfile import (
     write_file,
 )
 from kvcache_rag.stores.counters import Counters
+from kvcache_rag.stores.lane import wipe
 from kvcache_rag.stores.locks import ThreadLocks
 from kvcache_rag.stores.ownership import identity
 from kvcache_rag.stores.scatter import in_memory
@@ -199,7 +200,9 @@ class RemoteStore(ChunkStore):
             OSError: If something is left, or the remote does not answer.
         """
         call = partial(self._objects.delete_namespace, namespace=namespace)
-        return self._run(call, timeout=_LONG)
+        dropped = self._run(call, timeout=_LONG)
+        wipe()
+        return dropped
 
     def epoch(self, namespace: str) -> int:
         """A small object of the remote; as last seen while the remote is down."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.codecs import Codec
+    from kvcache_rag.stores.reader import ChunkReader
 
 _IDLE_LOOK = 60.0  # seconds between two looks at namespaces that nobody asks for
 
@@ -95,12 +96,7 @@ class TieredStore(ChunkStore):
         return self.tiers[-1].codec
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back the chunk of the first tier that has it and promote it.
-
-        Raises:
-            ChunkNotFoundError: If no tier has it; a `CorruptChunkError` when one had it damaged.
-            InvalidInputError: If the key or `out` cannot be used.
-        """
+        """Give back the chunk of the first tier that has it and promote it."""
         self._look(check_key(key).namespace)
         worst: ChunkNotFoundError | None = None
         for index, store in enumerate(self._stores):
@@ -119,6 +115,14 @@ class TieredStore(ChunkStore):
         self._counters.add("misses")
         raise worst or ChunkNotFoundError(f"chunk {key.digest} is not stored; prefill it")
 
+    def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
+        """The first tier's, when it holds the key; from the others `get` has to promote it."""
+        self._look(check_key(key).namespace)
+        opened = self._stores[0].reader(key, layout) if self._stores[0].contains(key) else None
+        for slower in self._stores[1:] if opened else ():
+            slower.touch(key)
+        return opened
+
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Write to all tiers, now or in the background; True when any of them kept the chunk."""
         self._look(check_key(key).namespace)
@@ -130,8 +134,7 @@ class TieredStore(ChunkStore):
             kept = [False]
         if any(kept):
             self._counters.add("puts")
-        if not kept[-1]:
-            self._counters.add("put_failures")
+        self._counters.add("put_failures", not kept[-1])
         return any(kept)
 
     def contains(self, key: ChunkKey) -> bool:
@@ -154,13 +157,10 @@ class TieredStore(ChunkStore):
         return sum(store.delete(key) for store in reversed(self._stores)) > 0
 
     def delete_namespace(self, namespace: str) -> int:
-        """Drop a namespace in all tiers and in what waits to be written.
+        """Drop a namespace in all tiers, also when one fails, and in what waits to be written.
 
         Returns:
             How many chunks the tier dropped that held most.
-
-        Raises:
-            OSError: If a tier could not drop all; the others have done so.
         """
         self._refuse(namespace)
         failures: list[OSError] = []

@@ -1,0 +1,70 @@
+"""The self-check for machines with a GPU: its comparisons hold, and fail, without one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Bench, answers, is_right, main, measure
+from benchmarks.timing import chunk_of
+from tests.chunks import LAYOUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvcache_rag.chunk import ChunkKV
+    from kvcache_rag.stores import ChunkStore
+
+LAYOUT = LAYOUTS["fused-bfloat16"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(LAYOUT, torch.device("cpu"), [chunk_of(LAYOUT, 20, n) for n in range(3)], tmp_path)
+
+
+def test_every_side_equals_the_plain_path(bench: Bench) -> None:
+    rows = measure(bench, 2)
+    assert [row.side for row in rows] == ["disk native", "disk int8", "pageable", "resident"]
+    assert all(row.equal and 0 < row.host <= row.everything for row in rows)
+
+
+def test_first_layers_first_equals_the_plain_path(bench: Bench) -> None:
+    store = bench.sides()["pageable"][0]
+    assert bench.is_equal(store, layered=True)
+
+
+def test_a_difference_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Bench.load
+
+    def wrong(self: Bench, store: ChunkStore, places: Sequence[ChunkKV], layered: bool) -> Any:
+        seconds = load(self, store, places, layered)
+        places[1].tensors[0][0][-1, -1, -1, -1, -1] += 1
+        return seconds
+
+    store = bench.sides()["disk int8"][0]
+    assert bench.is_equal(store, layered=False)
+    monkeypatch.setattr(Bench, "load", wrong)
+    assert not bench.is_equal(store, layered=False)
+    monkeypatch.undo()
+    rows = measure(bench, 1)
+    assert is_right(rows, {"a": gpu_check.CLOSE})
+    assert not is_right(rows, {"a": 0.0, "b": 2 * gpu_check.CLOSE})
+
+
+def test_a_model_answers_alike_from_every_store(tmp_path: Path) -> None:
+    found = answers("cpu", tmp_path)
+    assert 0 <= found.pop("resident, in place") < gpu_check.CLOSE
+    assert found == dict.fromkeys(["disk native", "disk int8", "pageable", "resident"], 0.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "there is no CUDA device here; run this on a machine with one\n"
+    assert captured.out == ""

@@ -1,0 +1,141 @@
+"""What a CUDA lane tells the device, in which order; the device itself is a journal here."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvcache_rag.stores import lane as lane_module
+from kvcache_rag.stores.arena import pinned_memory
+from kvcache_rag.stores.lane import CudaLane, DirectLane, Done, lane_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Journal = list[tuple[str, ...]]
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
+    """Everything that torch.cuda is told."""
+    told: Journal = []
+
+    class Stream:
+        def __init__(self, device: object = None, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append((self.name, "waits for", other.name))
+
+        def wait_event(self, event: Event) -> None:
+            assert isinstance(event, Event)
+            told.append((self.name, "waits for", "event"))
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            told.append((stream.name, "records", "event"))
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        told.append(("begin", stream.name))
+        yield
+        told.append(("end", stream.name))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="current"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return told
+
+
+class OnDevice:
+    """A tensor of a device."""
+
+    is_cuda = True
+
+    def __init__(self, told: Journal) -> None:
+        self.told = told
+
+    def record_stream(self, stream: Any) -> None:
+        self.told.append(("memory", "used by", stream.name))
+
+
+def test_work_runs_beside_and_behind_what_came_before(journal: Journal) -> None:
+    lane = CudaLane(torch.device("cuda", 0))
+    touched: list[Any] = [torch.zeros(1), OnDevice(journal)]
+    event = lane.send(lambda: journal.append(("work",)), touched)
+    assert journal == [
+        ("side", "waits for", "current"),  # memory that is still in use is not overwritten
+        ("begin", "side"),
+        ("work",),
+        ("side", "records", "event"),
+        ("end", "side"),
+        ("memory", "used by", "side"),
+    ]
+    journal.clear()
+    lane.follow(event)
+    lane.follow(Done())
+    assert journal == [("current", "waits for", "event")]
+
+
+@pytest.mark.usefixtures("journal")
+def test_only_pinned_memory_crosses_without_waiting() -> None:
+    asked: list[bool] = []
+
+    class Host:
+        is_cpu = True
+
+        def __init__(self, pinned: bool) -> None:
+            self.pinned = pinned
+
+        def is_pinned(self) -> bool:
+            return self.pinned
+
+        def to(self, device: torch.device, *, non_blocking: bool) -> None:
+            assert device.type == "cuda"
+            asked.append(non_blocking)
+
+    lane: Any = CudaLane(torch.device("cuda", 0))
+    lane.fetch(Host(pinned=True))
+    lane.fetch(Host(pinned=False))
+    assert asked == [True, False]
+    assert lane.arena._allocate is pinned_memory
+
+
+@pytest.mark.usefixtures("journal")
+def test_the_current_device_is_meant_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "_lanes", {})
+    found = lane_to(torch.device("cuda"))
+    assert isinstance(found, CudaLane)
+    assert found is lane_to(torch.device("cuda", 3))
+    assert found is not lane_to(torch.device("cuda", 0))
+
+
+def test_there_is_one_lane_to_a_device() -> None:
+    lane = lane_to(torch.device("cpu"))
+    assert isinstance(lane, DirectLane)
+    assert lane_to(torch.device("cpu")) is lane
+    assert lane_to(torch.device("meta")) is not lane
+    tensor = torch.zeros(3)
+    assert lane.fetch(tensor) is tensor
+    done: list[int] = []
+    event = lane.send(lambda: done.append(1), [tensor])
+    assert done == [1]
+    assert event.query()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_lanes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "_lanes", {})
+    mine = lane_to(torch.device("cpu"))
+    with lane_module._lock:  # as if another thread held it
+        child = os.fork()
+        if child == 0:
+            os._exit(int(lane_to(torch.device("cpu")) is mine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

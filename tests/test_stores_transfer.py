@@ -1,0 +1,281 @@
+"""Chunks that cross to a device late are what they would be if copied at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvcache_rag.chunk import ChunkKV, ChunkLayout
+from kvcache_rag.codecs import Codec, Int4, Int8, Native
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, copies, transfer
+from kvcache_rag.stores.lane import lane_to
+from tests import test_stores
+from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same, window
+from tests.lanes import Elsewhere, LateLane
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.chunk import ChunkKey
+
+TOKENS = (70, 5, 64)
+
+
+CODECS: dict[str, Codec] = {"native": Elsewhere(), "int8": Int8(), "int4": Int4()}
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
+    late = LateLane()
+    monkeypatch.setattr(transfer, "lane_to", lambda device: late)
+    return late
+
+
+def finite_chunk(seed: int, tokens: int, layout: ChunkLayout) -> ChunkKV:
+    """A chunk of numbers, as codecs that quantise need them."""
+    generator = torch.Generator().manual_seed(seed)
+    chunk = make_chunk(seed, tokens=tokens, layout=layout)
+    for tensor in flat(chunk):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return chunk
+
+
+def filled(
+    path: Path, codec: Codec, layout: ChunkLayout
+) -> tuple[DiskStore, list[ChunkKey], list[ChunkKV]]:
+    """A store of a few chunks: it, their keys, and what the plain path gives back."""
+    store = DiskStore(path, durable=False, codec=codec)
+    keys = []
+    for seed, tokens in enumerate(TOKENS):
+        chunk = finite_chunk(seed, tokens, layout)
+        keys.append(key_of(chunk))
+        assert store.put(keys[-1], chunk)
+    return store, keys, [store.get(key, layout).chunk for key in keys]
+
+
+def places(layout: ChunkLayout) -> tuple[ChunkKV, list[ChunkKV]]:
+    """A buffer, and the place of each chunk in it."""
+    large = empty_chunk(2 + sum(TOKENS) + 3, layout)
+    begins = [2 + sum(TOKENS[:index]) for index in range(len(TOKENS))]
+    return large, [window(large, *one) for one in zip(begins, TOKENS, strict=True)]
+
+
+# Law: what crosses late equals what the plain path gives, for every codec and layout.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_late_equals_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, layout: str
+) -> None:
+    store, keys, expected = filled(tmp_path, CODECS[codec], LAYOUTS[layout])
+    late = LateLane()
+    late.follows = False
+    monkeypatch.setattr(transfer, "lane_to", lambda device: late)
+    large, outs = places(LAYOUTS[layout])
+    for key, out in zip(keys, outs, strict=True):
+        store.get(key, LAYOUTS[layout], out)
+    assert late.done == 0
+    assert not any(bool(tensor.view(torch.uint8).any()) for tensor in flat(large)), "too early"
+    late.run_until(len(keys))
+    assert all(same(out, chunk) for out, chunk in zip(outs, expected, strict=True))
+    for tensor in flat(large):
+        assert not tensor[..., :2, :].any()
+        assert not tensor[..., -3:, :].any()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_get_waits_by_order_alone(tmp_path: Path, lane: LateLane, codec: str) -> None:
+    store, keys, expected = filled(tmp_path, CODECS[codec], LAYOUT)
+    _, outs = places(LAYOUT)
+    for key, out, chunk in zip(keys, outs, expected, strict=True):
+        assert same(store.get(key, LAYOUT, out).chunk, chunk)
+    assert lane.done == len(lane.sent) > 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_small_form_crosses(tmp_path: Path, lane: LateLane, codec: str) -> None:
+    store, keys, _ = filled(tmp_path, CODECS[codec], LAYOUT)
+    lane.fetched.clear()
+    _, outs = places(LAYOUT)
+    store.get(keys[0], LAYOUT, outs[0])
+    (crossed,) = lane.fetched
+    stored = CODECS[codec].expected(LAYOUT, TOKENS[0]).values()
+    least = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in stored)
+    assert crossed.dtype == torch.uint8
+    assert least <= crossed.nbytes < least + 512 * (len(stored) + 1) + 4 * TOKENS[0]
+
+
+def test_a_small_arena_is_enough_for_many_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, keys, expected = filled(tmp_path, Elsewhere(), LAYOUT)
+    late = LateLane(limit=2 * expected[0].nbytes)
+    late.follows = False
+    monkeypatch.setattr(transfer, "lane_to", lambda device: late)
+    chunks = [expected[0].layout] * 6
+    outs = [empty_chunk(TOKENS[0], layout) for layout in chunks]
+    for out in outs:
+        store.get(keys[0], LAYOUT, out)
+    assert 0 < late.done < 6, "room is made by waiting for the oldest only"
+    late.run_until(6)
+    assert all(same(out, expected[0]) for out in outs)
+    assert late.arena.nbytes <= 2 * expected[0].nbytes
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_unverified_crosses(tmp_path: Path, lane: LateLane, codec: str) -> None:
+    store, keys, _ = filled(tmp_path, CODECS[codec], LAYOUT)
+    before = len(lane.sent)
+    path = store.path(keys[0])
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(bytes(raw))
+    out = empty_chunk(TOKENS[0])
+    with pytest.raises(CorruptChunkError):
+        store.get(keys[0], LAYOUT, out)
+    assert len(lane.sent) == before
+    assert not path.exists()
+    with lane.arena.lend(lane.arena.nbytes):  # nothing stays lent after an error
+        pass
+
+
+def test_a_deleted_namespace_leaves_no_bytes_on_the_way(tmp_path: Path) -> None:
+    store, keys, expected = filled(tmp_path, Int8(), LAYOUT)
+    assert same(store.get(keys[0], LAYOUT).chunk, expected[0])
+    slabs = lane_to(torch.device("cpu")).arena._slabs
+    assert any(bool(slab.memory[: slab.used].any()) for slab in slabs)
+    assert store.delete_namespace("") == len(keys)
+    assert not any(bool(slab.memory[: slab.used].any()) for slab in slabs)
+
+
+# Memory of other kinds.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_delivers_late(lane: LateLane, layout: str) -> None:
+    store, chunk = MemoryStore(), make_chunk(tokens=9, layout=LAYOUTS[layout])
+    key = key_of(chunk)
+    store.put(key, chunk)
+    lane.follows = False
+    large = empty_chunk(20, LAYOUTS[layout])
+    out = window(large, 4, 9)
+    assert store.get(key, LAYOUTS[layout], out).tier == "memory"
+    store.delete(key)  # evicted before it crossed
+    assert [bits(t) for t in flat(large)] == [
+        bits(t) for t in flat(empty_chunk(20, LAYOUTS[layout]))
+    ]
+    lane.run_until(1)
+    assert same(out, chunk)
+
+
+def test_a_chunk_moves_only_when_it_lies_elsewhere() -> None:
+    with torch.inference_mode():
+        chunk = make_chunk()
+        assert transfer.moved(chunk, torch.device("cpu")) is chunk
+        there = transfer.moved(chunk, torch.device("meta"))
+    assert transfer.device_of(there) == torch.device("meta")
+    assert torch.equal(there.tokens, chunk.tokens)
+    assert (there.layout, there.start) == (chunk.layout, chunk.start)
+    assert not any(tensor.is_inference() for tensor in flat(there))
+
+
+@pytest.mark.parametrize("codec", [Native(), Int8(), Int4()])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codecs_decode_where_the_tensors_are(codec: Codec, layout: str) -> None:
+    meta = torch.device("meta")
+    stored = {
+        name: torch.empty(shape, dtype=dtype, device=meta)
+        for name, (dtype, shape) in codec.expected(LAYOUTS[layout], 70).items()
+    }
+    large = ChunkKV(
+        LAYOUTS[layout], torch.zeros(90, dtype=torch.int32), 0, LAYOUTS[layout].empty(90, meta)
+    )
+    codec.decode(stored, window(large, 3, 70))
+
+
+def test_a_device_tier_stands_in_front(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, durable=False)
+    device, host = MemoryStore(device="meta"), MemoryStore(device="cpu")
+    store, chunk = TieredStore(device, host, disk), make_chunk()
+    key = key_of(chunk)
+    disk.put(key, chunk)
+    assert [store.tier for store in (device, host)] == ["device", "memory"]
+    assert store.get(key, LAYOUT, empty_chunk(16)).tier == "disk"
+    hit = store.get(key, LAYOUT)
+    assert hit.tier == "device"
+    assert transfer.device_of(hit.chunk) == torch.device("meta")
+    assert torch.equal(hit.chunk.tokens, chunk.tokens), "ids stay on the processor"
+    assert device.delete(key)
+    assert same(store.get(key, LAYOUT).chunk, chunk)
+    assert store.delete_namespace("") == 1
+    assert not any(one.contains(key) for one in (device, host, disk))
+    assert device.epoch("") > 0
+
+
+def test_a_store_says_where_it_is() -> None:
+    assert "device='meta', pinned=False" in repr(MemoryStore(5, device="meta"))
+    assert MemoryStore(5, device="meta", tier="hbm").tier == "hbm"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory here")
+@pytest.mark.parametrize(("device", "what"), [("cpu", "pinned"), ("cuda", "device")])
+def test_memory_that_is_not_there_is_refused(device: str, what: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"use MemoryStore\(\) without {what}"):
+        MemoryStore(device=device, pinned=what == "pinned")
+
+
+def test_a_device_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="there is no memory of the device 'nonsense'"):
+        MemoryStore(device="nonsense")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each tensor was to be pinned, which here it cannot be."""
+    found: list[bool] = []
+
+    def allocate(
+        shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool
+    ) -> torch.Tensor:
+        found.append(pinned)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(copies, "allocate", allocate)
+    return found
+
+
+@pytest.mark.usefixtures("asked", "lane")
+class TestPinnedMemoryStore(test_stores.TestMemoryStore):
+    """The contract over pinned memory, from which chunks cross late."""
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
+        del path
+        limit = 1 << 30 if max_bytes is None else max_bytes
+        return MemoryStore(limit, device="cpu", pinned=True, release_grace=test_stores.GRACE)
+
+
+def test_pinned_chunks_are_pinned(asked: list[bool]) -> None:
+    store, chunk = MemoryStore(pinned=True), make_chunk(layout=LAYOUTS["apart-bfloat16"])
+    store.put(key_of(chunk), chunk)
+    assert asked == [True, True, True]  # the first looks whether there is any
+    assert same(store.get(key_of(chunk), chunk.layout).chunk, chunk)
+    assert store.tier == "memory"
+
+
+def test_a_device_without_memory_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, chunk = MemoryStore(), make_chunk()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(copies, "allocate", full)
+    assert not store.put(key_of(chunk), chunk)
+    assert store.stats().last_failure == "CUDA out of memory."
+    assert store.stats().put_failures == 1
