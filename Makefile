@@ -8,6 +8,8 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq
 WORKERS ?= 0
 # Arguments of `kvcache-rag demo`, such as --dir.
 DEMO ?=
+# A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
+BENCH ?=
 
 CORE := pyproject.toml constraints.txt
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
@@ -21,10 +23,10 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test notebooks soak check bench format clean
+.PHONY: help demo test notebooks soak check bench bench-check format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
 	$(BIN)/kvcache-rag demo $(DEMO)
@@ -51,8 +53,11 @@ format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-demo ## Measure the time to first token with and without cached chunks
-	$(BIN)/python benchmarks/ttft.py
+bench: $(VENV)/.installed-demo ## Measure time to first token, decoding and memory beside stock transformers
+	$(BIN)/python -m benchmarks.ttft --json build/bench.json
+
+bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the committed one; BENCH= a report
+	$(BIN)/python -m benchmarks.check $(BENCH)
 
 clean: ## Remove caches and build output; keeps the virtual environment
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site

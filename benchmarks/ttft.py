@@ -1,15 +1,22 @@
-"""Time to first token: stock transformers against cached chunks, in one run.
+"""Time to first token and decoding speed: stock transformers, TurboRAG's way, and ours, in one run.
 
-    python benchmarks/ttft.py --shape qwen2.5-0.5b --contexts 1024 2048 4096
+    python -m benchmarks.ttft                              # on a CPU, about eleven minutes
+    python -m benchmarks.ttft --device cuda --preset paper # a 7B shape, up to 16k tokens
 
 Random weights in a real model's shape: they cost what trained ones cost, and nothing here speaks of
-answers.  The sides take turns in every round, each through `generate()` to its first token; medians
-are printed with their range.
+answers.  The sides take turns in every round, each through `generate()`; medians are printed with
+their range, and ratios are formed within one run only.
 
-- full       stock transformers (sdpa): a prefill of instruction, chunks and question
-- disk       cached chunks from files in the page cache, all checks on
-- memory     cached chunks from this process's memory
-- floor      only the question's forward pass over a cache that already lies in place
+- naive           stock transformers (sdpa): a prefill of instruction, chunks and question
+- prefix-cached   the same over a copy of the instruction's cache
+- turborag        TurboRAG's published way (see `turborag`)
+- disk            cached chunks from files that were dropped from the page cache
+- page cache      cached chunks from files in the page cache, all checks on
+- ram             cached chunks from this process's memory (pinned, for a GPU), copied and turned
+- resident        (GPU) the same from the device's memory
+- deferred        chunks in the model's memory, neither copied nor turned: attention turns the query
+- floor           the query alone, over a stitched cache that lay in place before the clock started
+- stock           (decoding only) stock transformers over a stock cache of the whole context
 """
 
 from __future__ import annotations
@@ -17,218 +24,234 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from kvcache_rag import DiskStore, Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.models.attention import PACKED
+from benchmarks.machine import described
+from benchmarks.memory import measure_all
+from benchmarks.shapes import (
+    CHUNK,
+    PREFIX,
+    QUERY,
+    SHAPES,
+    build_model,
+    build_tokenizer,
+    words,
+)
+from benchmarks.ttft_rows import Row, decode_row, ttft_row
+from benchmarks.ttft_sides import (
+    COLD,
+    DEFERRED,
+    FLOOR,
+    NAIVE,
+    PREFIXED,
+    RAM,
+    RESIDENT,
+    STOCK,
+    TURBORAG,
+    Bench,
+    Case,
+    release,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-CHUNK = 512
-PREFIX = 32
-QUERY = 20
-WORDS = 4096
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 8192,
-    },
-    "qwen2.5-0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
+    from benchmarks.stock import Sample
+
+__all__ = ["CHUNK", "PREFIX", "QUERY", "SHAPES", "build_model", "build_tokenizer", "words"]
+
+DECODED: Final = 8  # tokens behind the first
+DECODE_ROUNDS: Final = 4  # half of them in batches
+DECODING: Final = (STOCK, TURBORAG, RAM, RESIDENT, DEFERRED)
+LONG: Final = 1024  # tokens of context up to which a cached instruction gets all its rounds
+# Whole cases of the command line's presets.
+PRESETS: Final[dict[str, list[Case]]] = {
+    "cpu": [
+        Case(1024, 20),
+        Case(1024, 128),
+        Case(2048, 20),
+        Case(4096, 20),
+        *(Case(1024, 20, batch) for batch in (2, 4, 8)),
+    ],
+    "short": [Case(1024, 20), Case(2048, 20)],
+    "paper": [
+        *(Case(context, 20) for context in (1024, 2048, 4096, 8192, 16384)),
+        *(Case(8192, 128, batch) for batch in (1, 2, 4, 6, 8)),
+    ],
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Seconds to the first token of one side at one context length."""
-
-    context: int
-    side: str
-    median: float
-    lowest: float
-    highest: float
-    rounds: int
-    times_sooner: float
-
-
-def build_model(shape: str, dtype: torch.dtype) -> Any:
-    """A model of the shape with random weights."""
-    config = Qwen2Config(
-        **SHAPES[shape],
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word `w0`, `w1`, ..., so that a text of n words is a chunk of n tokens."""
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i + 3 for i in range(WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-
-
-def words(count: int, seed: int) -> str:
-    """A text of `count` words."""
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(0, WORDS, (count,), generator=generator).tolist()
-    return " ".join(f"w{pick}" for pick in picks)
-
-
-def engines(model: Any, folder: Path) -> dict[str, Engine]:
-    """The same model behind a store on disk and one in memory."""
-    template = PromptTemplate(system=words(PREFIX, 1) + " ", chunk_start="", chunk_end="")
-    tokenizer = build_tokenizer()
-    stores = {"disk": DiskStore(folder, durable=False), "memory": MemoryStore(8 << 30)}
-    return {
-        name: Engine(model, tokenizer, store=store, template=template)
-        for name, store in stores.items()
-    }
-
-
-def sides(model: Any, by_store: dict[str, Engine], context: int) -> dict[str, Callable[[], float]]:
-    """What is timed at one context length; each call gives seconds to the first token."""
-    texts = [words(CHUNK, 100 + index) for index in range(context // CHUNK)]
-    # The plain template adds two words of its own: "Question:" and "Answer:".
-    question = words(QUERY - 2, 7)
-    keys = {name: engine.add(texts) for name, engine in by_store.items()}
-    ids = torch.tensor([by_store["disk"].tokenize(question, texts).all])
-    mask = torch.ones_like(ids)
-
-    def full() -> float:
-        model.set_attn_implementation("sdpa")
-        started = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
-        elapsed = time.perf_counter() - started
-        model.set_attn_implementation(PACKED)
-        return elapsed
-
-    def cached(name: str) -> Callable[[], float]:
-        def run() -> float:
-            answer = by_store[name].generate(question, keys[name], max_new_tokens=1, policy=Reuse())
-            if answer.metrics.reused_tokens != len(texts) * CHUNK:
-                raise RuntimeError(f"only {answer.metrics.reused_tokens} tokens were reused")
-            return answer.metrics.ttft
-
-        return run
-
-    def floor() -> float:
-        # The prefill part of an answer whose context already lies in memory.
-        metrics = by_store["memory"].generate(question, keys["memory"], max_new_tokens=1).metrics
-        return metrics.prefill
-
-    return {"full": full, "disk": cached("disk"), "memory": cached("memory"), "floor": floor}
+def skipped(case: Case) -> set[str]:
+    """Sides that say nothing new about a case: alone they take most of its time."""
+    found = {PREFIXED} if case.query > QUERY else set()
+    return found | ({PREFIXED, TURBORAG, COLD} if case.batch > 1 else set())
 
 
 def measure(
-    timed: dict[str, Callable[[], float]], context: int, rounds: int, full_rounds: int
+    timed: dict[str, Callable[[int], Sample]], case: Case, rounds: int, slow_rounds: int
 ) -> list[Row]:
-    """Let the sides take turns; the first round of each is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    """Let the sides take turns to the first token.
+
+    The first round of each is not counted, but for those that prefill everything: these have
+    `slow_rounds`, all counted, in the first rounds (one of them in a long context behind the cached
+    instruction, which is a full prefill but for its few tokens).
+    """
+    few = min(slow_rounds, 1) if case.context > LONG else slow_rounds
+    slow = {NAIVE: slow_rounds, PREFIXED: few}
+    samples: dict[str, list[Sample]] = {name: [] for name in timed if name != STOCK}
     for number in range(rounds + 1):
-        for name, run in timed.items():
-            if name == "full" and number > full_rounds:
+        for name, found in samples.items():
+            if number >= slow.get(name, rounds + 1):
                 continue
             gc.collect()
-            elapsed = run()
+            sample = timed[name](1)
+            if number or name in slow:
+                found.append(sample)
+    return [ttft_row(case, name, found) for name, found in samples.items() if found]
+
+
+def measure_decode(timed: dict[str, Callable[[int], Sample]], case: Case, rounds: int) -> list[Row]:
+    """Let the sides take turns at generating; the first round of each is not counted."""
+    names = [name for name in DECODING if name in timed]
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in names:
+            gc.collect()
+            sample = timed[name](1 + DECODED)
             if number:
-                seconds[name].append(elapsed)
-    slowest = statistics.median(seconds["full"])
-    return [
-        Row(
-            context,
-            name,
-            statistics.median(found),
-            min(found),
-            max(found),
-            len(found),
-            slowest / statistics.median(found),
+                samples[name].append(sample)
+    return [decode_row(case, name, found) for name, found in samples.items()]
+
+
+def run_cases(
+    bench: Bench, cases: Sequence[Case], rounds: int, slow_rounds: int
+) -> tuple[list[Row], float]:
+    """All rows, printed as they come, and the seconds spent."""
+    started = time.perf_counter()
+    rows: list[Row] = []
+    for case in cases:
+        absent = skipped(case) if slow_rounds else {*skipped(case), NAIVE, PREFIXED}
+        timed = bench.sides(case, absent)
+        found = measure(timed, case, rounds, slow_rounds)
+        if case.query == QUERY or case.batch > 1:
+            few = min(rounds, DECODE_ROUNDS if case.batch == 1 else DECODE_ROUNDS // 2)
+            found += measure_decode(timed, case, few)
+        show(found)
+        rows += found
+        del timed
+        bench.forget()
+        release()
+    return rows, time.perf_counter() - started
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows of one case."""
+    floor = next((row.median for row in rows if row.side == FLOOR), None)
+    naive = next((row.median for row in rows if row.side == NAIVE), None)
+    print("\n{} + {} tokens, batch {}".format(*rows[0].case))
+    for row in rows:
+        line = (
+            f"{row.side:<15}{row.median:>9.4f} ({row.lowest:.4f}-{row.highest:.4f}, {row.rounds})"
         )
-        for name, found in seconds.items()
+        if row.measure == "decode":
+            print(f"  {line} tokens/s", flush=True)
+            continue
+        parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in row.parts.items())
+        over = f"  {row.median / floor:.3f} x floor" if floor else ""
+        sooner = f"  {naive / row.median:.1f} x sooner than naive" if naive else ""
+        print(f"  {line} s{over}{sooner}  {parts}", flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="0.5B on a CPU, 7B on a GPU")
+    parser.add_argument("--contexts", type=int, nargs="+", help="instead of the preset's cases")
+    parser.add_argument("--queries", type=int, nargs="+", default=[QUERY])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--naive-rounds", type=int, default=3, help="0 leaves them out")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parser.add_argument("--folder", type=Path, help="for the chunks' files; None for a fresh one")
+    parser.add_argument("--json", type=Path, help="write the report there")
+    parsed = parser.parse_args(arguments)
+    parsed.shape = parsed.shape or ("qwen2-7b" if parsed.device == "cuda" else "qwen2.5-0.5b")
+    if any(context < CHUNK or context % CHUNK for context in parsed.contexts or []):
+        parser.error(f"--contexts must be multiples of {CHUNK}, the tokens of a chunk")
+    if min([*parsed.queries, *parsed.batches, parsed.rounds, parsed.threads]) < 1:
+        parser.error("--queries, --batches, --rounds and --threads must be at least 1")
+    return parsed
+
+
+def cases_of(parsed: argparse.Namespace) -> list[Case]:
+    """The preset's cases, or those of the command line."""
+    if not parsed.contexts:
+        return PRESETS[parsed.preset]
+    return [
+        Case(context, query, batch)
+        for batch in parsed.batches
+        for context in parsed.contexts
+        for query in parsed.queries
     ]
 
 
-def check_equal(by_store: dict[str, Engine]) -> None:
-    """Both sides are the same computation for one chunk: equal logits up to rounding."""
-    engine = by_store["disk"]
-    text = [words(CHUNK, 100)]
-    reused = engine.logits("w1 w2", text, policy=Reuse())
-    plain = engine.logits("w1 w2", text, policy=FullRecompute())
-    error = float((reused - plain).pow(2).mean().sqrt() / plain.std())
-    print(f"one chunk, cached against full: rms error of logits {error:.1e} standard deviations")
+def command_of(arguments: Sequence[str]) -> str:
+    """The command line without the paths of the machine it ran on."""
+    kept, paths = ["python -m benchmarks.ttft"], {"--json", "--folder"}
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        if word not in paths and before not in paths:
+            kept.append(word)
+    return " ".join(kept)
 
 
-def main() -> int:
-    """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--full-rounds", type=int, default=3)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    model = build_model(arguments.shape, getattr(torch, arguments.dtype))
-    machine = f"{platform.machine()}, {arguments.threads} thread(s)"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{arguments.shape}, {arguments.dtype}, random weights; {machine}; {versions}")
-    print(f"instruction {PREFIX}, chunks of {CHUNK}, question {QUERY} tokens; seconds, medians")
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        by_store = engines(model, Path(folder))
-        check_equal(by_store)
-        print(f"{'context':>8} {'side':<8}{'median':>9}{'range':>18}{'rounds':>8}{'sooner':>9}")
-        for context in arguments.contexts:
-            timed = sides(model, by_store, context)
-            for row in measure(timed, context, arguments.rounds, arguments.full_rounds):
-                rows.append(row)
-                span = f"{row.lowest:.3f}-{row.highest:.3f}"
-                print(
-                    f"{context:>8} {row.side:<8}{row.median:>9.3f}{span:>18}{row.rounds:>8}"
-                    f"{row.times_sooner:>8.1f}x",
-                    flush=True,
-                )
-    if arguments.json:
-        report = {
-            "shape": arguments.shape,
-            "dtype": arguments.dtype,
-            "machine": machine,
-            "versions": versions,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write JSON."""
+    parsed = parse(arguments)
+    torch.set_num_threads(parsed.threads)
+    about = described(parsed.device, parsed.threads)
+    print(
+        f"{parsed.shape}, {parsed.dtype}, random weights; {about['machine']}; {about['versions']}"
+    )
+    print(f"instruction {PREFIX}, chunks of {CHUNK} tokens; medians (lowest-highest, rounds)")
+    cases = cases_of(parsed)
+    model = build_model(parsed.shape, getattr(torch, parsed.dtype), parsed.device)
+    with tempfile.TemporaryDirectory() as fresh:
+        folder = parsed.folder or Path(fresh)
+        bench = Bench(model, folder)
+        rows, seconds = run_cases(bench, cases, parsed.rounds, parsed.naive_rounds)
+        agreement = bench.agreement(min(cases, key=lambda case: case.context))
+        print(f"\nlogits apart from ours, rms in standard deviations: {agreement}")
+        del bench, model
+        release()
+        largest = max(case.context for case in cases if case.batch == 1 or parsed.contexts)
+        memory = [] if parsed.no_memory else measure_all(parsed, folder, largest)
+    report: dict[str, Any] = {
+        **about,
+        "command": command_of(sys.argv[1:] if arguments is None else arguments),
+        "shape": parsed.shape,
+        "dtype": parsed.dtype,
+        "chunk": CHUNK,
+        "prefix": PREFIX,
+        "decoded": DECODED,
+        "seconds": round(seconds),
+        "agreement": agreement,
+        "memory": [asdict(one) for one in memory],
+        "rows": [asdict(row) for row in rows],
+    }
+    if parsed.json:
+        parsed.json.parent.mkdir(parents=True, exist_ok=True)
+        parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,0 +1,187 @@
+"""docs/benchmarks.md, written from benchmarks/results/; no figure in it is typed by hand.
+
+python -m benchmarks.report
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import report_tables as tables
+from benchmarks.shapes import QUERY
+from benchmarks.ttft_rows import rows_of
+from benchmarks.ttft_targets import cpu_targets, gpu_targets, other_targets, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+RESULTS: Final = Path(__file__).parent / "results"
+PAGE: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+_HEAD: Final = """# Benchmarks
+
+How long the first token takes, how fast the rest comes, and what it costs in memory, beside what a
+user would run instead. Written by `python -m benchmarks.report` from `benchmarks/results/`; no
+figure is typed by hand. Measure again with `make bench`; `make bench-check` fails when a ratio got
+more than 15 % worse than the committed one.
+
+Random weights in real shapes: they cost what trained ones cost and say nothing about answers (see
+[quality](quality.md)). Ratios are formed within one run, whose sides take turns; times are medians.
+
+- **naive**: stock transformers (sdpa) prefills instruction, chunks and question.
+- **prefix-cached**: the same over a copy of the instruction's cache.
+- **turborag**: TurboRAG's published way (arXiv 2410.07590) on the same ids and positions: one file
+  per chunk with keys from before RoPE, `torch.load`, `torch.cat` per layer, all keys rotated in
+  every step. Unlike its script it has sdpa attention, one table of angles per step, the last
+  token's logits only, and chunks computed behind the instruction (else logits would differ).
+- **disk**, **page cache**, **ram**, **resident** (GPU): ours, from files dropped from the page
+  cache (where the file system can), files in it, main memory (pinned for a GPU), the device's.
+- **deferred**: chunks in the model's memory, neither copied nor turned (LazyAttention, arXiv
+  2606.04302).
+- **floor**: the query alone, over a stitched cache that lay in place before the clock started.
+- **stock** (decoding): stock transformers over a stock cache of the whole context.
+
+"""
+_MEASURED: Final = """`{command}`: {shape}, {dtype}, instruction {prefix} and chunks of {chunk} \
+tokens; {machine}; {versions}; {date}.
+
+"""
+_OTHERS: Final = (
+    ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
+    ("prefill", "Offline prefill"),
+    ("deferred_kernel", "Deferred attention's kernel"),
+    ("recompute", "Recomputing"),
+)
+
+
+def page(
+    report: Mapping[str, Any], gpu: Mapping[str, Any] | None, others: Mapping[str, Any]
+) -> str:
+    """The whole page.
+
+    Args:
+        report: What `ttft` measured on a CPU.
+        gpu: The same on a GPU, None if there was none.
+        others: What other benchmarks measured, by the name of their file.
+    """
+    parts = [_HEAD, "## What holds and what does not\n\n"]
+    parts.append(_MEASURED.format_map(report))
+    parts.append("One thread, 4,096 tokens of context, a query of 20.\n\n")
+    parts.append(table([*cpu_targets(report), *other_targets(others)]) + "\n\n")
+    if gpu is None:
+        parts.append("On a GPU, a 7B shape in bfloat16: no GPU was at hand.\n\n")
+    else:
+        parts.append("On a GPU:\n\n" + _MEASURED.format_map(gpu))
+    parts.append(table(gpu_targets(gpu)) + "\n\n")
+    apart = ", ".join(f"{side} {value:.1e}" for side, value in report["agreement"].items())
+    parts.append(
+        "How equal the query's logits are to those from RAM, copying: root mean square difference "
+        f"in standard deviations, in {report['dtype']}: {apart}.\n\n"
+    )
+    parts.append(_figures(report, "On a CPU"))
+    if gpu is not None:
+        parts.append(_figures(gpu, "On a GPU"))
+    for name, title in _OTHERS:
+        if name in others:
+            parts.append(f"## {title}\n\n{flat(others[name])}\n\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def _figures(report: Mapping[str, Any], title: str) -> str:
+    suffix = "-gpu" if report["device"] == "cuda" else ""
+    sections = [
+        (
+            "By context (as TurboRAG's table 3)",
+            tables.contexts(report) + f"\n\n![TTFT against context](ttft-context{suffix}.svg)",
+        ),
+        (
+            "By batch, nothing read from disk (as its table 5)",
+            tables.batches(report) + f"\n\n![TTFT against batch](ttft-batch{suffix}.svg)",
+        ),
+        ("By batch, with loading and its parts (as its table 6)", tables.loading(report)),
+        (
+            "Operations (as its table 7)",
+            "By the formula of its appendix G, in which the reduction is the context's share of "
+            "the prompt, whatever the model. Loading adds no operation, nor does the cached "
+            f"instruction; the rotation adds what the last column shows.\n\n{tables.flops(report)}",
+        ),
+        ("Decoding", tables.decoding(report)),
+        (
+            "Peak memory",
+            "Above what the process held after its imports, each side in a process of its own; "
+            f"the peak begins when the weights are there.\n\n{tables.memory(report)}",
+        ),
+        ("Every side", tables.every_side(report)),
+    ]
+    return f"## {title}\n\n" + "".join(f"### {name}\n\n{text}\n\n" for name, text in sections)
+
+
+def other_reports(folder: Path) -> dict[str, Any]:
+    """What other benchmarks measured, as far as it is there."""
+    files = {name: folder / f"{name}.json" for name, _ in _OTHERS}
+    return {
+        name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.is_file()
+    }
+
+
+def flat(report: Mapping[str, Any]) -> str:
+    """A report of plain values and lists of alike rows, as a sentence and tables."""
+    facts = [f"{key} {_cell(value)}" for key, value in report.items() if _is_plain(value)]
+    parts = ["; ".join(facts) + "."] if facts else []
+    for key, value in report.items():
+        if isinstance(value, dict) and not _is_interval(value):
+            parts.append(f"**{key.replace('_', ' ')}**\n\n{flat(value)}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            header = [name for name in value[0] if _is_plain(value[0][name])]
+            rows = [[_cell(row.get(name)) for name in header] for row in value]
+            shown = tables.markdown([name.replace("_", " ") for name in header], rows)
+            parts.append(f"**{key.replace('_', ' ')}**\n\n{shown}")
+    return "\n\n".join(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float)) or _is_interval(value)
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, dict) and {"value", "low", "high"} <= set(value)
+
+
+def _cell(value: Any) -> str:
+    if _is_interval(value):
+        span = f" ({value['low']:.3g} to {value['high']:.3g})"
+        return f"{value['value']:.3g}" + (span if value["low"] < value["high"] else "")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else f"{value}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and its plots."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parsed = parser.parse_args(arguments)
+    from benchmarks.ttft_plot import draw
+
+    reports = {}
+    for device, suffix in (("cpu", ""), ("gpu", "-gpu")):
+        file = parsed.results / f"ttft{suffix}.json"
+        if file.is_file():
+            reports[device] = json.loads(file.read_text("utf-8"))
+            folder = parsed.page.parent
+            plots = (folder / f"ttft-context{suffix}.svg", folder / f"ttft-batch{suffix}.svg")
+            draw(rows_of(reports[device]), *plots, QUERY)
+    if "cpu" not in reports:
+        print(f"{parsed.results / 'ttft.json'} is missing; run make bench first", file=sys.stderr)
+        return 1
+    text = page(reports["cpu"], reports.get("gpu"), other_reports(parsed.results))
+    parsed.page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Rows of the benchmark's report, and the ratios that are read off them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.memory import Peak
+from benchmarks.stock import Sample, median_parts
+from benchmarks.ttft_sides import DEFERRED, FLOOR, NAIVE, PAGES, RAM, RESIDENT, STOCK, TURBORAG
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from benchmarks.ttft_sides import Case
+
+# Not `disk`: how fast a cold file comes is the machine's.
+OURS: Final = (PAGES, RAM, RESIDENT, DEFERRED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one case.
+
+    Attributes:
+        context: Tokens of the chunks of a row of the batch.
+        query: Tokens of its query.
+        batch: Rows.
+        side: Which side.
+        measure: "ttft" in seconds, or "decode" in tokens per second of all rows together.
+        median: Of all rounds but the first.
+        lowest: Smallest.
+        highest: Largest.
+        rounds: How many were counted.
+        parts: Median seconds of the parts of a ttft.
+    """
+
+    context: int
+    query: int
+    batch: int
+    side: str
+    measure: str
+    median: float
+    lowest: float
+    highest: float
+    rounds: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def case(self) -> tuple[int, int, int]:
+        """Context, query and batch."""
+        return self.context, self.query, self.batch
+
+
+def ttft_row(case: Case, side: str, samples: Sequence[Sample]) -> Row:
+    """Seconds to the first token."""
+    found = [sample.ttft for sample in samples]
+    return _row(case, side, "ttft", found, median_parts(list(samples)))
+
+
+def decode_row(case: Case, side: str, samples: Sequence[Sample]) -> Row:
+    """Tokens per second behind the first."""
+    return _row(case, side, "decode", [case.batch / sample.step for sample in samples], {})
+
+
+def _row(
+    case: Case, side: str, measure: str, found: Sequence[float], parts: Mapping[str, float]
+) -> Row:
+    return Row(
+        case.context,
+        case.query,
+        case.batch,
+        side,
+        measure,
+        statistics.median(found),
+        min(found),
+        max(found),
+        len(found),
+        parts,
+    )
+
+
+def rows_of(report: Mapping[str, Any]) -> list[Row]:
+    """The rows of a report that was read from JSON."""
+    return [Row(**row) for row in report["rows"]]
+
+
+def median_of(
+    rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
+) -> float | None:
+    """The median of one side, None if it was not measured."""
+    for row in rows:
+        if row.case == case and row.side == side and row.measure == measure:
+            return row.median
+    return None
+
+
+def ratios(report: Mapping[str, Any]) -> dict[str, float]:
+    """What a change of the code shall not make worse: smaller is better in all of them.
+
+    Returns:
+        By name, each within one case of one run: times to the first token over the floor's and,
+        from the page cache, over TurboRAG's and a full prefill's; stock's tokens per second over
+        ours; peak memory over what it is held against (see `Peak.held`).
+    """
+    rows, found = rows_of(report), {}
+    for case in dict.fromkeys(row.case for row in rows):
+        place = "{} + {} tokens, batch {}".format(*case)
+        for side in OURS:
+            for against in (FLOOR, TURBORAG, NAIVE) if side == PAGES else (FLOOR,):
+                found[f"{side} over {against}, {place}"] = ratio_of(rows, case, side, against)
+            decoded = ratio_of(rows, case, STOCK, side, "decode")
+            found[f"decoding, {STOCK} over {side}, {place}"] = decoded
+    for one in report["memory"]:
+        peak = Peak(**one)
+        if peak.side in OURS:
+            name = f"peak memory, {peak.side}, {peak.context} tokens"
+            found[name] = peak.peak / peak.held
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+
+def ratio_of(
+    rows: Sequence[Row], case: tuple[int, int, int], side: str, against: str, measure: str = "ttft"
+) -> float | None:
+    """The median of one side over another's, None if one of them was not measured."""
+    ours = median_of(rows, case, side, measure)
+    other = median_of(rows, case, against, measure)
+    return ours / other if ours is not None and other else None

@@ -1,0 +1,119 @@
+"""What the speed is held to, and whether a report holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.memory import Peak
+from benchmarks.ttft_rows import ratio_of, rows_of
+from benchmarks.ttft_sides import DEFERRED, FLOOR, NAIVE, PAGES, RAM, RESIDENT, STOCK, TURBORAG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.ttft_rows import Row
+
+CPU_CASE: Final = (4096, 20, 1)
+GPU_LONG: Final = (16384, 20, 1)
+GPU_BATCH: Final = (8192, 128, 8)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One claim.
+
+    Attributes:
+        claim: In words.
+        bound: The bound.
+        at_least: Whether the figure must not be below `bound`; else it must not be above.
+        figure: Measured, None if it was not.
+    """
+
+    claim: str
+    bound: float
+    at_least: bool
+    figure: float | None
+
+    @property
+    def verdict(self) -> str:
+        """Say "holds", "does not hold" or "not measured"."""
+        if self.figure is None:
+            return "not measured"
+        good = self.figure >= self.bound if self.at_least else self.figure <= self.bound
+        return "holds" if good else "does not hold"
+
+
+def cpu_targets(report: Mapping[str, Any]) -> list[Target]:
+    """The claims about one thread of a CPU, at 4k tokens."""
+    rows = rows_of(report)
+    over: list[tuple[str, str, str, float]] = [
+        ("TTFT from the page cache, over the floor", PAGES, FLOOR, 1.10),
+        ("TTFT from RAM, copying, over the floor", RAM, FLOOR, 1.06),
+        ("TTFT from RAM, deferred, over the floor", DEFERRED, FLOOR, 1.02),
+        ("TTFT from the page cache, over TurboRAG's way", PAGES, TURBORAG, 0.80),
+    ]
+    found = [
+        Target(claim, bound, False, ratio_of(rows, CPU_CASE, side, against))
+        for claim, side, against, bound in over
+    ]
+    sooner = ratio_of(rows, CPU_CASE, NAIVE, PAGES)
+    found.append(Target("Naive TTFT, over ours from the page cache", 65, True, sooner))
+    decoded = _best(rows, [RAM, DEFERRED])
+    found.append(Target("Tokens/s over the stitched context, over stock's", 1.9, True, decoded))
+    peaks = {one["side"]: Peak(**one) for one in report["memory"]}
+    for side, claim, bound in (
+        (PAGES, "Peak memory, over weights and one stitched cache", 1.15),
+        (DEFERRED, "Peak memory, deferred, over weights and chunks", 1.05),
+    ):
+        peak = peaks.get(side)
+        found.append(Target(claim, bound, False, peak.peak / peak.held if peak else None))
+    return found
+
+
+def _best(rows: Sequence[Row], sides: Sequence[str]) -> float | None:
+    known = [ratio_of(rows, CPU_CASE, side, STOCK, "decode") for side in sides]
+    return max((ratio for ratio in known if ratio is not None), default=None)
+
+
+def gpu_targets(report: Mapping[str, Any] | None) -> list[Target]:
+    """The claims about a GPU and a 7B shape; `report` is None without one."""
+    rows = rows_of(report) if report else []
+
+    def ratio(case: tuple[int, int, int], side: str, against: str) -> float | None:
+        return ratio_of(rows, case, side, against)
+
+    long, batch = "16k tokens from host memory", "8k tokens, batch 8, resident"
+    return [
+        Target(f"Naive TTFT over ours, {long}", 9.4, True, ratio(GPU_LONG, NAIVE, RAM)),
+        Target(f"Naive TTFT over ours, {batch}", 32.8, True, ratio(GPU_BATCH, NAIVE, RESIDENT)),
+        Target(f"TTFT over the floor, {long}", 1.15, False, ratio(GPU_LONG, RAM, FLOOR)),
+        Target(f"TTFT over the floor, {batch}", 1.15, False, ratio(GPU_BATCH, RESIDENT, FLOOR)),
+    ]
+
+
+def other_targets(reports: Mapping[str, Any]) -> list[Target]:
+    """The claims that other benchmarks measure.
+
+    Args:
+        reports: By the name of their file.
+    """
+    rows = reports.get("prefill", {}).get("rows", ())
+    rates = [row["ratio"] for row in rows if row["side"] == "memory"]
+    kernel = reports.get("deferred_kernel", {}).get("offsets_against_without")
+    return [
+        Target(
+            "Offline prefill's tokens/s, over bare forwards", 0.95, True, next(iter(rates), None)
+        ),
+        Target("Deferred kernel's time with offsets, over without (GPU)", 1.02, False, kernel),
+    ]
+
+
+def table(targets: Sequence[Target], number: Callable[[float], str] = "{:.3g}".format) -> str:
+    """A Markdown table of claims."""
+    lines = ["| claim | asked for | measured | |", "|---|---|---|---|"]
+    for one in targets:
+        sign = "≥" if one.at_least else "≤"
+        figure = "" if one.figure is None else number(one.figure)
+        lines.append(f"| {one.claim} | {sign} {one.bound:g} | {figure} | {one.verdict} |")
+    return "\n".join(lines)
