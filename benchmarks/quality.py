@@ -5,7 +5,7 @@
 Fine-tunes the packaged reader under the block mask, and for as many steps under full attention (the
 control), asks three models the same questions under every policy, and writes the page, its plot and
 `benchmarks/results/quality.json`.  Answers are kept in `--work` as they come, so an interrupted run
-goes on.  About an hour and a half on two cores; `--n 200` gives a rough picture in ten minutes.
+goes on.  About three hours on two cores; `--n 200` gives a rough picture in ten minutes.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def studies() -> tuple[Study, ...]:
     more = ("full prefill", *clips, "LegoLink, 11 tokens", "LegoLink | CacheBlend")
     return (
         Study("cross", CROSS, 6, (None,), every),
-        Study("main", rest, 6, (None,), every, part=0.25),
-        Study("noise", NOISE, 5, (None,), every, part=0.25),
-        Study("needles", NEEDLES, 6, (None,), every, part=0.5),
+        Study("main", rest, 6, (None,), every),
+        Study("noise", NOISE, 5, (None,), every),
+        Study("needles", NEEDLES, 6, (None,), every),
         Study("more", CROSS, 6, (None,), more, models=("before",)),
         Study("k", SWEPT, 6, (1, 2, 3, 4, 5), few, part=0.25, models=("before", "block")),
     )

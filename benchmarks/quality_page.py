@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.quality_scores import FULL, Scores
+from benchmarks.quality_sweep import sweeps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,10 +27,9 @@ by one command, from the packaged reader alone:
 
 The reader is tiny and reads controlled English, so these figures rank remedies on *this* model and
 these kinds of questions; `kvcache-rag verify` says how far each policy is from full prefill on
-yours. {n} questions for each kind that needs two chunks, a quarter of that for each other one (a
-half for needles); the same ones for every policy and model, names never seen in training. In
-brackets: 95 % intervals; differences are paired and resampled by context. {date}, {machine},
-torch {torch}, transformers {transformers}.
+yours. {n} questions of each kind, the same ones for every policy and model, names never seen in
+training. In brackets: 95 % intervals; differences are paired and resampled by context. {date},
+{machine}, torch {torch}, transformers {transformers}.
 
 - **before**: the packaged reader. **block**: {steps} steps of `kvcache-rag finetune` under the
   block mask. **control**: as many steps on the same data under full attention.
@@ -51,13 +51,6 @@ Exact match in % (needles: share of the needles found), and the difference in po
 prefill of the same model. Kinds whose full prefill is below 60 % are shown, not scored.
 
 """
-_TOP_K: Final = """
-## Top-k
-
-Exact match in %, of k documents. Those that hold the answer are always among them, so a pair of
-documents needs k = 2.
-
-"""
 _TUNING: Final = """## Fine-tuning
 
 Held-out samples before and after (TurboRAG, arXiv 2410.07590, table 4: no regression without
@@ -66,7 +59,7 @@ chunks).
 """
 _REGRESSION: Final = """**Single hop: block-mask fine-tuned and stitched, against the better full
 prefill of before and control** (TurboRAG's claim; asked for: lower bound above -{margin:g}
-points). One kind alone has too few questions for so narrow an interval; the claim is about all.
+points).
 
 | kind | better full prefill | difference in points | holds |
 |---|---|---|---|
@@ -149,8 +142,7 @@ def page(
         *(_kind(name, groups["more"]) for name in cross),
         "## Cost\n\n",
         _cost(shown),
-        _TOP_K,
-        *(_sweep(name, groups["k"]) for name in dict.fromkeys(one.task for one in groups["k"])),
+        *sweeps(groups["k"], shown),
         _TUNING,
         _finetuning(reports),
     ]
@@ -193,7 +185,8 @@ def _halved(asked: Scores, cross: Sequence[str], swept: Sequence[Record]) -> lis
         lines.append(_lost(asked, task, f"{_name(task)}, 6 documents", asked.best_full(task)))
         for k in sorted({row.place.k or 0 for row in swept} - {0, 1}, reverse=True):
             some = Scores([row for row in swept if row.place.k == k])
-            lines.append(_lost(some, task, f"{_name(task)}, k = {k}", "before"))
+            name = f"{_name(task)}, k = {k}"
+            lines.append(_lost(some, task, name, some.best_full(task)))
     return [*lines, "\n"]
 
 
@@ -256,23 +249,6 @@ def _cost(shown: Sequence[Group]) -> str:
         time = "" if row.ttft is None else f"{1000 * row.ttft.value:.1f}"
         lines.append(f"| {row.policy} | {100 * row.recomputed_share:.1f} % | {time} |\n")
     return "".join(lines)
-
-
-def _sweep(task: str, groups: Sequence[Group]) -> str:
-    found = [group for group in groups if group.task == task]
-    ks = sorted({group.k for group in found if group.k is not None})
-    lines = [f"### {_name(task)}\n\n| model | policy | {' | '.join(f'k = {k}' for k in ks)} |\n"]
-    lines.append(f"|---|---|{'---|' * len(ks)}\n")
-    for model in dict.fromkeys(group.model for group in found):
-        mine = {
-            group.k: {row.policy: row for row in group.rows}
-            for group in found
-            if group.model == model
-        }
-        for policy in next(iter(mine.values())):
-            cells = [f"{100 * mine[k][policy].quality.value:.1f}" if k in mine else "" for k in ks]
-            lines.append(f"| {model} | {policy} | {' | '.join(cells)} |\n")
-    return "".join([*lines, "\n"])
 
 
 def _finetuning(reports: Mapping[str, Any]) -> str:

@@ -43,5 +43,7 @@ class Scores:
         return paired_bootstrap(mine, theirs, clusters)
 
     def best_full(self, *tasks: str) -> str:
-        """The better of before and control with full prefill."""
-        return max(("before", "control"), key=lambda model: self.mean(tasks, model, FULL))
+        """The better of before and control with full prefill, of those that were asked."""
+        known = {model for task, model, policy in self._found if (task, policy) == (tasks[0], FULL)}
+        models = sorted({"before", "control"} & known)
+        return max(models, key=lambda model: self.mean(tasks, model, FULL))

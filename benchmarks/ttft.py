@@ -44,7 +44,7 @@ from benchmarks.shapes import (
     build_tokenizer,
     words,
 )
-from benchmarks.ttft_rows import Row, decode_row, ttft_row
+from benchmarks.ttft_rows import Row, decode_row, ratio_of, ttft_row
 from benchmarks.ttft_sides import (
     COLD,
     DEFERRED,
@@ -153,8 +153,6 @@ def run_cases(
 
 def show(rows: Sequence[Row]) -> None:
     """Print the rows of one case."""
-    floor = next((row.median for row in rows if row.side == FLOOR), None)
-    naive = next((row.median for row in rows if row.side == NAIVE), None)
     print("\n{} + {} tokens, batch {}".format(*rows[0].case))
     for row in rows:
         line = (
@@ -164,8 +162,10 @@ def show(rows: Sequence[Row]) -> None:
             print(f"  {line} tokens/s", flush=True)
             continue
         parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in row.parts.items())
-        over = f"  {row.median / floor:.3f} x floor" if floor else ""
-        sooner = f"  {naive / row.median:.1f} x sooner than naive" if naive else ""
+        floor = ratio_of(rows, row.case, row.side, FLOOR)
+        naive = ratio_of(rows, row.case, NAIVE, row.side)
+        over = f"  {floor:.3f} x floor" if floor else ""
+        sooner = f"  {naive:.1f} x sooner than naive" if naive else ""
         print(f"  {line} s{over}{sooner}  {parts}", flush=True)
 
 
@@ -177,7 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", help="instead of the preset's cases")
     parser.add_argument("--queries", type=int, nargs="+", default=[QUERY])
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--naive-rounds", type=int, default=3, help="0 leaves them out")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

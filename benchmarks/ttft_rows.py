@@ -34,6 +34,7 @@ class Row:
         highest: Largest.
         rounds: How many were counted.
         parts: Median seconds of the parts of a ttft.
+        samples: What every round measured, in their order.
     """
 
     context: int
@@ -46,6 +47,7 @@ class Row:
     highest: float
     rounds: int
     parts: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[float] = ()
 
     @property
     def case(self) -> tuple[int, int, int]:
@@ -78,6 +80,7 @@ def _row(
         max(found),
         len(found),
         parts,
+        tuple(found),
     )
 
 
@@ -86,14 +89,22 @@ def rows_of(report: Mapping[str, Any]) -> list[Row]:
     return [Row(**row) for row in report["rows"]]
 
 
+def row_of(
+    rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
+) -> Row | None:
+    """The row of one side, None if it was not measured."""
+    for row in rows:
+        if (row.case, row.side, row.measure) == (case, side, measure):
+            return row
+    return None
+
+
 def median_of(
     rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
 ) -> float | None:
     """The median of one side, None if it was not measured."""
-    for row in rows:
-        if row.case == case and row.side == side and row.measure == measure:
-            return row.median
-    return None
+    found = row_of(rows, case, side, measure)
+    return None if found is None else found.median
 
 
 def ratios(report: Mapping[str, Any]) -> dict[str, float]:
@@ -123,7 +134,15 @@ def ratios(report: Mapping[str, Any]) -> dict[str, float]:
 def ratio_of(
     rows: Sequence[Row], case: tuple[int, int, int], side: str, against: str, measure: str = "ttft"
 ) -> float | None:
-    """The median of one side over another's, None if one of them was not measured."""
-    ours = median_of(rows, case, side, measure)
-    other = median_of(rows, case, against, measure)
-    return ours / other if ours is not None and other else None
+    """One side over another, None if one of them was not measured.
+
+    The median of the rounds' own ratios where both sides have the same rounds: a machine that is
+    slower for a while is so for both.  Else the ratio of their medians.
+    """
+    ours, other = (row_of(rows, case, one, measure) for one in (side, against))
+    if ours is None or other is None or not other.median:
+        return None
+    if ours.samples and len(ours.samples) == len(other.samples):
+        pairs = zip(ours.samples, other.samples, strict=True)
+        return statistics.median(one / two for one, two in pairs)
+    return ours.median / other.median

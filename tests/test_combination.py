@@ -25,6 +25,7 @@ from kvcache_rag import (
     StoredChunk,
     TieredStore,
     UnsupportedModelError,
+    rotary,
 )
 
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
     expected = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
     assert mine.delete_namespace() >= len(TEXTS) + 1
     assert mine._answerer._buffer is None
+    assert not any(kept.memory.numel() for kept in rotary._KEPT_BY.values())
     prefiller: Any = mine._prefiller
     assert (prefiller._computed_prefix, prefiller._stored_prefix) == (None, None)
     assert not any(map(mine.store.contains, mine.keys(TEXTS)))

@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from zoo import build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, MemoryStore, Reuse, TieredStore, context, crossing
+from kvcache_rag import (
+    DiskStore,
+    Engine,
+    MemoryStore,
+    PromptTemplate,
+    Reuse,
+    TieredStore,
+    context,
+    crossing,
+)
 from kvcache_rag.stores import layered, transfer
 from tests.lanes import Elsewhere, LateLane
 
@@ -92,3 +102,14 @@ def test_batches_are_complete_before_they_begin(lane: LateLane) -> None:
     ]
     assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
     assert lane.done == len(lane.sent)
+
+
+def test_a_prompt_without_context_in_a_batch(lane: LateLane) -> None:
+    template = PromptTemplate(system="", chunk_start="<d>", chunk_end="</d>")
+    engine = Engine(
+        build("llama"), byte_tokenizer(), template=template, store=MemoryStore(), rotation="copied"
+    )
+    assert not engine._renderer.prefix_ids
+    batch = engine.generate_batch([(QUESTION, TEXTS), (QUESTION, [])], max_new_tokens=4)
+    singles = [engine.generate(QUESTION, texts, max_new_tokens=4) for texts in (TEXTS, [])]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in singles]

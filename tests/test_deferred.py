@@ -424,6 +424,7 @@ class TestAuto:
 
     def test_a_model_that_cannot_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.deferral.segment_seconds", lambda model: 0.0)
         engine = make_engine("gemma2")
         engine.add(TEXTS)
         self.ask(engine)

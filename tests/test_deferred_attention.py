@@ -191,6 +191,19 @@ def test_fast_is_plain_in_other_dtypes(dtype: torch.dtype) -> None:
             case.check(additive(case.mask, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_of_the_query_for_each_of_the_keys_as_models_hand_it_over(
+    dtype: torch.dtype,
+) -> None:
+    for batch in BATCHES.values():
+        case = Case(ROTATIONS["half"], *batch, dtype=dtype)
+        rows = len(case.asks)
+        query = torch.randn(rows, case.queries, GROUPS, WIDTH).to(dtype).transpose(1, 2)
+        arguments = (query, case.key, case.value, case.mask, 0.3, case.layer)
+        error = (fast_attention(*arguments) - plain_attention(*arguments)).abs()[case.asks].max()
+        assert error < TOLERANCE[dtype]
+
+
 def test_a_mask_that_adds_to_scores_adds_to_those_of_segments_too() -> None:
     case = Case(ROTATIONS["half"], *BATCHES["queries of other lengths"])
     added = additive(case.mask, torch.float32) + torch.randn(case.mask.shape)
@@ -275,11 +288,34 @@ def test_the_cache_counts_its_segments_and_holds_the_tail_alone() -> None:
 def test_keys_without_segments_are_an_error_and_so_is_what_is_not_known() -> None:
     case = Case(ROTATIONS["half"], [[0]], [2])
     module = torch.nn.Linear(1, 1)
-    arguments = (module, case.query, case.key, case.value, case.mask)
-    with pytest.raises(UnsupportedModelError, match="changes its keys between cache and att"):
-        deferred_attention(*arguments)
+    buffer = KVBuffer.allocate(case.layout.chunk_layout, 1, 8, "cpu")
+    cache: Any = deferred_cache(HeldSegments.of(case.table), case.layout.kinds, buffer)
+    keys, values = cache.update(case.key, case.value, 2)
     with pytest.raises(UnsupportedModelError, match="Linear passes softcap"):
-        deferred_attention(*arguments, softcap=30.0)
+        deferred_attention(module, case.query, keys, values, case.mask, softcap=30.0)
+    cache.update(case.key, case.value, 1)
+    with pytest.raises(UnsupportedModelError, match="changes its keys between cache and att"):
+        deferred_attention(module, case.query, keys.clone(), values, case.mask)
+
+
+def test_keys_of_another_cache_are_attended_to_plainly() -> None:
+    case = Case(ROTATIONS["half"], [[0], [0]], [3, 3])
+    found, _ = deferred_attention(torch.nn.Linear(1, 1), case.query, case.key, case.value, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        case.query, case.key, case.value, is_causal=True, enable_gqa=True
+    )
+    assert (found - expected.transpose(1, 2)).abs().max() < 2e-6
+
+
+def test_plans_do_not_grow_with_the_tail() -> None:
+    """Rows as long as each other with queries of other lengths: without a mask, but not alike."""
+    case = Case(ROTATIONS["half"], [[0, 1], [0]], [2, 7], steps=20)
+    layer = case.layer
+    for tail in range(8, 28):
+        tensors = (case.query, case.key[:, :, :tail], case.value[:, :, :tail])
+        found = fast_attention(*tensors, None, 0.3, layer)
+        assert (found - plain_attention(*tensors, None, 0.3, layer)).abs().max() < 2e-6
+    assert len(layer.held.unmasked_plans) == 1
 
 
 def test_odd_shapes_take_the_plain_path() -> None:

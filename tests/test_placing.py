@@ -177,7 +177,7 @@ def changed_in_place(path: Path, back: int) -> None:
 
 # At the first use of a layer: what happens to the file of the last chunk.
 DAMAGE: dict[str, tuple[int, Callable[[Path], object]]] = {
-    "a byte of the last layer": (-1, lambda path: flipped(path, 1 + 4 * 64)),
+    "a byte of the last layer": (-1, lambda path: flipped(path, 1 + 4 * 128)),
     "a byte of the ids": (-1, lambda path: flipped(path, 1)),
     "cut before": (-1, lambda path: os.truncate(path, path.stat().st_size - 100)),
     "cut midway": (2, lambda path: os.truncate(path, 8192)),
@@ -344,3 +344,94 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
     for _ in range(7):
         costs.loaded("disk", 1 << 20, 0.01)  # 0.1 GB/s: mostly waiting
     assert fetcher.pays_ahead(opened(32 << 20))
+
+
+@pytest.mark.usefixtures("always")
+def test_loading_ahead_keeps_no_wide_copy_of_the_model(started: list[PlacingAhead]) -> None:
+    store = MemoryStore()
+    options: dict[str, Any] = {"template": TEMPLATE, "store": store, "rotation": "copied"}
+    options["prefill_dtype"] = torch.float64
+    Engine(build("llama"), byte_tokenizer(), **options).add(TEXTS)
+    engine = Engine(build("llama"), byte_tokenizer(), **options)
+    engine._adapter.widened(torch.float64)  # as after a trial
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
+    assert started
+    assert engine._adapter._wide is None
+
+
+class Streamer:
+    """What `generate()` hands on: the prompt, then tokens."""
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.given.append(ids.flatten().tolist())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("always")
+def test_a_streamer_is_given_the_prompt_once(tmp_path: Path, started: list[PlacingAhead]) -> None:
+    store = DiskStore(tmp_path, durable=False)
+    engine = make_engine("llama", store)
+    keys = engine.add(TEXTS)
+    flipped(store.path(keys[-1]), 1 + 4 * 128)
+    streamer = Streamer()
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=3, streamer=streamer)
+    assert (store.stats().corrupt, started) == (1, [])
+    prompt, *tokens = streamer.given
+    assert len(prompt) > 1
+    assert tokens == [[token] for token in answer.token_ids]
+
+
+@pytest.mark.usefixtures("always")
+def test_an_interrupted_loader_writes_into_no_other_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[PlacingAhead]
+) -> None:
+    engine = make_engine("llama", DiskStore(tmp_path, durable=False))
+    engine.add(TEXTS)
+    expected = plainly(engine)
+    layers, gate = engine.model.model.layers, threading.Event()
+
+    def late(self: Placing, group: int, number: int) -> None:
+        assert gate.wait(10)
+        for part in self.parts:
+            part.place.values(group)[number].fill_(torch.nan)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = layers[0].register_forward_pre_hook(interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(Placing, "place", late)
+        patch.setattr(PlacingAhead, "close", interrupt)  # again, while it waits for the thread
+        with pytest.raises(KeyboardInterrupt):
+            engine.logits(QUESTION, TEXTS, policy=Reuse())
+    hook.remove()
+
+    def let_it_write(*_: Any) -> None:
+        gate.set()
+        started[0]._thread.join()
+
+    layers[0].register_forward_pre_hook(let_it_write)
+    monkeypatch.setattr(Fetcher, "pays_ahead", lambda *_: False)
+    assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", ["llama dynamic", "llama longrope"])
+def test_the_loader_calls_nothing_of_the_model(
+    tmp_path: Path, started: list[PlacingAhead], name: str
+) -> None:
+    engine = make_engine(name, DiskStore(tmp_path, durable=False))
+    engine.add(TEXTS)
+    callers: set[str] = set()
+    # Frequencies that depend on the length are told by a call that changes the module.
+    engine.model.model.rotary_emb.register_forward_pre_hook(
+        lambda *_: callers.add(threading.current_thread().name)
+    )
+    engine.logits(QUESTION, TEXTS, policy=Reuse())
+    assert started
+    assert callers == {threading.current_thread().name}

@@ -17,6 +17,7 @@ from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from kvcache_rag.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.prefill import BATCH_TOKENS, PendingChunk, Prefiller, batches
+from kvcache_rag.stores.transfer import device_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -263,3 +264,12 @@ def test_a_question_keeps_no_wide_copy_of_the_model() -> None:
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
     assert store.contains(prefix)
     assert engine._adapter._wide is None
+
+
+def test_the_prefix_is_kept_where_the_model_is() -> None:
+    engine = make_engine()
+    prefiller: Any = engine._prefiller
+    prefiller.prefix()
+    prefiller.forget_prefix()
+    engine._adapter.device = torch.device("meta")  # the store holds it in main memory
+    assert device_of(prefiller.prefix()) == torch.device("meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvcache_rag.rotary import NO_ROTATION, Rotation, angle_table, rotate, rotate_
+from kvcache_rag import rotary
+from kvcache_rag.rotary import (
+    NO_ROTATION,
+    Rotation,
+    angle_table,
+    forget_scratch,
+    rotate,
+    rotate_,
+)
 
 WIDTH = 16
 ROTATIONS = [
@@ -233,3 +242,45 @@ def test_rotations_have_a_short_form_for_reports() -> None:
         "-half[0:16]",
         "interleaved[0:16]",
     ]
+
+
+@pytest.mark.parametrize("rotation", TURNING, ids=str)
+def test_no_layers_are_no_work(rotation: Rotation) -> None:
+    angles = angle_table(frequencies(rotation), torch.zeros(5), torch.arange(5.0))
+    assert rotate_(torch.zeros(0, 2, 5, WIDTH), rotation, *angles).shape == (0, 2, 5, WIDTH)
+
+
+def test_scratch_memory_remembers_no_gradient() -> None:
+    angles = angle_table(frequencies(ROTATIONS[1]), torch.zeros(5), torch.arange(5.0))
+    keys = torch.randn(2, 5, WIDTH, requires_grad=True)
+    turned = rotate_(keys.clone(), ROTATIONS[1], *angles)
+    again = rotate_(torch.zeros(2, 5, WIDTH), ROTATIONS[1], *angles)
+    assert not again.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(rotate_(keys.clone(), ROTATIONS[1], *angles), turned)
+
+
+def test_scratch_memory_of_all_threads_is_let_go_of() -> None:
+    angles = angle_table(frequencies(ROTATIONS[1]), torch.zeros(5), torch.arange(5.0))
+    keys = torch.randn(2, 5, WIDTH)
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        rotate_(keys.clone(), ROTATIONS[1], *angles)
+        begun.set()
+        assert end.wait(10)
+
+    def held() -> list[int]:
+        return [kept.memory.numel() for kept in rotary._KEPT_BY.values()]
+
+    rotate_(keys.clone(), ROTATIONS[1], *angles)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(10)
+    assert sum(size > 0 for size in held()) >= 2
+    forget_scratch()
+    assert not any(held())
+    end.set()
+    thread.join()
+    assert torch.equal(rotate_(keys.clone(), NO_ROTATION, *angles), keys)
+    assert any(rotate_(keys.clone(), ROTATIONS[1], *angles).ne(keys).flatten())

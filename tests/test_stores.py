@@ -6,8 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import kvcache_rag.stores as stores
+from kvcache_rag.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
@@ -210,3 +212,22 @@ def test_stores_say_how_they_were_made(tmp_path: Path) -> None:
 def test_public_names_are_sorted() -> None:
     assert stores.__all__ == sorted(stores.__all__)
     assert all(hasattr(stores, name) for name in stores.__all__)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_the_system_has_the_memory_of_dropped_chunks_back() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    group = GroupLayout(tuple(range(24)), (2, 64), (2, 64))
+    layout = ChunkLayout((group,), torch.bfloat16)
+    store, keys = MemoryStore(1 << 30), []
+    for number in range(16):
+        chunk = make_chunk(number, tokens=256, layout=layout)
+        keys.append(key_of(chunk))
+        store.put(keys[-1], chunk)
+    held = resident()
+    for key in keys[::2]:  # what stays lies between
+        store.delete(key)
+    assert held - resident() > 0.9 * layout.nbytes(256) * len(keys[::2])

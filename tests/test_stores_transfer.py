@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
@@ -279,3 +280,16 @@ def test_a_device_without_memory_left_is_counted(monkeypatch: pytest.MonkeyPatch
     assert not store.put(key_of(chunk), chunk)
     assert store.stats().last_failure == "CUDA out of memory."
     assert store.stats().put_failures == 1
+
+
+def test_a_system_that_gives_no_pages_of_its_own_keeps_chunks_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "too many mappings")
+
+    monkeypatch.setattr(copies.mmap, "mmap", refuse)
+    monkeypatch.setattr(copies, "_OWN_PAGES", 1)
+    store, chunk = MemoryStore(), make_chunk()
+    assert store.put(key_of(chunk), chunk)
+    assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)

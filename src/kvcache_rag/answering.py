@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvcache_rag.streaming import Emit, TextDecoder
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_rag.context import ContextChunk, ContextLoader
     from kvcache_rag.deferral import RotationMode
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt import PromptRenderer
     from kvcache_rag.request import Request
+
+_Given = TypeVar("_Given")
 
 # Room for generated tokens is rounded up, so that a buffer can serve the next question too.
 CAPACITY_STEP = 256
@@ -62,9 +64,8 @@ class Answerer:
             auxiliary: Scores chunks for policies that bring no scorer of their own.
             rotation: Whether keys are copied and turned, or the query is turned.
         """
-        self.window = window
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
-        self.loader = loader
+        self.loader, self.window = loader, window
         self.filler: RowFiller | None = None
         self.deferral: Deferral | None = None
         if loader is not None:
@@ -102,11 +103,9 @@ class Answerer:
 
     def run(self, request: Request, emit: Emit | None, cancelled: threading.Event | None) -> Answer:
         """Answer a request, round by round; only the last round is handed on as it comes."""
-        nothing = Answer(
-            "", Metrics(policy=repr(request.policy), gate=request.gate), finish_reason="length"
-        )
-        last, answer = len(request.rounds) - 1, nothing
-        begun = request.started
+        nothing = Metrics(policy=repr(request.policy), gate=request.gate)
+        answer, begun = Answer("", nothing, finish_reason="length"), request.started
+        last = len(request.rounds) - 1
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
                 break
@@ -121,7 +120,7 @@ class Answerer:
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
-        return while_loading(lambda ahead: self._logits(prompt, ahead=ahead))
+        return self._loading(lambda ahead: self._logits(prompt, ahead=ahead))
 
     def _logits(self, prompt: Prompt, *, ahead: bool) -> Tensor:
         with torch.inference_mode():
@@ -142,9 +141,17 @@ class Answerer:
         self, prompt: Prompt, started: float, emit: Emit | None, cancelled: threading.Event | None
     ) -> Answer:
         """Answer one prompt, handing text on as it comes."""
-        return while_loading(
-            lambda ahead: self._answer(prompt, started, emit, cancelled, ahead=ahead)
+        once = "streamer" in prompt.request.options  # it is given the prompt before the first layer
+        return self._loading(
+            lambda ahead: self._answer(prompt, started, emit, cancelled, ahead=ahead and not once)
         )
+
+    def _loading(self, run: Callable[[bool], _Given]) -> _Given:
+        try:
+            return while_loading(run)
+        except BaseException:
+            self.forget()  # a loader that was interrupted may still write to the buffer
+            raise
 
     def _answer(
         self,
@@ -249,8 +256,7 @@ class Answerer:
             self._buffer = None  # let go of the old one before the new one is made
             rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
             layout = self.model.measured.chunk_layout
-            held = KVBuffer.allocate(layout, rows, rounded, self.model.device)
-            self._buffer = held
+            held = self._buffer = KVBuffer.allocate(layout, rows, rounded, self.model.device)
         return held.narrowed(rows)
 
     def forget(self) -> None:
@@ -267,8 +273,7 @@ class Answerer:
         row: int,
     ) -> Answer:
         """Text and cost of row `row`; `times` are the clock at the call and before generating."""
-        started, before = times
-        request = prompt.request
+        (started, before), request = times, prompt.request
         if self.loader is not None:
             whole = len(prompt.query) + sum(map(len, prompt.chunks))
             passed = whole if filled is None else filled.missing

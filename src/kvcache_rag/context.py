@@ -128,20 +128,20 @@ class ContextLoader:
         started = time.perf_counter()
         position = self.prefiller.position
         parts = self._views(buffer, row, offset, chunks)
-        reasons = {one: why for one in dict.fromkeys(chunks) if (why := self._reason(one))}
+        reasons = {one: why for one in dict.fromkeys(chunks) if (why := self.reason(one))}
         with ExitStack() as files:
             opened: dict[int, Opened | None] = {}
             is_near = in_main_memory(parts[0])
             if len(chunks) <= _MOST_OPEN:
                 wanted = {i: one.key for i, one in enumerate(chunks) if one not in reasons}
-                kept_only = not is_near or not self._fetcher.may_pay_ahead
-                opened = self._fetcher.open_all(wanted, files, kept_only=kept_only)
+                whole = not (is_near and ahead and self._fetcher.may_pay_ahead)
+                opened = self._fetcher.open_all(wanted, files, kept_only=whole)
             readers = [one for one in opened.values() if one is not None]
-            is_whole = len(readers) == len(chunks)
+            is_whole = 0 < len(readers) == len(chunks)
             if is_whole and not is_near:
-                inputs = self._fetcher.parts(parts, readers)
+                near = self._fetcher.parts(parts, readers)
                 return self._fetcher.cross(
-                    inputs, readers, scheme, started, adjacent=adjacent, ahead=ahead
+                    near, readers, scheme, started, adjacent=adjacent, ahead=ahead
                 )
             if ahead and is_whole and self._fetcher.pays_ahead(readers):
                 inputs = self._fetcher.parts(parts, readers)
@@ -157,8 +157,9 @@ class ContextLoader:
         else:  # the same in few calls
             kept = [sources.get(index) for index in range(len(parts))]
             cross(self._layout, kept, parts, scheme, position, adjacent=adjacent).close()
-        stitched = time.perf_counter()
-        return replace(context, load=loaded - started, stitch=stitched - loaded)
+        turning = time.perf_counter() - loaded
+        self.costs.turned(sum(part.nbytes for part in parts), turning)
+        return replace(context, load=loaded - started, stitch=turning)
 
     def _gathered(
         self,
@@ -192,8 +193,7 @@ class ContextLoader:
         self._compute(missing, self.prefiller.fill_batch)
         self._compute(declined, self._without_storing)
         self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
-        for chunk, view in declined:
-            # As after a load from there.
+        for chunk, view in declined:  # as after a load from there
             self.prefiller.store.promote(chunk.key, view, reasons[chunk][0])
         ids = [*self.prefiller.prefix_ids]
         for part in parts[1:]:
@@ -228,7 +228,7 @@ class ContextLoader:
             place += len(chunk)
         return views
 
-    def _reason(self, chunk: ContextChunk) -> tuple[str, str] | None:
+    def reason(self, chunk: ContextChunk) -> tuple[str, str] | None:
         """The slow tier and why a chunk it holds is rather prefilled; None to load it."""
         nbytes = self._layout.chunk_layout.nbytes(len(chunk))
         trial = self.costs.trial(nbytes, len(chunk))

@@ -59,6 +59,7 @@ class Costs:
         self._loads: dict[str, deque[tuple[int, float]]] = {}
         self._prefills: dict[int, deque[float]] = {}
         self._passes: dict[int, deque[float]] = {}
+        self._turns: deque[tuple[int, float]] = deque(maxlen=LOADS)
         self._recomputes: deque[tuple[int, float]] = deque(maxlen=RECOMPUTES)
         self._longest = 0
         self._slow_loads = 0
@@ -115,6 +116,17 @@ class Costs:
         if len(exact) < PREFILLS:
             rates += [rate for passes in self._passes.values() for rate in passes]
         return tokens * min(rates) if rates else None
+
+    def turned(self, nbytes: int, seconds: float) -> None:
+        """Note that turning chunks of `nbytes`, and copying those in memory, took `seconds`."""
+        self._turns.append((nbytes, seconds))
+
+    def turn_seconds(self, nbytes: int) -> float:
+        """How long turning chunks of `nbytes` will take; 0 if unknown."""
+        if not self._turns:
+            return 0.0
+        latency, slope = _line(self._turns)
+        return latency + slope * nbytes
 
     def recomputed(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` tokens of a stitched prompt, query included, took `seconds` again."""

@@ -6,6 +6,7 @@ token, which on a CPU is soon more.  Both are measured; what cannot be deferred 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Literal
@@ -63,18 +64,19 @@ class Deferral:
             return f"{request.policy!r} computes tokens again"
         if uses_beams(request.options):
             return "beam search repeats and reorders rows"
-        loader = self._loader(prompts[0])
-        if loader.prefiller.position == "raw":
-            codec = loader.prefiller.store.codec.name
-            return f"codec {codec} keeps every key at position 0, and one angle turns one distance"
-        if self.mode == "auto":
-            return self._why_sooner(prompts) or deferral_refusal(loader.prefiller.model)
-        return deferral_refusal(loader.prefiller.model)
+        for prefiller in (self._loader(prompt).prefiller for prompt in prompts):
+            if prefiller.position == "raw":
+                codec = prefiller.store.codec.name
+                return (
+                    f"codec {codec} keeps every key at position 0, and one angle turns one distance"
+                )
+        sooner = self._why_sooner(prompts) if self.mode == "auto" else ""
+        return sooner or deferral_refusal(self.loader.prefiller.model)
 
     def answered(self, prompt: Prompt, metrics: Metrics) -> None:
         """Note what copying took for one prompt, if all of it lay in memory."""
         nbytes, seconds = self._nbytes(prompt), metrics.load + metrics.stitch
-        tiers = _memory_tiers(self._loader(prompt).prefiller.store)
+        tiers = {one.tier for one in _memory_tiers(self._loader(prompt).prefiller.store)}
         from_memory = {*metrics.hits} <= tiers and not metrics.prefilled_tokens
         if metrics.rotation == "copied" and from_memory and seconds and nbytes >= SMALLEST:
             self._rates.append(seconds / nbytes)
@@ -94,18 +96,18 @@ class Deferral:
         if nbytes < SMALLEST:
             return f"copying {megabytes} is a matter of milliseconds"
         for prompt in prompts:
-            store = self._loader(prompt).prefiller.store
-            tiers = _memory_tiers(store)
-            if any(store.locate(chunk.key) not in tiers for chunk in prompt.chunks):
+            # Not `locate`, which would ask slower tiers too.
+            tiers = _memory_tiers(self._loader(prompt).prefiller.store)
+            if not all(any(one.contains(chunk.key) for one in tiers) for chunk in prompt.chunks):
                 return "not all chunks lie in this process's memory; others are read into place"
         if not self._rates:
             return "no context of this size was copied yet, so nothing is known to compare with"
         model = self.loader.prefiller.model
-        if deferral_refusal(model):
-            return ""
         segments = sum(1 + len(prompt.chunks) for prompt in prompts)
         tokens = 1 + prompts[0].request.max_new_tokens
         calls = segment_seconds(model) * segments * len(model.measured.kinds) * tokens
+        if not math.isfinite(calls):
+            return deferral_refusal(model) or "no kernel knows the shapes of its attention"
         copying = median(self._rates) * nbytes
         if copying > calls:
             return ""
@@ -122,7 +124,7 @@ def checked_mode(mode: RotationMode) -> RotationMode:
     return mode
 
 
-def _memory_tiers(store: ChunkStore) -> set[str]:
-    """Names of the tiers that are memory of this process."""
+def _memory_tiers(store: ChunkStore) -> list[MemoryStore]:
+    """The tiers that are memory of this process."""
     tiers = getattr(store, "tiers", (store,))
-    return {one.tier for one in tiers if isinstance(one, MemoryStore)}
+    return [one for one in tiers if isinstance(one, MemoryStore)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.gate import BoundGate
 from kvcache_rag.loading import load
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.switching import lock_of
 from kvcache_rag.policies import Reuse, ReusePolicy
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt import PromptIds, PromptRenderer
@@ -28,6 +28,7 @@ from kvcache_rag.template import Message, PromptTemplate
 
 if TYPE_CHECKING:
     import os
+    import threading
     from collections.abc import Mapping, Sequence
 
     import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 class Engine(StoreMethods, AsyncMethods):
     """Answers questions over chunks whose keys and values were prefilled once.
 
-    Calls may come from any thread; the model works on one at a time.
+    Calls may come from any thread; the model works on one at a time, also for several engines.
 
     Attributes:
         model: The transformers model.
@@ -99,7 +100,8 @@ class Engine(StoreMethods, AsyncMethods):
             gate: What `kvcache-rag verify` wrote: a policy that is not good enough on this model
                 is replaced by `FullRecompute()`, with the reason in the metrics (see `Gate`).
             rotation: "deferred" attends to chunks where they lie in memory, without a copy per
-                answer, wherever it can; "copied" never does; "auto" where it is measured sooner.
+                answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
+                not; "copied" never does; "auto" where it is measured sooner.
         """
         checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
@@ -116,7 +118,7 @@ class Engine(StoreMethods, AsyncMethods):
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._renderer = PromptRenderer(self.template, tokenizer)
-        self._lock = threading.RLock()
+        self._lock = lock_of(model)
         self._costs = Costs(enabled=cost_aware)
         joint = self._loader(self.combinations, prefill_dtype, None)
         loader = self._loader(self.store, prefill_dtype, joint)
@@ -125,15 +127,16 @@ class Engine(StoreMethods, AsyncMethods):
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
         stores = (self.store, self.combinations)
         self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
-        self._answerer = Answerer(
-            self._adapter,
-            tokenizer,
-            self._renderer,
-            loader,
-            self.context_window,
-            auxiliary,
-            rotation,
-        )
+        with self._lock:  # it may try out the model
+            self._answerer = Answerer(
+                self._adapter,
+                tokenizer,
+                self._renderer,
+                loader,
+                self.context_window,
+                auxiliary,
+                rotation,
+            )
 
     def _loader(
         self, store: ChunkStore, dtype: torch.dtype | None, combinations: ContextLoader | None

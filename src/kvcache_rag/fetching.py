@@ -16,6 +16,7 @@ from kvcache_rag.crossing import cross
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.loaded import LoadedContext
 from kvcache_rag.placing import Part, PlacingAhead
+from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.reader import ResidentChunk
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.stores.reader import ChunkReader
 
-# Seconds of loading from which a thread of its own is worth its start and the handing over.
-_WORTH_A_THREAD = 0.002
+# Seconds of loading and turning from which a thread of its own is worth what it costs the model: it
+# takes turns with it at Python and at the memory.
+_WORTH_A_THREAD = 0.008
 # Bytes per second below which whoever loads mostly waits, so that no processor has to be free.
 _WAITING = 5e8
 
@@ -91,6 +93,9 @@ class Fetcher:
         With `kept_only` only what is kept in memory: a file goes to a device whole, by `fetch`.
         """
         opened: dict[int, Opened | None] = {}
+        first = getattr(self.prefiller.store, "tiers", (self.prefiller.store,))[0]
+        if kept_only and not isinstance(first, MemoryStore):
+            return opened
         for index, key in keys.items():
             try:
                 found = self.open(key)
@@ -129,6 +134,7 @@ class Fetcher:
         thread = PlacingAhead.start(placing, partial(self._note, opened, placing))
         if thread is None:
             return None
+        self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
         return self._found(opened, time.perf_counter() - started, 0.0, thread)
 
     def cross(
@@ -232,16 +238,15 @@ class Fetcher:
                 return False
             total += seconds
             nbytes += one.reader.nbytes
+        total += self.costs.turn_seconds(nbytes)
         return total >= _WORTH_A_THREAD and (_is_free() or nbytes < _WAITING * total)
 
     def _note(self, opened: Sequence[Opened], placing: Placing) -> None:
         """Note what a finished placing of these chunks (the last of its parts) took."""
-        total = sum(one.reader.nbytes for one in opened)
         reading = placing.reading[len(placing.reading) - len(opened) :]
         for one, seconds in zip(opened, reading, strict=True):
-            nbytes = one.reader.nbytes
-            turning = placing.turning * nbytes / max(total, 1)
-            self.costs.loaded(one.reader.tier, nbytes, one.seconds + seconds + turning)
+            self.costs.loaded(one.reader.tier, one.reader.nbytes, one.seconds + seconds)
+        self.costs.turned(sum(one.reader.nbytes for one in opened), placing.turning)
 
     def _missed(self, key: ChunkKey, started: float) -> None:
         seconds = self.costs.clock() - started

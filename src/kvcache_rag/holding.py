@@ -107,7 +107,8 @@ class Holder:
         shape = StitchedPrompt.of(prefix_tokens, [len(one) for one in chunks], len(prompt.query))
         gap = 0
         if policy.adjacent_query and policy.positions == "composite":  # as in `stitch`
-            gap = shape.context_tokens - max(one.start + len(one) for one in members)
+            highest = max((one.start + len(one) for one in members), default=0)
+            gap = shape.context_tokens - highest
         parts, place = [], 0
         for one in members:
             far = gap if policy.positions == "composite" else place - one.start
@@ -127,13 +128,15 @@ class _Finding:
     def load(self, chunks: Sequence[ContextChunk], started: float) -> LoadedContext:
         prefiller = self.loader.prefiller
         fresh = [one for one in dict.fromkeys(chunks) if one.key not in self.known]
-        reasons = {one: why for one in fresh if (why := self._declined(one))}
+        reasons = {one: why for one in fresh if (why := self.loader.reason(one))}
         missing = [one for one in fresh if one not in reasons and not self._fetch(one)]
-        computed = self._compute(missing, prefiller.fill_batch)
-        for key, chunk in self._compute([*reasons], self._without_storing).items():
-            tier = next(tier for one, (tier, _) in reasons.items() if one.key == key)
-            prefiller.store.promote(key, chunk, tier)
-        prefiller.model.narrow()
+        try:
+            computed = self._compute(missing, prefiller.fill_batch)
+            for key, chunk in self._compute([*reasons], self._without_storing).items():
+                tier = next(tier for one, (tier, _) in reasons.items() if one.key == key)
+                prefiller.store.promote(key, chunk, tier)
+        finally:
+            prefiller.model.narrow()
         prefilled = {one.key: len(one) for one in (*reasons, *missing)}
         hits = Counter(self.known[one.key][1] for one in chunks if one.key not in prefilled)
         ids = [*prefiller.prefix_ids]
@@ -149,16 +152,6 @@ class _Finding:
             prefilled_tokens=sum(prefilled.values()),
             declined=dict(Counter(why for _, why in reasons.values())),
         )
-
-    def _declined(self, chunk: ContextChunk) -> tuple[str, str] | None:
-        """The slow tier and why a chunk that it holds is rather prefilled; None to load it."""
-        costs, layout = self.loader.costs, self.loader.prefiller.model.measured.chunk_layout
-        nbytes = layout.nbytes(len(chunk))
-        if not costs.is_slow(nbytes, len(chunk)) or (chunk.ids is None and chunk.text is None):
-            return None
-        tier = self.loader.prefiller.store.locate(chunk.key)
-        why = costs.verdict(tier, nbytes, len(chunk)) if tier is not None else ""
-        return (tier, why) if tier is not None and why else None
 
     def _fetch(self, chunk: ContextChunk) -> bool:
         """Take a chunk as the store gives it, shared with others; False for a miss."""

@@ -18,6 +18,7 @@ from kvcache_rag.models.hf import TransformersModel, converted
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stitch import StoredPosition, unrotated
 from kvcache_rag.stores.manifest import summary
+from kvcache_rag.stores.transfer import moved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,7 +114,10 @@ class Prefiller:
         return chunk_key(ids, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace)
 
     def prefix(self) -> ChunkKV | None:
-        """The prefix's own cache as the store keeps it, computed once; None for an empty prefix."""
+        """The prefix's own cache as the store keeps it, computed once, on the model's device.
+
+        None for an empty prefix.
+        """
         if not self.prefix_ids:
             return None
         with torch.inference_mode():
@@ -126,10 +130,12 @@ class Prefiller:
             )
             layout = self.model.measured.chunk_layout
             try:
-                self._stored_prefix = self.store.get(key, layout).chunk
+                stored = self.store.get(key, layout).chunk
             except ChunkNotFoundError:
-                self._stored_prefix = self.stored_form(self._wide_prefix())
-                self.store.put(key, self._stored_prefix)
+                stored = self.stored_form(self._wide_prefix())
+                self.store.put(key, stored)
+            # Every prompt begins with it: from pageable memory, each copy would stop the caller.
+            self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
 
     def _wide_prefix(self) -> ChunkKV:

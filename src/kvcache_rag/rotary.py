@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,30 +24,49 @@ RotationStyle = Literal["none", "half", "interleaved"]
 
 
 # Numbers of scratch memory that a thread keeps (2 x 4 MiB at most).
-_KEPT = 1 << 20
+_MOST_KEPT = 1 << 20
+
+
+class _Kept:
+    """What one thread keeps."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(2, 0)
+
+
+_KEPT_BY: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
 class _Scratch(threading.local):
     """Memory to work in, kept per thread: fresh memory costs more page faults than the work."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(2, 0)
+        self._own = _KEPT_BY[threading.get_ident()] = _Kept()
 
     def pair(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Two float32 tensors of the shape and device of `like`, of any content."""
         count = like.numel()
-        if like.device.type != "cpu" or count > _KEPT:
+        if like.device.type != "cpu" or count > _MOST_KEPT:
             wide = torch.empty(like.shape, dtype=torch.float32, device=like.device)
             return wide, torch.empty_like(wide)
-        if self._kept.shape[1] < count:
+        memory = self._own.memory
+        if memory.shape[1] < count:
             # Outside inference mode, so that it can be used in and out of it.
             with torch.inference_mode(mode=False):
-                self._kept = torch.empty(2, count)
-        first, second = self._kept[:, :count].unbind(0)
+                self._own.memory = memory = torch.empty(2, count)
+        first, second = memory[:, :count].unbind(0)
         return first.view(like.shape), second.view(like.shape)
 
 
 _SCRATCH = _Scratch()
+
+
+def forget_scratch() -> None:
+    """Let all threads go of their scratch memory, in which keys of a deleted tenant may stand."""
+    for found in _KEPT_BY.valuerefs():
+        kept = found()
+        if kept is not None:  # who works in it right now has it to the end of that
+            kept.memory = torch.empty(2, 0)
 
 
 @dataclass(frozen=True)
@@ -125,6 +145,7 @@ class Turn:
         """The turn of the tokens `start..stop` alone."""
         return Turn(self.rotation, self.cos[start:stop], self.sin[start:stop])
 
+    @torch.no_grad()
     def into(self, out: Tensor, runs: Sequence[Tensor]) -> None:
         """Write keys, turned, to `out`: a copy and a turn in one pass over the memory.
 
@@ -133,7 +154,7 @@ class Turn:
             runs: The keys, one behind another along the tokens, of `out`'s other sizes; `[out]` to
                 turn in place, else memory apart from it.
 
-        The arithmetic is float32 with one rounding at the end.
+        The arithmetic is float32 with one rounding at the end; no gradient passes.
         """
         columns = slice(self.rotation.start, self.rotation.start + self.rotation.dim)
         if runs[0] is not out and self.rotation.dim < out.shape[-1]:

@@ -8,6 +8,7 @@ from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
 from kvcache_rag.gate import identity
 from kvcache_rag.prefill import PendingChunk, Prefiller
+from kvcache_rag.rotary import forget_scratch
 
 if TYPE_CHECKING:
     import threading
@@ -165,6 +166,7 @@ class StoreMethods:
             if self._joint is not None:
                 self._joint.forget_all()
             self._answerer.forget()
+            forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
             return sum(store.delete_namespace(self.namespace) for store in stores)
 

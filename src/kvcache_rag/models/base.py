@@ -6,6 +6,7 @@ Nothing here names a model family or imports a model library.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcache_rag.chunk import ChunkLayout, GroupLayout
@@ -50,7 +51,11 @@ class FrequencySet:
     limit: int | None = None
 
     def at_rest(self) -> Tensor:
-        """The frequencies for short prompts."""
+        """The frequencies for short prompts; read once, as that may be a call of a module."""
+        return self._at_rest
+
+    @cached_property
+    def _at_rest(self) -> Tensor:
         return self.read(1)
 
 

@@ -8,14 +8,16 @@ merged by their log-sum-exp, as in flash decoding.  `plain_attention` is what th
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.models.deferred_cache import LayerSegments, segments_of
+from kvcache_rag.models.deferred_cache import LayerSegments, awaited, segments_of
 from kvcache_rag.models.deferred_plan import Plan, Shape, make_plan
+from kvcache_rag.models.scaled_attention import scaled_attention
 from kvcache_rag.rotary import rotate_
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ def deferred_attention(
 ) -> tuple[Tensor, None]:
     """Attention over the segments that `key` carries and, behind them, `key` itself.
 
+    Keys of a cache without segments are attended to plainly.
+
     Args:
         module: The calling layer.
         query: `(rows, heads, queries, width)`, turned to its place.
@@ -55,14 +59,19 @@ def deferred_attention(
         `(rows, queries, heads, value_width)` and None, as transformers expects.
 
     Raises:
-        UnsupportedModelError: If the keys carry no segments, or the model passes what this function
-            does not know.
+        UnsupportedModelError: If the keys have lost their segments, or the model passes what this
+            function does not know.
     """
     name = type(module).__name__
+    layer, is_ours = segments_of(key), awaited()
+    if layer is None and not is_ours:
+        # Of another cache: a logits processor's own pass, an auxiliary model in another thread.
+        return scaled_attention(
+            module, query, key, value, attention_mask, 0.0, scaling, s_aux=s_aux, **kwargs
+        )
     for unknown in _UNKNOWN:
         if kwargs.get(unknown) is not None:
             raise UnsupportedModelError(f"{name} passes {unknown}, which no kernel knows")
-    layer = segments_of(key)
     if layer is None:
         raise UnsupportedModelError(f"{name} changes its keys between cache and attention")
     if layer.held.callers is not None:
@@ -97,7 +106,8 @@ def is_fast(
     """Whether there is a kernel for such a model, so that keys need not be copied and turned."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
-    return dtype in _FLASH_DTYPES and width == value_width and heads % kv_heads == 0
+    is_known = device.type == "cpu" and dtype in _FLASH_DTYPES
+    return is_known and width == value_width and heads % kv_heads == 0
 
 
 def _on_cuda(
@@ -234,7 +244,7 @@ def _turned(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
         wide, partner = wide.index_select(1, plan.rows), partner.index_select(1, plan.rows)
     turned = (wide * plan.cos).addcmul_(partner, plan.sin).to(packed.dtype)
     groups, _, _, width = turned.shape
-    return torch.split(turned.view(1, groups, -1, width), plan.sizes, 2)
+    return torch.split(turned.reshape(1, groups, -1, width), plan.sizes, 2)
 
 
 def _merged(
@@ -268,13 +278,14 @@ def _merged(
 
 def _plan(layer: LayerSegments, mask: Tensor | None, shape: Shape, dtype: torch.dtype) -> Plan:
     held = layer.held
-    known: dict[Any, Plan] = held.unmasked_plans
-    name: Any = (layer.group, shape)
+    known: dict[tuple[int, int], tuple[Shape, Plan]] = held.unmasked_plans
     if mask is not None:
         known = held.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
     elif shape.queries == 1 and not any(held.table.keep):
-        # It sees all of the tail, however long that is.
-        name = (layer.group, shape.repeats)
-    if name not in known:
-        known[name] = make_plan(held.table, layer.group, mask, shape, dtype)
-    return known[name]
+        shape = replace(shape, tail=1)  # it sees all of the tail, however long that is
+    # The last one only: a tail that grows needs another with every token.
+    found = known.get((layer.group, shape.repeats))
+    if found is None or found[0] != shape:
+        found = shape, make_plan(held.table, layer.group, mask, shape, dtype)
+        known[layer.group, shape.repeats] = found
+    return found[1]

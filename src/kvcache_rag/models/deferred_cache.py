@@ -6,6 +6,7 @@ the full width, and hand them to `models.deferred_attention` as an attribute of 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,26 @@ class LayerSegments:
     place: int
 
 
+class _Passes(threading.local):
+    """Whether the next attention of this thread is that of a cache with segments."""
+
+    awaits_segments = False
+
+
+_PASSES = _Passes()
+
+
 def segments_of(key: Tensor) -> LayerSegments | None:
     """The segments that belong in front of these keys; None if they carry none."""
     found: LayerSegments | None = getattr(key, _ATTRIBUTE, None)
     return found
+
+
+def awaited() -> bool:
+    """Whether keys with segments were given out in this thread since this was last asked."""
+    was = _PASSES.awaits_segments
+    _PASSES.awaits_segments = False
+    return was
 
 
 class TailLayer(BufferLayer):
@@ -102,6 +119,7 @@ class TailLayer(BufferLayer):
         """Append in place; the keys given back carry the segments."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         setattr(keys, _ATTRIBUTE, self.segments)
+        _PASSES.awaits_segments = True
         return keys, values
 
     def get_seq_length(self) -> int:

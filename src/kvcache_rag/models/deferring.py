@@ -21,7 +21,7 @@ from kvcache_rag.chunk import ChunkKV
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kvbuffer import KVBuffer
 from kvcache_rag.models.deferred_attention import deferred_attention, is_fast
-from kvcache_rag.models.deferred_cache import HeldSegments, deferred_cache
+from kvcache_rag.models.deferred_cache import HeldSegments, awaited, deferred_cache
 from kvcache_rag.models.segments import SegmentTable
 from kvcache_rag.models.switching import attention_switched
 from kvcache_rag.rotary import rotate_
@@ -46,9 +46,12 @@ _SECONDS: weakref.WeakKeyDictionary[torch.nn.Module, float] = weakref.WeakKeyDic
 def deferred_rotation(model: TransformersModel) -> Iterator[None]:
     """Let every forward pass within attend to the segments of its cache (see `deferred_cache`).
 
+    Passes over other caches, also those of other threads, stay what they are.
+
     Args:
-        model: The model; no other thread may use it meanwhile.
+        model: The model, whose lock is held.
     """
+    awaited()  # a pass that failed may have left something behind
     AttentionInterface.register(DEFERRED, deferred_attention)
     AttentionMaskInterface.register(DEFERRED, sdpa_mask)
     with attention_switched(model.model, DEFERRED):

@@ -189,6 +189,9 @@ def generate(
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
     arguments["stopping_criteria"] = criteria
+    if cache is not None and len(ids) > 1:
+        # What rows hold already of the input's columns is the affair of one first pass.
+        config.prefill_chunk_size = None
     if cache is not None and (config.num_beams or 1) > 1:
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
@@ -240,8 +243,11 @@ def _configured(
     """
     given = {key: value for key, value in options.items() if key != "generation_config"}
     config = copy.deepcopy(options.get("generation_config") or model.model.generation_config)
+    if "generation_config" not in options:
+        # Whoever wants more than one row says so; a filled cache has no more.
+        config.num_beams = config.num_return_sequences = 1
     if "generation_config" not in options and not given.get("do_sample"):
-        config.do_sample, config.num_beams = False, 1
+        config.do_sample = False
         # transformers warns about sampling settings that greedy search does not read.
         config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
     rest: dict[str, Any] = config.update(**given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,15 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+
+_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def lock_of(module: torch.nn.Module) -> threading.RLock:
+    """The lock of a model: engines that share it take turns, also with what they switch in it."""
+    with _MAKING:
+        return _LOCKS.setdefault(module, threading.RLock())
 
 
 def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -26,11 +37,11 @@ def attention_switched(module: torch.nn.Module, name: str) -> Iterator[None]:
     """Let every forward pass within attend by the registered function `name`.
 
     Args:
-        module: The model; no other thread may use it meanwhile.
+        module: The model, whose lock is held (`lock_of`).
         name: Registered with `AttentionInterface` and `AttentionMaskInterface`.
     """
     # Modules share their configs, and parts of a model may have different ones.
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    configs: list[Any] = [vars(part).get("config") for part in module.modules()]
     held = {id(one): one for one in configs if hasattr(one, "_attn_implementation_internal")}
     # Not the property, which sets parts below as well, nor the model's method, which warns.
     own = [(config, config._attn_implementation_internal) for config in held.values()]

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from kvcache_rag.chunk import FORMAT_VERSION, ChunkKV, canonical_json
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.stores.copies import Home
 from kvcache_rag.stores.scatter import ReadV, read_views, views
 from kvcache_rag.stores.transfer import staged
 
@@ -109,7 +110,7 @@ def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
     """Uninitialised memory for the chunk of `key`, usable in and out of inference mode."""
     with torch.inference_mode(mode=False):
         tokens = torch.empty(key.tokens, dtype=torch.int32)
-        return ChunkKV(layout, tokens, key.start, layout.empty(key.tokens))
+        return ChunkKV(layout, tokens, key.start, Home().empty(layout, key.tokens))
 
 
 def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from kvcache_rag.chunk import ChunkLayout
 
 _CPU = torch.device("cpu")
+_OWN_PAGES = 1 << 20  # bytes of a tensor from which on it gets pages of its own
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,15 @@ class Home:
 def allocate(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool
 ) -> Tensor:
-    """Uninitialised memory."""
+    """Memory for a kept tensor, whatever it holds."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    is_plain = device.type == "cpu" and not pinned
+    if is_plain and nbytes >= _OWN_PAGES and hasattr(mmap, "MAP_PRIVATE"):
+        # Pages of its own, which the system has back as soon as the chunk is dropped.  From the
+        # heap, chunks that come and go leave holes that no other one fits into.
+        with suppress(OSError):  # too many mappings, for example
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=dtype).view(shape)
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
 

@@ -7,6 +7,8 @@ of the layers, and `chunkfile.read_file` reads it as a whole.
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +46,7 @@ class LayerFile(ChunkReader):
         spec: FileSpec,
         tier: str,
         guard: Callable[[], AbstractContextManager[None]],
-        done: Callable[[], None],
+        done: Callable[[float], None],
     ) -> None:
         """Check the header and read the token ids.
 
@@ -54,12 +56,13 @@ class LayerFile(ChunkReader):
             spec: What it must hold.
             tier: Name of the tier.
             guard: What failed readings run in: it knows what to do with a damaged file.
-            done: Called once everything was read and is right.
+            done: Called once everything was read and is right, with the seconds spent here.
 
         Raises:
             CorruptChunkError: If header or size are wrong.
             OSError: If it cannot be read.
         """
+        started = time.perf_counter()
         self.tier = tier
         self._descriptor: int | None = descriptor
         self._guard, self._done = guard, done
@@ -82,8 +85,10 @@ class LayerFile(ChunkReader):
         if self._is_first:
             self._hash_ids()
         if hasattr(os, "posix_fadvise"):
-            # From a disk, the system reads on while the layers before are worked on.
-            os.posix_fadvise(descriptor, self._offset, self.nbytes, os.POSIX_FADV_WILLNEED)
+            # From a disk, the system reads on while the layers before are worked on; if it can.
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, self._offset, self.nbytes, os.POSIX_FADV_WILLNEED)
+        self._seconds = time.perf_counter() - started
 
     def aim(self, out: ChunkKV) -> None:
         """Note the memory of `out`, layer by layer."""
@@ -97,6 +102,7 @@ class LayerFile(ChunkReader):
 
     def layer(self, group: int, place: int) -> None:
         """Read a layer to its place, hashing what was read while it is in the cache."""
+        started = time.perf_counter()
         target = self._targets[place]
         try:
             if self._descriptor is None:
@@ -106,15 +112,17 @@ class LayerFile(ChunkReader):
             with self._guard():
                 raise
         self._offset += sum(map(len, target))
+        self._seconds += time.perf_counter() - started
 
     def finish(self) -> None:
         """Compare the checksum, and count the chunk as found."""
+        started = time.perf_counter()
         with self._guard():
             if not self._is_first:
                 self._hash_ids()
             if self._hasher.hexdigest() != self._checksum:
                 raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-        self._done()
+        self._done(self._seconds + time.perf_counter() - started)
 
     def close(self) -> None:
         """Close the file."""

@@ -53,7 +53,7 @@ class FileReading:
             check_out(key, layout, out)
         with self._counted(key):
             status = load(self.root, key, spec, self.codec, out, self.check_age)
-        self._found(key, status, started)
+        self._found(key, status, time.perf_counter() - started)
         return Hit(out, self.tier)
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
@@ -64,6 +64,7 @@ class FileReading:
             return None
         with self._counted(key):
             descriptor, status = begin(self.root, key, self.check_age)
+            opening = time.perf_counter() - started
 
             @contextmanager
             def guard() -> Iterator[None]:
@@ -77,7 +78,7 @@ class FileReading:
                     spec,
                     self.tier,
                     guard,
-                    lambda: self._found(key, status, started),
+                    lambda seconds: self._found(key, status, opening + seconds),
                 )
 
     def check_age(self, status: os.stat_result) -> None:
@@ -101,7 +102,7 @@ class FileReading:
                 f"chunk {key.digest} is not on disk, prefill it: {error}"
             ) from None
 
-    def _found(self, key: ChunkKey, status: os.stat_result, started: float) -> None:
+    def _found(self, key: ChunkKey, status: os.stat_result, seconds: float) -> None:
         path = directory.stem_path(self.root, key) + directory.SUFFIX
         mark_used(path, status, dated=self.ttl is not None)
-        self.counters.hit(self.tier, status.st_size, time.perf_counter() - started)
+        self.counters.hit(self.tier, status.st_size, seconds)

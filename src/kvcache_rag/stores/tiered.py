@@ -77,8 +77,7 @@ class TieredStore(ChunkStore):
             WriteBack(watch, queue_bytes) if watch.store.tier in write_back else watch.store
             for watch in self._watches
         ]
-        sharing = [store for store in stores if store.excludes_processes]
-        self._locks = sharing[-1] if sharing else stores[-1]
+        self._locks = next((one for one in stores[::-1] if one.excludes_processes), stores[-1])
         self._held = threading.local()
         self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
         self._counters = Counters()
@@ -118,7 +117,9 @@ class TieredStore(ChunkStore):
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
         """The first tier's, when it holds the key; from the others `get` has to promote it."""
         self._look(check_key(key).namespace)
-        opened = self._stores[0].reader(key, layout) if self._stores[0].contains(key) else None
+        opened, first = None, self._stores[0]
+        with suppress(ChunkNotFoundError):  # gone or damaged: `get` asks the other tiers too
+            opened = first.reader(key, layout) if first.contains(key) else None
         for slower in self._stores[1:] if opened else ():
             slower.touch(key)
         return opened
@@ -295,6 +296,5 @@ class TieredStore(ChunkStore):
 
     def _refuse(self, namespace: str) -> None:
         """Let a tier that serves one namespace refuse another, before anything is dropped."""
-        for store in self.tiers:
-            if store.excludes_processes:
-                store.epoch(namespace)
+        for store in (one for one in self.tiers if one.excludes_processes):
+            store.epoch(namespace)
