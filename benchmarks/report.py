@@ -29,7 +29,9 @@ figure is typed by hand. Measure again with `make bench`; `make bench-check` fai
 more than 15 % worse than the committed one.
 
 Random weights in real shapes: they cost what trained ones cost and say nothing about answers (see
-[quality](quality.md)). Ratios are formed within one run, whose sides take turns; times are medians.
+[quality](quality.md)). Ratios are formed within one run, whose sides take turns, round by round;
+times are medians. The model has one thread; where a core is free, ours loads in a thread of its own
+beside the forward pass (a process bound to one core loads before it).
 
 - **naive**: stock transformers (sdpa) prefills instruction, chunks and question.
 - **prefix-cached**: the same over a copy of the instruction's cache.
