@@ -33,6 +33,7 @@ _OF_THE_ENGINE: Final = (
     "kv_dir",
     "kv_max_bytes",
     "model_kwargs",
+    "rotation",
 )
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # What of the settings changes an answer, and is plain.
@@ -82,6 +83,7 @@ class ChatSettings(BaseChatModel):
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
+        rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         system_prompt: Instruction before the documents, instead of the template's; part of every
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
@@ -108,6 +110,7 @@ class ChatSettings(BaseChatModel):
     kv_dir: Annotated[str, BeforeValidator(_path)] | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: Annotated[str, BeforeValidator(_path)] | None = None
+    rotation: Literal["auto", "copied", "deferred"] | None = None
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None
@@ -246,6 +249,7 @@ class ChatSettings(BaseChatModel):
             model_kwargs=self.model_kwargs,
             context_window=self.context_window,
             gate=self.gate,
+            rotation=self.rotation,
         )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:

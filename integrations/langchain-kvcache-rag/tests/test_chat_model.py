@@ -415,3 +415,12 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(llm: ChatKVCache) -> Non
 def test_tools_are_refused(llm: ChatKVCache) -> None:
     with pytest.raises(NotImplementedError):
         llm.bind_tools([])
+
+
+def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
+    llm = ChatKVCache(model="tiny", rotation="deferred", max_tokens=1)
+    content = [document_block(Document("The Mobrit costs 412 euros.")), "How much?"]
+    message = llm.invoke([HumanMessage(content)])
+    assert message.response_metadata["kv_cache"]["rotation"] == "deferred"
+    with pytest.raises(ValueError, match="rotation"):
+        ChatKVCache(model="tiny", rotation="lazy")

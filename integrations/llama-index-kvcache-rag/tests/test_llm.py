@@ -452,3 +452,13 @@ def test_the_folder_of_the_kv_stays_under_its_limit(tmp_path: Path) -> None:
 def test_a_limit_without_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_max_bytes"):
         KVCacheLLM(model_name="tiny", kv_max_bytes=0)
+
+
+def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
+    llm = KVCacheLLM(model_name="tiny", rotation="deferred")
+    metrics = llm.engine.generate("Who?", ["The Mobrit costs 412 euros."], max_new_tokens=1).metrics
+    assert metrics.rotation == "deferred"
+    with pytest.raises(ValueError, match="rotation"):
+        KVCacheLLM(model_name="tiny", rotation="lazy")
+    with pytest.raises(ValueError, match="rotation belong"):
+        KVCacheLLM(engine=llm.engine, rotation="copied")

@@ -16,6 +16,7 @@ from kvcache_rag.template import PromptTemplate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvcache_rag.deferral import RotationMode
     from kvcache_rag.stores import ChunkStore
 
 
@@ -32,6 +33,7 @@ def open_engine(
     tokenizer_kwargs: Mapping[str, Any] | None = None,
     context_window: int | None = None,
     gate: str | os.PathLike[str] | None = None,
+    rotation: RotationMode | None = None,
 ) -> Engine:
     """Load what the settings describe.
 
@@ -47,13 +49,18 @@ def open_engine(
         tokenizer_kwargs: Further arguments of the tokenizer's `from_pretrained`.
         context_window: Lower it to keep prompts short; None for the model's own.
         gate: File that `kvcache-rag verify` wrote (see `Engine`).
+        rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
 
     Raises:
         InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes without
             its tokenizer.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
-    common: dict[str, Any] = {"context_window": context_window, "gate": gate}
+    common: dict[str, Any] = {
+        "context_window": context_window,
+        "gate": gate,
+        "rotation": rotation or "auto",
+    }
     named = isinstance(model, (str, os.PathLike))
     if tokenizer is None and tokenizer_kwargs and named:
         tokenizer = os.fspath(model)

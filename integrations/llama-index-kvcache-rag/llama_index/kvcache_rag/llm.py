@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_index.core.base.llms.generic_utils import (
     astream_completion_response_to_chat_response,
@@ -66,8 +66,7 @@ class KVCacheLLM(CustomLLM):
         context_window: Lower it to keep prompts short; None for the model's own.
         max_new_tokens: Of an answer, if a call does not say.
         generate_kwargs: Further arguments of `generate()`.
-        model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype` and
-            `revision`.
+        model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype`.
         tokenizer_kwargs: Further arguments of the tokenizer's `from_pretrained`.
         stopping_ids: Token ids that end an answer, besides the model's own.
         is_chat_model: Whether LlamaIndex sends messages; None: if the tokenizer has a chat
@@ -75,6 +74,7 @@ class KVCacheLLM(CustomLLM):
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
+        rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
     """
 
     model_name: str = ""
@@ -90,6 +90,7 @@ class KVCacheLLM(CustomLLM):
     kv_dir: PathText | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: PathText | None = None
+    rotation: Literal["auto", "copied", "deferred"] | None = None
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))
@@ -114,8 +115,7 @@ class KVCacheLLM(CustomLLM):
             tokenizer: Of `model`, or instead of the one of `model_name`.
             template: How prompts are written; None for the model's own or the default.
             policy: What is reused of cached chunks; None for the engine's policy.
-            fields: The attributes of the class, and those of every LlamaIndex LLM (`system_prompt`,
-                `messages_to_prompt`, `completion_to_prompt`, `callback_manager`, ...).
+            fields: The attributes of the class, and those of every LlamaIndex LLM.
 
         Raises:
             InvalidInputError: If `engine` comes with what only a new engine could use.

@@ -41,6 +41,7 @@ def load_engine(
         tokenizer_kwargs=llm.tokenizer_kwargs,
         context_window=llm.context_window,
         gate=llm.gate,
+        rotation=llm.rotation,
     )
 
 
@@ -50,7 +51,7 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
     Raises:
         InvalidInputError: Naming it.
     """
-    names = ("kv_dir", "kv_max_bytes", "system_prompt", "gate")
+    names = ("kv_dir", "kv_max_bytes", "system_prompt", "gate", "rotation")
     given = {**{name: getattr(llm, name) for name in names}, **given}
     clash = [name for name, value in given.items() if value]
     if clash:
