@@ -194,21 +194,15 @@ def distances(
     return found
 
 
-def moves(
-    layout: ModelLayout,
-    parts: Sequence[ChunkKV],
-    scheme: PositionScheme,
-    stored: StoredPosition = "local",
-    *,
-    adjacent: bool = False,
+def _moves(
+    layout: ModelLayout, found: Sequence[tuple[Tensor, Tensor] | None], device: torch.device
 ) -> list[Move | None]:
-    """How each part gets to its place, None for one that stays; the arguments are `stitch`'s."""
-    found = distances(parts, scheme, stored, adjacent=adjacent)
+    """How each part gets to its place by its `distances`, None for one that stays."""
     moving = [one for one in found if one is not None]
     if not moving:
-        return [None] * len(parts)
+        return [None] * len(found)
     old, new = (torch.cat(one) for one in zip(*moving, strict=True))
-    whole = Move.of(layout, old, new, parts[0].tensors[0][0].device)
+    whole = Move.of(layout, old, new, device)  # one table for all
     made: list[Move | None] = []
     first = 0
     for one in found:
@@ -245,8 +239,11 @@ def stitch(
     Raises:
         UnsupportedModelError: If a chunk has to move and the model's keys cannot.
     """
-    found = moves(layout, parts, scheme, stored, adjacent=adjacent)
-    for index, (part, move) in enumerate(zip(parts, found, strict=True)):
+    if not parts:
+        return
+    found = distances(parts, scheme, stored, adjacent=adjacent)
+    moves = _moves(layout, found, parts[0].tensors[0][0].device)
+    for index, (part, move) in enumerate(zip(parts, moves, strict=True)):
         source = (sources or {}).get(index)
         if move is None:
             if source is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores.base import StoreStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Number = TypeVar("Number", int, float)
 
@@ -44,6 +46,27 @@ class Counters:
         """Count `count` more of an attribute of `StoreStats`."""
         with self._lock:
             self._counts[name] += count
+
+    @contextmanager
+    def reading(self, damaged: str, absent: str) -> Iterator[None]:
+        """Count what fails within, and say it as every store does.
+
+        Args:
+            damaged: What to say of a chunk that is not what it should be.
+            absent: What to say of one that cannot be read.
+
+        Raises:
+            CorruptChunkError: For a `CorruptChunkError`.
+            ChunkNotFoundError: For an `OSError`.
+        """
+        try:
+            yield
+        except CorruptChunkError as error:
+            self.add("corrupt")
+            raise CorruptChunkError(f"{damaged}, prefill it: {error}") from None
+        except OSError as error:
+            self.add("misses")
+            raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
 
     def failed(self, reason: str) -> None:
         """Count a chunk that could not be written."""

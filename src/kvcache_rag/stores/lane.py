@@ -90,7 +90,7 @@ class CudaLane:
         """Lead to a CUDA device."""
         self.device = device
         self.arena = Arena(_PINNED, pinned_memory)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # in torch
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
         """Do it on the side stream."""
@@ -98,7 +98,7 @@ class CudaLane:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             work()
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # in torch
             event.record(self._stream)
         for tensor in touched:
             if tensor.is_cuda:  # not to be allocated anew meanwhile

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import directory
 from kvcache_rag.stores.base import Hit
 from kvcache_rag.stores.checks import check_key, check_out
@@ -19,6 +18,7 @@ from kvcache_rag.stores.layerfile import LayerFile, is_layered
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.codecs import Codec
@@ -86,21 +86,10 @@ class FileReading:
         if self.ttl is not None and status.st_mtime <= time.time() - self.ttl:
             raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
 
-    @contextmanager
-    def _counted(self, key: ChunkKey) -> Iterator[None]:
-        """Count what fails, and say it as every store does."""
-        try:
-            yield
-        except CorruptChunkError as error:
-            self.counters.add("corrupt")
-            raise CorruptChunkError(
-                f"the file of chunk {key.digest} was put aside, prefill it: {error}"
-            ) from None
-        except OSError as error:
-            self.counters.add("misses")
-            raise ChunkNotFoundError(
-                f"chunk {key.digest} is not on disk, prefill it: {error}"
-            ) from None
+    def _counted(self, key: ChunkKey) -> AbstractContextManager[None]:
+        return self.counters.reading(
+            f"the file of chunk {key.digest} was put aside", f"chunk {key.digest} is not on disk"
+        )
 
     def _found(self, key: ChunkKey, status: os.stat_result, seconds: float) -> None:
         path = directory.stem_path(self.root, key) + directory.SUFFIX

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores import objects
 from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.checks import check_chunk, check_key, check_out
@@ -140,18 +140,11 @@ class RemoteStore(ChunkStore):
             out = empty_chunk(key, layout)
         else:
             check_out(key, layout, out)
-        try:
+        with self._counters.reading(
+            f"the object of chunk {key.digest} is damaged",
+            f"chunk {key.digest} cannot be had from the remote",
+        ):
             size = self._read(key, spec, out)
-        except CorruptChunkError as error:
-            self._counters.add("corrupt")
-            raise CorruptChunkError(
-                f"the object of chunk {key.digest} is damaged, prefill it: {error}"
-            ) from None
-        except OSError as error:
-            self._counters.add("misses")
-            raise ChunkNotFoundError(
-                f"chunk {key.digest} cannot be had from the remote, prefill it: {error}"
-            ) from None
         self._counters.hit(self.tier, size, time.perf_counter() - begin)
         return Hit(out, self.tier)
 
