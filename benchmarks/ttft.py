@@ -1,6 +1,6 @@
 """Time to first token and decoding speed: stock transformers, TurboRAG's way, and ours, in one run.
 
-    python -m benchmarks.ttft                              # on a CPU, about eleven minutes
+    python -m benchmarks.ttft                              # on a CPU, 12 to 18 minutes
     python -m benchmarks.ttft --device cuda --preset paper # a 7B shape, up to 16k tokens
 
 Random weights in a real model's shape: they cost what trained ones cost, and nothing here speaks of
@@ -69,6 +69,7 @@ __all__ = ["CHUNK", "PREFIX", "QUERY", "SHAPES", "build_model", "build_tokenizer
 
 # Rounds of a long context alone, which the claims are about: on a shared machine a round may take
 # half as long again as the next one.
+ROUNDS: Final = 9
 MANY: Final = 21
 DECODED: Final = 8  # tokens behind the first
 DECODE_ROUNDS: Final = 4  # half of them in batches
@@ -134,7 +135,7 @@ def measure_decode(timed: dict[str, Callable[[int], Sample]], case: Case, rounds
 
 
 def run_cases(
-    bench: Bench, cases: Sequence[Case], rounds: int, slow_rounds: int
+    bench: Bench, cases: Sequence[Case], wanted: int | None, slow_rounds: int
 ) -> tuple[list[Row], float]:
     """All rows, printed as they come, and the seconds spent."""
     started = time.perf_counter()
@@ -143,7 +144,8 @@ def run_cases(
         absent = skipped(case) if slow_rounds else {*skipped(case), NAIVE, PREFIXED}
         timed = bench.sides(case, absent)
         is_long = case.context > 2 * LONG and case.batch == 1
-        found = measure(timed, case, max(rounds, MANY) if is_long else rounds, slow_rounds)
+        rounds = wanted or (MANY if is_long else ROUNDS)
+        found = measure(timed, case, rounds, slow_rounds)
         if case.query == QUERY or case.batch > 1:
             few = min(rounds, DECODE_ROUNDS if case.batch == 1 else DECODE_ROUNDS // 2)
             found += measure_decode(timed, case, few)
@@ -181,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", help="instead of the preset's cases")
     parser.add_argument("--queries", type=int, nargs="+", default=[QUERY])
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
-    parser.add_argument("--rounds", type=int, default=9, help="of long contexts, at least 21")
+    parser.add_argument("--rounds", type=int, help=f"{ROUNDS}; of a long context alone, {MANY}")
     parser.add_argument("--naive-rounds", type=int, default=3, help="0 leaves them out")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -193,7 +195,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parsed.shape = parsed.shape or ("qwen2-7b" if parsed.device == "cuda" else "qwen2.5-0.5b")
     if any(context < CHUNK or context % CHUNK for context in parsed.contexts or []):
         parser.error(f"--contexts must be multiples of {CHUNK}, the tokens of a chunk")
-    if min([*parsed.queries, *parsed.batches, parsed.rounds, parsed.threads]) < 1:
+    rounds = 1 if parsed.rounds is None else parsed.rounds
+    if min([*parsed.queries, *parsed.batches, rounds, parsed.threads]) < 1:
         parser.error("--queries, --batches, --rounds and --threads must be at least 1")
     return parsed
 
