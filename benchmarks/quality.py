@@ -44,7 +44,7 @@ SINGLE: Final = ("reader_single", *NOISE, "reader_same_relation")
 OTHER: Final = ("reader_multi_value", "reader_two_hop_direct", "reader_unit")
 NEEDLES: Final = ("niah_reader_single", "niah_reader_multikey_2")
 CROSS: Final = ("reader_pronoun", "reader_alias")
-SWEPT: Final = ("reader_single", *CROSS)
+SWEPT: Final = (*CROSS, "reader_single", "reader_same_relation", *OTHER)
 MODELS: Final = ("before", "block", "control")
 # What the block run and its control learn from: the cross-chunk kinds, and what must not be lost.
 KINDS: Final = (
@@ -60,14 +60,13 @@ LEGO_TOKENS: Final = 12  # of chunks of about 50 tokens, but for the first: abou
 
 @dataclass(frozen=True)
 class Study:
-    """One part of the study: tasks, policies, models, and how many of the questions."""
+    """One part of the study: tasks, policies and models."""
 
     name: str
     tasks: tuple[str, ...]
     documents: int
     ks: tuple[int | None, ...]
     policies: tuple[str, ...]
-    part: float = 1.0
     models: tuple[str, ...] = MODELS
 
 
@@ -94,7 +93,6 @@ def studies() -> tuple[Study, ...]:
     every = (
         *("full prefill", "reordered", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),
     )
-    few = ("full prefill", "reordered", "LegoLink", "CacheBlend")
     clips = ("CacheClip, best windows", "CacheClip, taught")
     more = ("full prefill", *clips, "LegoLink, 11 tokens", "LegoLink | CacheBlend")
     return (
@@ -103,7 +101,7 @@ def studies() -> tuple[Study, ...]:
         Study("noise", NOISE, 5, (None,), every),
         Study("needles", NEEDLES, 6, (None,), every),
         Study("more", CROSS, 6, (None,), more, models=("before",)),
-        Study("k", SWEPT, 6, (1, 2, 3, 4, 5), few, part=0.25, models=("before", "block")),
+        Study("k", SWEPT, 6, (1, 2, 3, 4, 5), every),
     )
 
 
@@ -156,7 +154,7 @@ def ask(
                 [task_by_name(name, documents=study.documents) for name in study.tasks],
                 make_cells({name: known[name] for name in study.policies}, [label], ks=study.ks),
                 models={label: str(folder)},
-                n=max(1, round(options.n * study.part)),
+                n=options.n,
                 seed=options.seed,
                 file=options.work / f"{study.name}-{label}.jsonl",
                 timed=options.timed,

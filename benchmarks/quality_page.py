@@ -66,8 +66,7 @@ points).
 """
 _LOST: Final = """**Facts that need the chunk before: what stitching loses, before and after
 fine-tuning**, in points from full prefill of before, and from the better one of before and control
-(asked for: halved; the control was not asked at smaller k). With fewer documents there are fewer
-to take for the right one.
+(asked for: halved). With fewer documents there are fewer to take for the right one.
 
 | kind | lost before | lost after | halved |
 |---|---|---|---|
