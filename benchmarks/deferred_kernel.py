@@ -26,7 +26,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from kvcache_rag.models.deferred_kernel import Turned
 
 CHUNK, LAYERS, WIDTH = 512, 8, 128
 HEADS = {"llama-3.1-8b": (32, 8), "qwen2-7b": (28, 4)}
@@ -119,10 +121,10 @@ class Call:
             "without": self._table(layout_of(kv_heads, NO_ROTATION), still),
         }  # fmt: skip
         shape = (setting.batch, setting.queries, heads, WIDTH)
-        options = {"dtype": torch.bfloat16, "device": device}
-        self.query = torch.randn(shape, **options).transpose(1, 2)  # type: ignore[call-overload]
+        dtype = torch.bfloat16
+        self.query = torch.randn(shape, dtype=dtype, device=device).transpose(1, 2)
         tail = (2, setting.batch, kv_heads, setting.queries + 7, WIDTH)
-        self.tail = torch.randn(tail, **options)  # type: ignore[call-overload]
+        self.tail = torch.randn(tail, dtype=dtype, device=device)
 
     def _chunk(self, device: str) -> ChunkKV:
         tensors = self.layout.chunk_layout.empty(CHUNK, device)
@@ -141,11 +143,11 @@ class Call:
         """Output of one layer, `(rows, queries, heads, width)`."""
         from kvcache_rag.models.deferred_kernel import deferred_attend
 
-        turned = side if side in ("query", "keys") else None
+        forced: dict[str, Turned] = {"query": "query", "keys": "keys"}
         keys, values = self.tail[0], self.tail[1]
         return deferred_attend(
             self.query, keys, values, None, WIDTH**-0.5, self.tables[side], 0, place,
-            turned=turned,  # type: ignore[arg-type]
+            turned=forced.get(side),
         )  # fmt: skip
 
     @functools.cached_property
@@ -192,13 +194,12 @@ class Call:
         """Torch's attention over copies of two layers, grouped heads packed, taken in turn."""
         layers = []
         for place in (0, 1):
-            rows = [
-                self.copied(place, row, True, torch.bfloat16) for row in range(self.setting.batch)
-            ]
-            layers.append([torch.stack([row[slot] for row in rows]) for slot in (0, 1)])
-        rows, heads, queries, width = self.query.shape
+            rows = range(self.setting.batch)
+            copies = [self.copied(place, row, True, torch.bfloat16) for row in rows]
+            layers.append([torch.stack([row[slot] for row in copies]) for slot in (0, 1)])
+        count, heads, queries, width = self.query.shape
         kv_heads = self.setting.heads[1]
-        packed = self.query.reshape(rows, kv_heads, -1, width)
+        packed = self.query.reshape(count, kv_heads, -1, width)
         mask = None if queries == 1 else self.mask.repeat(heads // kv_heads, 1)
 
         def attend(place: int) -> object:
@@ -210,7 +211,8 @@ class Call:
 
 def sample(attend: Callable[[int], object]) -> float:
     """Microseconds per layer of one pass through the layers, by the GPU's own clock."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event  # untyped in torch
+    start, stop = event(enable_timing=True), event(enable_timing=True)
     start.record()
     for place in range(LAYERS):
         attend(place)

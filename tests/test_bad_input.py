@@ -141,7 +141,7 @@ def test_beams_cannot_stream(engine: Engine) -> None:
 def test_an_empty_completion_is_refused(engine: Engine) -> None:
     for prompt in ("", None, 5):
         with pytest.raises(InvalidInputError, match="the prompt is empty"):
-            engine.complete(prompt)  # type: ignore[arg-type]
+            engine.complete(prompt)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
 def test_numbers_of_tokens_and_layers_are_checked() -> None:
     for tokens in (-1, 1.5, True, "16"):
         with pytest.raises(InvalidInputError, match="tokens must be a number of tokens from 0 up"):
-            LegoLink(tokens)  # type: ignore[arg-type]
+            LegoLink(tokens)  # type: ignore[arg-type]  # wrong on purpose
     for layer in (0, -1, 1.0, True):
         with pytest.raises(InvalidInputError, match="check_layer must be the number of a layer"):
-            CacheBlend(check_layer=layer)  # type: ignore[arg-type]
+            CacheBlend(check_layer=layer)  # type: ignore[arg-type]  # wrong on purpose
     for make in (Reuse, LegoLink, CacheBlend):
         with pytest.raises(InvalidInputError, match="positions must be"):
-            make(positions="local")  # type: ignore[arg-type]
+            make(positions="local")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_criteria_and_processors_of_the_caller_are_kept(engine: Engine) -> None:

@@ -114,7 +114,7 @@ def test_the_best_of_several_references_counts() -> None:
         # jieba: 北京 | 是 | 中国 | 的 | 首都 and 中国 | 首都: common 2, P 2/5, R 1, F = 4/7
         ("北京是中国的首都", "中国首都", 4 / 7),
         # punctuation of both kinds and spaces leave no words: 北京 and 北京
-        ("北京。！ ,", "「北京」", 1),  # noqa: RUF001
+        ("北京。！ ,", "「北京」", 1),
         # LongBench's list has 》 but lacks 《: 北京 and 《 | 北京: P 1, R 1/2, F 2/3
         ("北京", "《北京》", 2 / 3),
         # one word differs: 今天天气 | 很 | 好 and 今天天气 | 不好: common 1, P 1/3, R 1/2, F 2/5

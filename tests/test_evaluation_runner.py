@@ -67,7 +67,7 @@ def ask(engine: Engine) -> Callable[..., Records]:
     def asked(**options: object) -> Records:
         given = {"n": 8, "timed": 0, "models": {"tiny": engine}, **options}
         tasks = given.pop("tasks", (Reading(),))
-        return evaluate(tasks, given.pop("cells", CELLS), **given)  # type: ignore[arg-type]
+        return evaluate(tasks, given.pop("cells", CELLS), **given)  # type: ignore[arg-type]  # handed on as they came
 
     return asked
 
@@ -136,7 +136,7 @@ def test_nothing_is_prefilled_while_the_clock_runs(
     whole = Engine.generate
 
     def noted(engine: Engine, question: str, *chunks: object, **options: object) -> object:
-        answer = whole(engine, question, *chunks, **options)  # type: ignore[arg-type]
+        answer = whole(engine, question, *chunks, **options)  # type: ignore[arg-type]  # handed on as they came
         misses[answer.metrics.policy] = misses.get(answer.metrics.policy, 0) + answer.metrics.misses
         return answer
 
@@ -171,7 +171,7 @@ class Counting:
             self.batches += 1
             if self.batches == stop_at:
                 raise KeyboardInterrupt
-            return whole(engine, questions, **options)  # type: ignore[arg-type]
+            return whole(engine, questions, **options)  # type: ignore[arg-type]  # handed on as they came
 
         monkeypatch.setattr(Engine, "generate_batch", counted)
 

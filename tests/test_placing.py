@@ -327,7 +327,7 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
     def opened(nbytes: int) -> list[Opened]:
         reader = ResidentChunk.__new__(ResidentChunk)
         reader.tier, reader.nbytes = "disk", nbytes
-        return [Opened(None, reader, 0.0)]  # type: ignore[arg-type]
+        return [Opened(None, reader, 0.0)]  # type: ignore[arg-type]  # no key is asked for
 
     def free(threads: int, processors: int) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -111,7 +111,7 @@ def test_policies_are_values(policy: ReusePolicy) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
     assert sum(other == policy for other in ALL) == 1
     with pytest.raises(AttributeError):
-        policy.ratio = 0.5  # type: ignore[attr-defined]
+        policy.ratio = 0.5  # type: ignore[attr-defined]  # wrong on purpose
 
 
 def test_a_union_selects_what_any_selects() -> None:
@@ -173,7 +173,7 @@ def test_unions_that_cannot_be(parts: tuple[Any, ...], message: str) -> None:
 
 def test_or_with_something_else_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        _ = LegoLink(4) | "cacheblend"  # type: ignore[operator]
+        _ = LegoLink(4) | "cacheblend"  # type: ignore[operator]  # wrong on purpose
 
 
 @pytest.mark.parametrize("policy", [CacheBlend(), CacheClip(), LegoLink(2) | CacheBlend()])

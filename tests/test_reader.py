@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown kind"):
         make_example(0, kind="riddle")
     with pytest.raises(ValueError, match="unknown names"):
-        make_example(0, names="mine")  # type: ignore[arg-type]
+        make_example(0, names="mine")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="at least one document"):
         make_example(0, documents=0)
     with pytest.raises(ValueError, match="cannot give"):

@@ -180,7 +180,7 @@ def test_none_means_the_default(options: dict[str, Any]) -> None:
 
 def test_chunks_none_is_no_chunks() -> None:
     engine = make_engine()
-    none = engine.generate(QUESTION, None, max_new_tokens=1)  # type: ignore[arg-type]
+    none = engine.generate(QUESTION, None, max_new_tokens=1)  # type: ignore[arg-type]  # wrong on purpose
     assert none.token_ids == engine.generate(QUESTION, [], max_new_tokens=1).token_ids
 
 
@@ -244,7 +244,7 @@ def test_a_template_file_with_other_things_than_texts_is_refused(
 
 def test_a_path_is_a_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no model folder"):
-        Engine.from_pretrained(tmp_path / "nowhere")  # type: ignore[arg-type]
+        Engine.from_pretrained(tmp_path / "nowhere")  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("what", ["weights", "device", "dtype", "option"])
@@ -291,7 +291,7 @@ def test_the_wide_copy_is_let_go_of_after_a_partial_hit() -> None:
 def test_the_wide_copy_is_let_go_of_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen2", dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
-    engine._prefiller.prefix()  # type: ignore[union-attr]
+    engine._prefiller.prefix()  # type: ignore[union-attr]  # it has one
     monkeypatch.setattr(engine.store, "put", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.add(TEXTS)

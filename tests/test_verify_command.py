@@ -316,7 +316,7 @@ def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) 
         ("zh", 0.75, "agreement_f1"),
         ("zh", 0.0, "f1"),  # not decisive: no package is needed for it
     ):
-        asked = Question("q", "?", ("a",), (), language=language)  # type: ignore[arg-type]
+        asked = Question("q", "?", ("a",), (), language=language)  # type: ignore[arg-type]  # any text
         planned: Any = verification.Verification([asked], measure=measure)
         found = planned._outcome(asked, mine, theirs, logits, logits)
         assert found.metrics["agreement_f1"] == score

@@ -18,7 +18,7 @@ CHUNK_TOKENS: Final = 1000
 OVERLAP: Final = 50
 
 _WIDE: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-_SENTENCE_END: Final = re.compile(r"[.!?]+[\"')\]]*\s+|[。！？；]+[”’」』）]*\s*|\n+")  # noqa: RUF001
+_SENTENCE_END: Final = re.compile(r"[.!?]+[\"')\]]*\s+|[。！？；]+[”’」』）]*\s*|\n+")
 _WORD: Final = re.compile(rf"[{_WIDE}]\s*|[^\s{_WIDE}]+\s*|\s+")
 _WIDE_LETTER: Final = re.compile(f"[{_WIDE}]")
 

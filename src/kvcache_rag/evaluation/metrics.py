@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _ASCII_PUNCTUATION: Final = frozenset(string.punctuation)
 # LongBench's list of Chinese punctuation, which lacks some, such as the opening mark of a title.
 _CHINESE_PUNCTUATION: Final = frozenset(
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】"  # noqa: RUF001
-    "〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】"
+    "〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 # HotpotQA: where either side is one of these, only the same word gets anything.

@@ -106,7 +106,7 @@ SETS: Final[dict[str, DataSet]] = {
 _RGB_INSTRUCTIONS: Final[dict[Language, str]] = {
     "en": "Answer the question from the documents. Some documents may have nothing to do with it. "
     "If none of them holds the answer, say: insufficient information.",
-    "zh": "请根据文档回答问题。有些文档可能与问题无关。如果文档中没有答案，请回答：信息不足。",  # noqa: RUF001
+    "zh": "请根据文档回答问题。有些文档可能与问题无关。如果文档中没有答案，请回答：信息不足。",
 }
 _RGB_TOKENS: Final = 128
 # RGB's pools: files of its repository that hold them, the corrected ones first.

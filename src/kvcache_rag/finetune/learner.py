@@ -246,7 +246,7 @@ def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 def _need_peft() -> None:
     try:
-        import peft  # noqa: F401
+        import peft  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise MissingExtraError("peft", "finetune") from error
 
