@@ -55,6 +55,7 @@ KINDS: Final = (
 CHOOSING: Final = ("alias:0.3", "pronoun:0.3", "unit:0.1", "single:0.2", "multi_value:0.1")
 READER: Final = "tiny"
 RATIO: Final = 0.2
+BATCH: Final = 128  # of so small a reader
 LEGO_TOKENS: Final = 12  # of chunks of about 50 tokens, but for the first: about 20 % of all
 
 
@@ -157,6 +158,7 @@ def ask(
                 n=options.n,
                 seed=options.seed,
                 file=options.work / f"{study.name}-{label}.jsonl",
+                batch=BATCH,
                 timed=options.timed,
                 show_progress=True,
             )
