@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         MissingExtraError,
         UnsupportedModelError,
     )
+    from kvcache_rag.explained import Explained
     from kvcache_rag.metrics import Answer, Metrics
     from kvcache_rag.policies import (
         Ape,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     )
     from kvcache_rag.prompt import PromptIds
     from kvcache_rag.request import StoredChunk
+    from kvcache_rag.serve.prefetcher import Prefetch, Prefetcher
     from kvcache_rag.stores import (
         ChunkStore,
         DiskStore,
@@ -79,6 +81,7 @@ __all__ = [
     "CorruptChunkError",
     "DiskStore",
     "Engine",
+    "Explained",
     "FingerprintMismatchError",
     "FullRecompute",
     "Gate",
@@ -92,6 +95,8 @@ __all__ = [
     "Metrics",
     "MissingExtraError",
     "Native",
+    "Prefetch",
+    "Prefetcher",
     "PromptIds",
     "PromptTemplate",
     "RemoteStore",
@@ -126,6 +131,7 @@ _HOMES = {
         "MissingExtraError",
         "UnsupportedModelError",
     ),
+    "explained": ("Explained",),
     "metrics": ("Answer", "Metrics"),
     "policies": (
         "Ape",
@@ -143,6 +149,7 @@ _HOMES = {
     ),
     "prompt": ("PromptIds",),
     "request": ("StoredChunk",),
+    "serve.prefetcher": ("Prefetch", "Prefetcher"),
     "stores": (
         "ChunkStore",
         "DiskStore",

@@ -153,6 +153,17 @@ class Auxiliary:
             "Engine(auxiliary=...)"
         )
 
+    def in_namespace(self, namespace: str) -> Auxiliary:
+        """The same for another tenant, who cannot notice what the first one's questions stored."""
+        other = type(self)(self.engine.in_namespace(namespace))
+        other._name, other._lock = self._name, self._lock
+        return other
+
+    def forget_buffer(self) -> None:
+        """Let go of the memory of the last chunks scored."""
+        with self._lock:
+            self._answerer.forget()
+
     def prefill(
         self, chunks: Sequence[str], *, owner: str = "", show_progress: bool = False
     ) -> list[ChunkKey]:

@@ -13,6 +13,7 @@ from kvcache_rag.context import ContextLoader
 from kvcache_rag.costs import Costs
 from kvcache_rag.deferral import checked_mode
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.explaining import ExplainMethods
 from kvcache_rag.gate import BoundGate
 from kvcache_rag.loading import load
 from kvcache_rag.models.hf import TransformersModel
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvcache_rag.verdict import Gate, Verdict
 
 
-class Engine(StoreMethods, AsyncMethods):
+class Engine(StoreMethods, ExplainMethods, AsyncMethods):
     """Answers questions over chunks whose keys and values were prefilled once.
 
     Calls may come from any thread; the model works on one at a time, also for several engines.
@@ -194,6 +195,10 @@ class Engine(StoreMethods, AsyncMethods):
         """The very ids that every path uses."""
         return self._renderer.tokenize(question, chunks, history)
 
+    def tokenize_text(self, prompt: str) -> tuple[int, ...]:
+        """The ids that `complete` continues."""
+        return self._renderer.text_ids(prompt)
+
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.
 
@@ -201,16 +206,17 @@ class Engine(StoreMethods, AsyncMethods):
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
             options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop`, `scores` as in
-                `Planner.request`; `cancelled`, an event that stops generation; and arguments of
-                transformers' `generate()`.  Greedy unless `do_sample=True`.
+                `Planner.request`; `emit`, called with each piece of text as it comes; `cancelled`,
+                an event that stops generation; and arguments of transformers' `generate()`.
+                Greedy unless `do_sample=True`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
-        cancelled = options.pop("cancelled", None)
-        return self._run(self._request(question, chunks, options), None, cancelled)
+        emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
+        return self._run(self._request(question, chunks, options), emit, cancelled)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -266,10 +272,11 @@ class Engine(StoreMethods, AsyncMethods):
 
         Args:
             prompt: Not empty; the beginning-of-sequence token is added unless it is there.
-            options: `max_new_tokens`, `stop` and further arguments of transformers' `generate()`.
+            options: `max_new_tokens`, `stop`, `emit`, `cancelled` (as for `generate`) and further
+                arguments of transformers' `generate()`.
         """
-        cancelled = options.pop("cancelled", None)
-        return self._run(self._planner.completion(prompt, **options), None, cancelled)
+        emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
+        return self._run(self._planner.completion(prompt, **options), emit, cancelled)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +96,13 @@ class Prefiller:
         description = summary(spec, name)
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
+
+    def in_namespace(self, namespace: str) -> Prefiller:
+        """The same for another tenant; what the model makes of the prefix is the same there."""
+        self.store.describe(self.spec, namespace, self.description)
+        other = replace(self, namespace=namespace)
+        other._computed_prefix = self._computed_prefix
+        return other
 
     @property
     def position(self) -> StoredPosition:

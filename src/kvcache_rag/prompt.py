@@ -101,7 +101,11 @@ class PromptRenderer:
             asked: The last user message (`template.ask(question)` as a rule).
             history: Earlier turns, oldest first.
         """
-        return tuple(self._encode(self._split(as_messages(history), asked)[1]))
+        return tuple(self._encode(self.query_text(asked, history)))
+
+    def query_text(self, asked: str, history: Sequence[Message | Mapping[str, str]] = ()) -> str:
+        """The text that `query_ids` reads."""
+        return self._split(as_messages(history), asked)[1]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages as one prompt with generation prompt; plain text without a chat template."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
+from kvcache_rag.answering import Answerer
 from kvcache_rag.chunk import ChunkKey
-from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.combination import Combinations
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    FingerprintMismatchError,
+    InvalidInputError,
+)
 from kvcache_rag.gate import identity
 from kvcache_rag.prefill import PendingChunk, Prefiller
 from kvcache_rag.rotary import forget_scratch
@@ -14,13 +23,17 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterable, Sequence
 
-    from kvcache_rag.answering import Answerer
-    from kvcache_rag.combination import Combinations
+    import torch
+
+    from kvcache_rag.context import ContextLoader
+    from kvcache_rag.gate import BoundGate
     from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.request import ChunkInput, Planner
     from kvcache_rag.stores import ChunkStore
-    from kvcache_rag.verdict import Identity
+    from kvcache_rag.verdict import Gate, Identity
+
+_Same = TypeVar("_Same", bound="StoreMethods")
 
 
 class StoreMethods:
@@ -42,6 +55,7 @@ class StoreMethods:
     _planner: Planner
     _prefiller: Prefiller | None
     _joint: Combinations | None
+    _gate: BoundGate
     _lock: threading.RLock
 
     @property
@@ -53,6 +67,44 @@ class StoreMethods:
     def identity(self) -> Identity:
         """What a verdict of `kvcache-rag verify` about this engine is about."""
         return identity(self._capturing, self._planner.renderer)
+
+    @property
+    def prefill_dtype(self) -> torch.dtype | None:
+        """What chunks are computed in; None for the model's own."""
+        return None if self._prefiller is None else self._prefiller.dtype
+
+    @property
+    def gate(self) -> Gate | None:
+        """Which policies are let through; None for all."""
+        return self._gate.gate
+
+    def in_namespace(self: _Same, namespace: str) -> _Same:
+        """An engine for another tenant: the same model, stores and settings, other chunks.
+
+        Nothing is measured anew, and nothing waits for the model, which works for one at a time.
+        """
+        other = copy.copy(self)
+        other.namespace = namespace
+        moving = getattr(self.auxiliary, "in_namespace", None)
+        other.auxiliary = self.auxiliary if moving is None else moving(namespace)
+        answerer, loader = self._answerer, self._answerer.loader
+        if loader is not None:
+            joint = loader.combinations and _moved(loader.combinations, namespace)
+            loader = replace(_moved(loader, namespace), combinations=joint)
+            other._prefiller = loader.prefiller
+            other._planner = replace(self._planner, prefiller=loader.prefiller)
+            window = self._planner.window
+            other._joint = None if joint is None else Combinations(loader, joint, window)
+        other._answerer = Answerer(
+            self._adapter,
+            answerer.tokenizer,
+            answerer.renderer,
+            loader,
+            answerer.window,
+            other.auxiliary,
+            "auto" if answerer.deferral is None else answerer.deferral.mode,
+        )
+        return other
 
     @property
     def _capturing(self) -> Prefiller:
@@ -153,6 +205,54 @@ class StoreMethods:
                 (self.combinations if len(chunks) > 1 else self.store).claim(key, owner)
         return keys
 
+    def needed(self, chunks: Sequence[ChunkInput], policy: ReusePolicy) -> list[ChunkKey]:
+        """Addresses of what an answer over `chunks` will load; nothing is prefilled.
+
+        Args:
+            chunks: In the order in which they will stand in the prompt.
+            policy: What will be reused; of a full prefill, or one that the gate replaces by it,
+                nothing is.
+
+        Raises:
+            InvalidInputError: If a chunk cannot be used.
+            ContextTooLongError: If one does not fit the context window.
+        """
+        _ = self._capturing
+        if policy.is_full or self._gate.objection(policy):
+            return []
+        planned = self._planner.chunks(chunks)
+        if policy.joint and self._joint is not None:
+            planned = [*self._joint.joined(planned)]
+        return [chunk.key for chunk in planned]
+
+    def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
+        """Bring chunks and combinations out of slower tiers into the fastest one.
+
+        The model is not needed for it; what is nowhere, or is there already, is left alone.
+
+        Returns:
+            How many were brought.
+        """
+        layout = self._capturing.model.measured.chunk_layout
+        brought = 0
+        for store in dict.fromkeys([self.store, self.combinations]):
+            fastest = getattr(store, "tiers", (store,))[0].tier
+            for key in dict.fromkeys(keys):
+                if store.locate(key) in (None, fastest):
+                    continue
+                with suppress(ChunkNotFoundError):  # gone, or damaged: the answer finds out
+                    store.get(key, layout)
+                    brought += 1
+        return brought
+
+    def forget_buffer(self) -> None:
+        """Let go of the memory of the last prompt, which the next one would have used again."""
+        with self._lock:
+            self._answerer.forget()
+        forget = getattr(self.auxiliary, "forget_buffer", None)
+        if forget is not None:
+            forget()
+
     def delete_namespace(self) -> int:
         """Drop every chunk and combination of this engine's namespace at once, in all tiers.
 
@@ -182,3 +282,8 @@ class StoreMethods:
             self.combinations.release(key, owner)
         if self._joint is not None:
             self._joint.forget(released)
+
+
+def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:
+    """A loader of the same store for another tenant."""
+    return replace(loader, prefiller=loader.prefiller.in_namespace(namespace))

@@ -229,6 +229,12 @@ class MemoryStore(ChunkStore):
         self._counters.add("evictions", dropped)
         return dropped
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys, values and token ids that are kept now."""
+        with self._lock:
+            return int(self._chunks.currsize)
+
     def stats(self) -> StoreStats:
         """Counters of this store."""
         return self._counters.stats()

@@ -1,0 +1,398 @@
+"""`Engine.explain` says what `generate` does, token by token, and does no more than that."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import tokenizers_zoo
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import QUESTION, TEMPLATE, TEXTS, make_engine
+from small import make_model, make_tokenizer
+from verdicts import REUSE, make_verdict
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import (
+    Ape,
+    CacheBlend,
+    CacheClip,
+    ChunkNotFoundError,
+    Combination,
+    ContextTooLongError,
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    LegoLink,
+    Reuse,
+    ReusePolicy,
+    StoredChunk,
+    UnsupportedModelError,
+    filling,
+)
+from kvcache_rag.stitch import distances
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvcache_rag.explained import Explained
+    from kvcache_rag.metrics import Metrics
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitch import StitchedPrompt
+
+COUNTS = ("prefix", "reused", "recomputed", "prefilled", "query")
+HISTORY = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+class Scorer:
+    """Likes the letter z."""
+
+    def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+        return [torch.tensor([float(letter in "az") for letter in text]) for text in chunks]
+
+
+POLICIES: dict[str, ReusePolicy] = {
+    "reuse": Reuse(),
+    "composite": Reuse(positions="composite"),
+    "full": FullRecompute(),
+    "legolink": LegoLink(5),
+    "legolink composite": LegoLink(5, positions="composite"),
+    "legolink 0": LegoLink(0),
+    "cacheblend": CacheBlend(0.3),
+    "cacheblend 1": CacheBlend(1.0),
+    "cacheclip": CacheClip(Scorer(), ratio=0.3),
+    "union": LegoLink(3) | CacheBlend(0.1),
+    "ape": Ape(),
+    "combination": Combination(),
+}
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> ReusePolicy:
+    return POLICIES[request.param]
+
+
+def counts(found: Explained | Metrics) -> dict[str, Any]:
+    told = {name: getattr(found, f"{name}_tokens") for name in COUNTS}
+    return {**told, "policy": found.policy, "gate": found.gate}
+
+
+def states(found: Explained, state: str) -> list[int]:
+    return [place for place, token in enumerate(found.tokens) if token.state == state]
+
+
+# ---------------------------------------------------------------------- the law
+@pytest.mark.parametrize("held", [0, 2, 3], ids=["cold", "partly", "warm"])
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+def test_law_the_counts_are_those_of_the_answer(
+    policy: ReusePolicy, held: int, rotation: Any
+) -> None:
+    asked, answering = (make_engine("llama", rotation=rotation) for _ in range(2))
+    for engine in (asked, answering):
+        engine.add(TEXTS[:held])
+        if held == len(TEXTS):
+            engine.add_combination([TEXTS])
+    found = asked.explain(QUESTION, TEXTS, policy=policy, history=HISTORY)
+    answer = answering.generate(
+        QUESTION, TEXTS, policy=policy, history=HISTORY, max_new_tokens=2
+    ).metrics
+    assert counts(found) == counts(answer)
+    assert len(states(found, "recomputed")) == answer.recomputed_tokens
+    hits = [span.tier for span in found.spans if span.tier]
+    joint = 1 if policy.joint and hits else len(hits)
+    assert joint == sum(answer.hits.values())
+    again = asked.generate(QUESTION, TEXTS, policy=policy, history=HISTORY, max_new_tokens=2)
+    assert (
+        again.token_ids
+        == answering.generate(
+            QUESTION, TEXTS, policy=policy, history=HISTORY, max_new_tokens=2
+        ).token_ids
+    ), "explaining left something behind"
+
+
+def test_law_the_recomputed_tokens_are_those_that_generate_computes(
+    policy: ReusePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("qwen2 window")
+    engine.add(TEXTS)
+    chosen: list[int] = []
+    real = filling.recompute
+
+    def recompute(row: Any, selected: Tensor) -> None:
+        chosen.extend(selected.nonzero()[:, 0].tolist())
+        real(row, selected)
+
+    found = engine.explain(QUESTION, TEXTS, policy=policy)
+    monkeypatch.setattr(filling, "recompute", recompute)
+    engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+    assert states(found, "recomputed") == chosen
+    assert bool(chosen) != (policy.is_reuse or policy.is_full)
+
+
+@pytest.mark.parametrize("name", ["reuse", "full", "combination", "composite", "ape"])
+def test_nothing_is_computed_where_no_token_is_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("llama")
+
+    def forward(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was asked")
+
+    monkeypatch.setattr(engine.model, "forward", forward)
+    found = engine.explain(QUESTION, TEXTS, policy=POLICIES[name])
+    assert found.prefilled_tokens == sum(map(len, engine.tokenize(QUESTION, TEXTS).chunks))
+    assert not any(engine.store.contains(key) for key in engine.keys(TEXTS))
+
+
+def test_what_a_choice_needs_is_stored_as_generate_would() -> None:
+    engine = make_engine("llama")
+    first = engine.explain(QUESTION, TEXTS, policy=CacheBlend(0.3))
+    assert all(engine.store.contains(key) for key in engine.keys(TEXTS))
+    assert first.reused_tokens == 0
+    second = engine.explain(QUESTION, TEXTS, policy=CacheBlend(0.3))
+    assert second.prefilled_tokens == 0
+    assert states(second, "recomputed") == states(first, "recomputed")
+
+
+def test_a_chunk_that_stands_twice_is_prefilled_once() -> None:
+    asked, answering = make_engine("llama"), make_engine("llama")
+    twice = [TEXTS[0], TEXTS[1], TEXTS[0]]
+    found = asked.explain(QUESTION, twice, policy=Reuse())
+    assert counts(found) == counts(answering.generate(QUESTION, twice, max_new_tokens=1).metrics)
+    first, _, last = (span for span in found.spans if span.kind == "chunk")
+    assert {found.tokens[at].state for at in range(first.start, first.stop)} == {"prefilled"}
+    assert {found.tokens[at].state for at in range(last.start, last.stop)} == {"reused"}
+
+
+@pytest.mark.parametrize("policy", [Reuse(), LegoLink(4)], ids=["reuse", "legolink"])
+def test_what_would_be_declined_is_said_and_not_counted_as_declined(policy: ReusePolicy) -> None:
+    engine = make_engine("llama")
+    keys = engine.add(TEXTS)
+    assert engine._answerer.loader is not None
+    costs = engine._answerer.loader.costs
+    for key in keys:
+        for _ in range(4):
+            costs.loaded("memory", engine.nbytes(key), 9.0)
+            costs.prefilled([key.tokens], 1e-4)
+    for _ in range(20):  # one of 16 would be loaded all the same, if these had been declined
+        found = engine.explain(QUESTION, TEXTS, policy=Reuse())
+    found = engine.explain(QUESTION, TEXTS, policy=policy)
+    assert found.reused_tokens == 0
+    assert [span.tier for span in found.spans] == [""] * 5
+    by_key = engine.explain(QUESTION, keys, policy=Reuse())
+    assert by_key.prefilled_tokens == 0, "what is known by its key alone cannot be prefilled"
+    if policy.is_reuse:
+        answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+        assert counts(found) == counts(answer.metrics)
+
+
+# ---------------------------------------------------------------------- tokens and their texts
+TOKENIZERS = {
+    "bytes": byte_tokenizer,
+    "byte level": tokenizers_zoo.byte_level,
+    "metaspace": tokenizers_zoo.metaspace,
+    "word pieces": tokenizers_zoo.word_pieces,
+    "characters": tokenizers_zoo.characters,
+    "no offsets": lambda: tokenizers_zoo.WithoutOffsets(tokenizers_zoo.byte_level()),
+}
+SPOKEN = [
+    "Straße, naïve café: 12 °C.\n\n\tindented   spaces",
+    "東京 は 日本 の 首都 です。 👩‍🚀 <script>alert('Привет')</script>",
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_of_the_tokens_join_to_the_prompt(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    model = make_model() if name != "bytes" else build("llama")
+    engine = Engine(model, tokenizer, template=TEMPLATE)
+    ids = engine.tokenize("Où, 東?", SPOKEN, HISTORY)
+    found = engine.explain("Où, 東?", SPOKEN, policy=FullRecompute(), history=HISTORY)
+    assert [token.id for token in found.tokens] == list(ids.all)
+    query = engine._answerer.renderer.query_text("Où, 東?", HISTORY)
+    assert found.text == engine.prefix_text + "".join(map(TEMPLATE.wrap, SPOKEN)) + query
+    for span, text in zip(found.spans[1:-1], SPOKEN, strict=True):
+        written = "".join(token.text for token in found.tokens[span.start : span.stop])
+        assert written == TEMPLATE.wrap(text)
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(question=WORDS.filter(str.strip), text=WORDS.filter(str.strip))
+@pytest.mark.parametrize("name", ["byte level", "reader"])
+def test_whatever_is_written_is_shown(name: str, question: str, text: str) -> None:
+    engine = engine_of(name)
+    template = engine.template
+    found = engine.explain(question, [text], policy=FullRecompute())
+    query = engine._answerer.renderer.query_text(template.ask(question))
+    assert found.text == engine.prefix_text + template.wrap(text) + query
+
+
+@lru_cache
+def engine_of(name: str) -> Engine:
+    if name == "reader":
+        return Engine.from_pretrained("tiny")
+    return Engine(make_model(), tokenizers_zoo.byte_level(), template=TEMPLATE)
+
+
+def test_bytes_of_a_character_are_told_with_its_last_byte() -> None:
+    engine = Engine(build("llama"), byte_tokenizer(), template=TEMPLATE)
+    found = engine.explain("Who?", ["a東b"], policy=FullRecompute())
+    (chunk,) = (span for span in found.spans if span.kind == "chunk")
+    pieces = [token.text for token in found.tokens[chunk.start : chunk.stop]]
+    assert pieces == [*"<d>", "a", "", "", "東", "b", *"</d>"]
+
+
+def test_a_token_put_there_by_habit_has_no_text() -> None:
+    engine = Engine(make_model(), make_tokenizer(), template=TEMPLATE)
+    found = engine.explain("Who?", ["abc"], policy=Reuse())
+    assert (found.tokens[0].id, found.tokens[0].text) == (1, "")
+    assert found.tokens[1].text == TEMPLATE.system[0]
+
+
+def test_spans_are_prefix_chunks_and_query() -> None:
+    engine = make_engine("llama")
+    ids = engine.tokenize(QUESTION, TEXTS)
+    engine.add(TEXTS[1:2])
+    found = engine.explain(QUESTION, TEXTS, policy=Reuse())
+    assert [span.kind for span in found.spans] == ["prefix", "chunk", "chunk", "chunk", "query"]
+    sizes = [len(ids.prefix), *map(len, ids.chunks), len(ids.query)]
+    assert [span.stop - span.start for span in found.spans] == sizes
+    assert [span.tier for span in found.spans] == ["", "", "memory", "", ""]
+    assert {token.state for token in found.tokens[found.spans[-1].start :]} == {"computed"}
+
+
+def test_without_chunks_only_the_question_is_computed() -> None:
+    engine = make_engine("llama")
+    found = engine.explain(QUESTION, policy=Reuse())
+    assert counts(found) == counts(engine.generate(QUESTION, max_new_tokens=1).metrics)
+    assert [span.kind for span in found.spans] == ["prefix", "query"]
+
+
+@dataclass(frozen=True)
+class Second(ReusePolicy):
+    """Chooses the second chunk, which then stands where it stands in the prompt."""
+
+    name: ClassVar[str] = "second"
+    positions: Any = "composite"
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        selected[prompt.chunks[1].start : prompt.chunks[1].stop] = True
+        return selected
+
+
+def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
+    engine = make_engine("llama")
+    layout = engine._adapter.measured.chunk_layout
+    prefix = engine._capturing.prefix()
+    assert prefix is not None
+    parts = [prefix, *(engine.store.get(key, layout).chunk for key in engine.add(TEXTS))]
+    found = engine.explain(QUESTION, TEXTS, policy=policy)
+    again = states(found, "recomputed") + states(found, "computed")
+    moves = distances(parts, policy.positions, adjacent=policy.adjacent_query)
+    for span, part, move in zip(found.spans[:-1], parts, moves, strict=True):
+        stands = torch.arange(part.start, part.start + len(part)) if move is None else move[1]
+        for at, place in zip(range(span.start, span.stop), stands.tolist(), strict=True):
+            assert found.tokens[at].position == (at if at in again else place)
+    query = found.spans[-1]
+    places = [token.position for token in found.tokens[query.start :]]
+    assert places == [*range(query.start, query.stop)]
+
+
+def test_tokens_computed_again_stand_at_their_true_places() -> None:
+    engine = make_engine("llama")
+    found = engine.explain(QUESTION, TEXTS, policy=Second())
+    _, first, second, third, query = found.spans
+    behind = first.start
+    for span, start in (
+        (first, behind),
+        (second, second.start),
+        (third, behind),
+        (query, query.start),
+    ):
+        places = [token.position for token in found.tokens[span.start : span.stop]]
+        assert places == list(range(start, start + span.stop - span.start))
+
+
+def test_chunks_known_by_key_are_read_from_the_store() -> None:
+    engine = make_engine("llama")
+    keys = engine.add(TEXTS)
+    assert engine.explain(QUESTION, keys, policy=Reuse()) == engine.explain(
+        QUESTION, TEXTS, policy=Reuse()
+    )
+    engine.store.delete(keys[1])
+    with pytest.raises(ChunkNotFoundError):
+        engine.explain(QUESTION, keys, policy=Reuse())
+    given = [keys[0], StoredChunk(keys[1], TEXTS[1]), keys[2]]
+    found = engine.explain(QUESTION, given, policy=Reuse())
+    assert [bool(span.tier) for span in found.spans] == [False, True, False, True, False]
+    assert found.text == engine.explain(QUESTION, TEXTS, policy=Reuse()).text
+
+
+def test_plain_values_are_json() -> None:
+    told = make_engine("llama").explain(QUESTION, TEXTS, policy=LegoLink(2)).to_dict()
+    assert json.loads(json.dumps(told))["recomputed_tokens"] == 4
+    assert json.loads(json.dumps(told))["tokens"][0].keys() == {"id", "text", "position", "state"}
+
+
+# ---------------------------------------------------------------------- gate, lock, mistakes
+def test_the_policy_that_the_gate_lets_answer() -> None:
+    verdict = make_verdict(make_engine("llama").identity, {REUSE: 0.5})
+    engine = make_engine("llama", gate=verdict)
+    found = engine.explain(QUESTION, TEXTS)
+    assert found.policy == repr(FullRecompute())
+    assert "below 95 %" in found.gate
+    assert counts(found) == counts(engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics)
+    assert {token.state for token in found.tokens} == {"computed"}
+
+
+def test_it_waits_for_whoever_has_the_model() -> None:
+    engine, done = make_engine("llama"), threading.Event()
+
+    def explain() -> None:
+        engine.explain(QUESTION, TEXTS, policy=Reuse())
+        done.set()
+
+    with engine._lock:
+        waiting = threading.Thread(target=explain)
+        waiting.start()
+        assert not done.wait(0.1)
+    assert done.wait(20)
+    waiting.join()
+
+
+def test_the_engines_own_policy_and_scorer_are_the_default() -> None:
+    engine = make_engine("llama", policy=CacheClip(ratio=0.3), auxiliary=Scorer())
+    assert engine.explain(QUESTION, TEXTS).recomputed_tokens > 0
+    lonely = make_engine("llama")
+    with pytest.raises(InvalidInputError, match="auxiliary"):
+        lonely.explain(QUESTION, TEXTS, policy=CacheClip())
+    assert lonely.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 3
+
+
+def test_mistakes_are_told_as_by_generate() -> None:
+    engine = make_engine("llama", context_window=200)
+    with pytest.raises(InvalidInputError, match="question is empty"):
+        engine.explain(" ", TEXTS)
+    with pytest.raises(InvalidInputError, match="chunk 1 is empty"):
+        engine.explain(QUESTION, ["a", " "])
+    with pytest.raises(ContextTooLongError):
+        engine.explain(QUESTION, TEXTS * 2)
+
+
+def test_a_model_without_a_cache_to_keep_is_explained_as_it_answers() -> None:
+    engine = make_engine("mamba")
+    found = engine.explain(QUESTION, TEXTS, policy=FullRecompute())
+    assert {token.state for token in found.tokens} == {"computed"}
+    with pytest.raises(UnsupportedModelError):
+        engine.explain(QUESTION, TEXTS, policy=Reuse())
