@@ -12,8 +12,7 @@ from small import make_model, make_tokenizer
 from store_place import TEMPLATE, TEXTS, Place, age, write
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
-from kvcache_rag.commands import rebuild
-from kvcache_rag.integration import NewRow, Reference, Rows
+from kvcache_rag.integration import NewRow, Reference, Rows, forms
 from kvcache_rag.stores.upkeep import owner_mark
 
 if TYPE_CHECKING:
@@ -129,8 +128,8 @@ class Point(EntryPoint):
 def test_rebuild_reads_texts_in_the_form_that_made_the_references(
     place: Place, other: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [Point("upper", "nowhere:upper", rebuild.GROUP)]
-    monkeypatch.setattr(rebuild, "entry_points", lambda group: points)
+    points = [Point("upper", "nowhere:upper", forms.GROUP)]
+    monkeypatch.setattr(forms, "entry_points", lambda group: points)
     upper = place.prefiller("upper")
     rows = [NewRow("0", TEXTS[0], {}, [0.0, 1.0])]
     upper.write(rows, [TEXTS[0].upper()])

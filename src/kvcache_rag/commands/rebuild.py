@@ -11,8 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from kvcache_rag.commands import claims, collecting
 from kvcache_rag.commands.collections import add_place, open_client, open_collections
@@ -21,18 +20,14 @@ from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import TypeAlias
+    from collections.abc import Iterator, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration import Row, RowPrefiller
+    from kvcache_rag.integration.forms import RowText
     from kvcache_rag.stores.inventory import SpecFolder
 
-    RowText: TypeAlias = Callable[[Row], str]
-
 HELP = "compute a collection's chunks for another model, codec or template, then retire the old"
-GROUP: Final = "kvcache_rag.row_texts"
-DOCUMENT: Final = "document"
 _LOOKED_AT = 50  # rows by which the form of texts is told
 
 
@@ -220,27 +215,22 @@ def _form(name: str | None, prefiller: RowPrefiller, engine: Engine) -> RowText:
     Raises:
         InvalidInputError: If there is no form of that name, or the rows do not tell which.
     """
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    from kvcache_rag.integration.forms import installed_forms
+
+    forms = installed_forms()
     if name is not None:
-        if name not in (DOCUMENT, *points):
-            known = ", ".join([DOCUMENT, *points])
+        if name not in forms:
+            known = ", ".join(forms)
             raise InvalidInputError(f"there is no form of texts {name!r}; use one of {known}")
-        return _loaded(points, name)
+        return forms[name]
     rows = prefiller.rows.get(limit=_LOOKED_AT)
-    fitting = [one for one in (DOCUMENT, *points) if _fits(_loaded(points, one), rows, engine)]
+    fitting = [form for form in forms.values() if _fits(form, rows, engine)]
     if not fitting:
         raise InvalidInputError(
             f"the references of {prefiller.rows.collection.name!r} do not tell what of its rows "
-            f"stands in prompts; say --text {' or '.join([DOCUMENT, *points])}"
+            f"stands in prompts; say --text {' or '.join(forms)}"
         )
-    return _loaded(points, fitting[0])
-
-
-def _loaded(points: dict[str, Any], name: str) -> RowText:
-    if name == DOCUMENT:
-        return lambda row: row.document
-    found: RowText = points[name].load()
-    return found
+    return fitting[0]
 
 
 def _fits(text_of: RowText, rows: Sequence[Row], engine: Engine) -> bool:

@@ -1,0 +1,118 @@
+"""Where `build` takes its texts from, besides a file of JSON lines: text files and collections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.building.corpus import Item
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvcache_rag.building.settings import BuildSettings
+    from kvcache_rag.template import PromptTemplate
+
+_PAGE = 500  # rows held at a time
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The .md and .txt files of a folder, cut by tokens.
+
+    Attributes:
+        folder: Where they are.
+        settings: Whose model's tokenizer counts the tokens.
+        size: Tokens of a chunk.
+        overlap: Tokens that neighbours share.
+    """
+
+    folder: str
+    settings: BuildSettings
+    size: int
+    overlap: int
+
+    def items(self) -> Iterator[Item]:
+        """The pieces, file by file."""
+        from kvcache_rag.commands.texts import cut, read_texts
+        from kvcache_rag.loading import resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
+
+        texts = read_texts(self.folder)
+        revision = self.settings.revision
+        options = {"revision": revision} if revision else {}
+        tokenizer = load_tokenizer(resolve(self.settings.model), options)
+        for name, text in texts.items():
+            for number, piece in enumerate(cut(text, tokenizer, self.size, self.overlap), start=1):
+                yield Item(f"{name}, piece {number}", piece)
+
+
+@dataclass(frozen=True)
+class ChromaRows:
+    """The rows of a Chroma collection, as they read in prompts.
+
+    Attributes:
+        folder: Where the database is.
+        collection: Its name.
+        form: What of a row stands in prompts, as `rebuild --text`; "" lets each row tell.
+        settings: Whose template wrote the chunks that the rows refer to.
+    """
+
+    folder: str
+    collection: str
+    form: str
+    settings: BuildSettings
+
+    def items(self) -> Iterator[Item]:
+        """The rows, a page at a time."""
+        from kvcache_rag.integration import Rows
+        from kvcache_rag.integration.forms import row_text
+
+        text_of = row_text(self.form, self.settings.prompt_template(self._brought()))
+        collection = self.open()
+        # The ids first: rows that come and go meanwhile do not shift the pages.
+        ids = iter(collection.get(include=[])["ids"])
+        rows = Rows(collection)
+        while page := list(islice(ids, _PAGE)):
+            for row in rows.get(ids=page):
+                yield Item(f"row {row.id!r}", text_of(row))
+
+    def open(self) -> Any:
+        """The collection.
+
+        Raises:
+            InvalidInputError: If there is no such database or collection.
+            MissingExtraError: If chromadb is not installed.
+        """
+        from argparse import Namespace
+
+        from kvcache_rag.commands.collections import open_client, open_collections
+
+        client = open_client(Namespace(persist_dir=self.folder, host=None))
+        return open_collections(client, [self.collection])[0]
+
+    def _brought(self) -> PromptTemplate | None:
+        from kvcache_rag.loading import resolve
+        from kvcache_rag.template import PromptTemplate
+
+        folder = Path(resolve(self.settings.model))
+        return PromptTemplate.load(folder) if folder.is_dir() else None
+
+
+def template_in(place: str) -> PromptTemplate:
+    """The template of a `prompt_template.json`, by its path or its folder.
+
+    Raises:
+        InvalidInputError: If there is none, or it cannot be used.
+    """
+    from kvcache_rag.template import FILE_NAME, PromptTemplate
+
+    path = Path(place)
+    folder = path.parent if path.name == FILE_NAME else path
+    template = PromptTemplate.load(folder)
+    if template is None:
+        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
+    return template
