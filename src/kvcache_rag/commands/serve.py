@@ -1,0 +1,170 @@
+"""`kvcache-rag serve MODEL --store DIR`: one endpoint that any OpenAI client can call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvcache_rag.serve.settings import ServerSettings
+
+HELP = "serve a model over its cached chunks by OpenAI's API"
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is served, where, how requests wait, and how much they may ask for."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="tiny", help="hub id, folder, or tiny"
+    )
+    add_model_arguments(parser.add_argument_group("model and chunks"))
+    _add_place(parser.add_argument_group("where, and for whom"))
+    _add_waiting(parser.add_argument_group("requests that wait"))
+    add_retrieval_arguments(parser.add_argument_group("documents for /v1/rag"))
+    _add_limits(parser.add_argument_group("limits of one request, and of one API key"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; or make a key and leave."""
+    if arguments.new_key is not None:
+        return _make_key(arguments)
+    settings = settings_of(arguments)
+    quiet()
+    from kvcache_rag.serve import wiring
+
+    def announce(line: str, page: str) -> None:
+        print(f"kvcache-rag: {line}; look at {page}", flush=True)
+
+    wiring.run(settings, announce)
+    return 0
+
+
+# ---------------------------------------------------------------------- arguments
+def add_model_arguments(group: Any) -> None:
+    """Declare what is served."""
+    group.add_argument("--model", dest="model_option", metavar="MODEL", help="as MODEL")
+    group.add_argument("--served-name", metavar="NAME", help="its name in requests")
+    group.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
+    group.add_argument("--dtype", default="auto", help="dtype to load (default: as it was saved)")
+    group.add_argument("--store", metavar="DIR", help="folder or URL (s3://...) of the chunks")
+    group.add_argument("--store-bytes", type=int, metavar="N", help="limit of the folder")
+    group.add_argument("--memory-bytes", type=int, metavar="N", help="limit of the memory before")
+    group.add_argument("--codec", metavar="NAME", help="native, int8 or int4: chunks in the store")
+    group.add_argument("--context-window", type=int, metavar="N", help="longest prompt and answer")
+    group.add_argument("--system-prompt", metavar="TEXT", help="instruction before the chunks")
+    group.add_argument("--policy", help="of requests that name none, such as cacheblend:0.2")
+    group.add_argument("--gate", metavar="FILE", help="verdict of kvcache-rag verify")
+    group.add_argument("--auxiliary", metavar="MODEL", help="small model, for cacheclip")
+
+
+def _add_place(group: Any) -> None:
+    group.add_argument("--host", help="address (default: 127.0.0.1, this machine alone)")
+    group.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
+    group.add_argument("--replicas", type=int, metavar="N", help="processes, under Ray Serve")
+    group.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster that runs")
+    group.add_argument("--api-keys", type=Path, metavar="FILE", help="keys and their namespaces")
+    group.add_argument(
+        "--new-key", metavar="NAMESPACE", help="add a key to --api-keys, print it, and leave"
+    )
+    group.add_argument(
+        "--allow-anonymous", action="store_true", help="serve other machines without keys"
+    )
+    group.add_argument(
+        "--allowed-host", action="append", metavar="NAME", dest="allowed_hosts",
+        help="further name of this server; repeatable",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-origin", action="append", metavar="URL", dest="allowed_origins",
+        help="web pages that may ask it; repeatable",
+    )  # fmt: skip
+
+
+def _add_waiting(group: Any) -> None:
+    group.add_argument(
+        "--prefetch", metavar="WHERE", help="off (default), same, or a device: cpu, cuda:1"
+    )
+    group.add_argument("--prefetch-after", type=float, metavar="SECONDS", help="default: 0.05")
+    group.add_argument("--max-batch", type=int, metavar="N", help="answered together (default: 8)")
+    group.add_argument("--max-waiting", type=int, metavar="N", help="beyond, 503 (default: 256)")
+    group.add_argument("--heartbeat", type=float, metavar="SECONDS", help="of silent streams")
+
+
+def add_retrieval_arguments(group: Any) -> None:
+    """Declare where documents are found."""
+    group.add_argument("--chroma", metavar="DIR", help="folder or http://host:port")
+    group.add_argument("--collection", metavar="NAME", help="may contain {namespace}")
+    group.add_argument("--shared-collection", action="store_true", help="one for all namespaces")
+    group.add_argument("--embed", dest="embedding", metavar="NAME", help="hash, minilm, or a model")
+    group.add_argument("--text", dest="text_form", metavar="FORM", help="how rows read as chunks")
+    group.add_argument("--top-k", type=int, metavar="N", help="documents (default: 4)")
+
+
+def _add_limits(group: Any) -> None:
+    for name, help_ in (
+        ("documents", "documents"),
+        ("document-bytes", "bytes of one document"),
+        ("body-bytes", "bytes of the body"),
+        ("prompt-tokens", "tokens of the prompt"),
+        ("answer-tokens", "tokens of the answer"),
+        ("concurrency", "requests of one key at a time"),
+        ("total-concurrency", "requests of all keys at a time"),
+    ):
+        group.add_argument(f"--max-{name}", type=int, metavar="N", help=help_)
+
+
+# ---------------------------------------------------------------------- settings
+def settings_of(arguments: argparse.Namespace) -> ServerSettings:
+    """What was said; the rest is as `ServerSettings` has it.
+
+    Raises:
+        InvalidInputError: If arguments contradict each other.
+        MissingExtraError: If the extra is not installed.
+    """
+    import importlib.util
+    from dataclasses import fields
+
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "serve")
+    from kvcache_rag.serve.settings import Limits, ServerSettings
+
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if value is not None and value is not False
+    }
+    if "model_option" in given:
+        given["model"] = given.pop("model_option")
+    for name in ("allowed_hosts", "allowed_origins"):
+        given[name] = tuple(given.get(name, ()))
+    limits = {
+        one.name: given[f"max_{one.name}"] for one in fields(Limits) if f"max_{one.name}" in given
+    }
+    known = {one.name for one in fields(ServerSettings)} - {"limits"}
+    chosen = {name: value for name, value in given.items() if name in known}
+    return ServerSettings(**chosen, limits=Limits(**limits))
+
+
+def _make_key(arguments: argparse.Namespace) -> int:
+    if arguments.api_keys is None:
+        raise InvalidInputError("--new-key needs the file that it is added to: --api-keys FILE")
+    from kvcache_rag.serve.keys import new_key
+
+    key = new_key(arguments.api_keys, arguments.new_key)
+    shown = f"keep it, it is shown this once; {arguments.api_keys} has its digest:"
+    print(shown, file=sys.stderr)
+    print(key)
+    return 0
+
+
+def quiet() -> None:
+    """Keep transformers from writing about the weights that it loads."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

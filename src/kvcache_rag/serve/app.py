@@ -1,0 +1,91 @@
+"""Put the server together: routes, errors, and what surrounds every request."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+
+from kvcache_rag.serve import (
+    auth,
+    chat,
+    completions,
+    errors,
+    guard,
+    limits,
+    pages,
+    rag,
+    status,
+    telemetry,
+)
+from kvcache_rag.serve.context import AppContext
+from kvcache_rag.serve.shell import Shell
+
+if TYPE_CHECKING:
+    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.serve.work import Backend, Retriever
+
+_ABOUT: Final = (
+    "Answers questions over documents whose keys and values were computed once: OpenAI's API, with "
+    "`documents`."
+)
+
+
+def build_app(
+    backend: Backend, settings: ServerSettings, *, retriever: Retriever | None = None
+) -> FastAPI:
+    """The server's application.
+
+    Args:
+        backend: Answers; it is closed by whoever made it.
+        settings: What the server was told.
+        retriever: Finds documents for `/v1/rag`; None for none.
+
+    Raises:
+        InvalidInputError: If the file of API keys cannot be used.
+    """
+    app = FastAPI(
+        title="kvcache-rag",
+        version=version("kvcache-rag"),
+        description=_ABOUT,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    authenticate = auth.authenticator(settings)
+    counting = telemetry.ServerTelemetry(backend)
+    context = AppContext(
+        backend=backend,
+        settings=settings,
+        authenticate=authenticate,
+        limits=limits.RequestLimiter(settings.limits, backend),
+        telemetry=counting,
+        retriever=retriever,
+    )
+    for module in (chat, completions, rag, status, telemetry, pages):
+        app.include_router(module.router(context))
+    errors.install(app)
+    # Each surrounds those before it.
+    app.add_middleware(Shell, body_bytes=settings.limits.body_bytes)
+    guard.install(app, settings, authenticate)
+    telemetry.install(app, counting)
+    _declare_own_errors(app)
+    return app
+
+
+def _declare_own_errors(app: FastAPI) -> None:
+    """FastAPI declares a 422 of its own for every route that reads something; ours is a 400."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = made()
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents

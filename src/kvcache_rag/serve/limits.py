@@ -1,0 +1,151 @@
+"""Refuse what is too much, before it costs anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from kvcache_rag.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from kvcache_rag.serve.context import Caller
+    from kvcache_rag.serve.settings import Limits
+    from kvcache_rag.serve.work import Backend, Work
+
+RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
+
+
+class Places:
+    """How many requests are answered or wait at a time, their bodies being read included.
+
+    One event loop uses it.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        """Nobody has a place."""
+        self._limits = limits
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Requests that hold a place now."""
+        return self._taken.total()
+
+    @contextmanager
+    def place(self, caller: Caller) -> Iterator[None]:
+        """Hold one of the caller's places.
+
+        Raises:
+            ApiError: 429 that names the limit.
+        """
+        for name, taken, allowed, whose in (
+            ("concurrency", self._taken[caller.key_id], self._limits.concurrency, "this caller"),
+            ("total_concurrency", self.taken, self._limits.total_concurrency, "this server"),
+        ):
+            if taken >= allowed:
+                raise ApiError(
+                    429,
+                    f"{allowed} requests of {whose} are being answered, the limit {name}; "
+                    "repeat the request when one of them is complete",
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=RETRY_AFTER,
+                )
+        self._taken[caller.key_id] += 1
+        try:
+            yield
+        finally:
+            self._taken[caller.key_id] -= 1
+            if not self._taken[caller.key_id]:
+                del self._taken[caller.key_id]
+
+
+class RequestLimiter:
+    """Admits requests whose content stays within `Limits`; the guard counts them (`Places`).
+
+    Attributes:
+        limits: The figures.
+    """
+
+    def __init__(self, limits: Limits, backend: Backend) -> None:
+        """Hold requests to `limits`; `backend` counts the tokens of prompts."""
+        self.limits = limits
+        self._backend = backend
+
+    @asynccontextmanager
+    async def admitted(self, caller: Caller, work: Work) -> AsyncIterator[None]:
+        """Let a request in.
+
+        Raises:
+            ApiError: 413 for too many documents or bytes, 400 for too many tokens; each names the
+                limit and its value.
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        del caller
+        self.check(work)
+        await self.check_prompt(work)
+        yield
+
+    def check(self, work: Work) -> None:
+        """Refuse too many or too long documents, and too long an answer.
+
+        Raises:
+            ApiError: 413 or 400.
+        """
+        limits = self.limits
+        if len(work.chunks) > limits.documents:
+            raise _too_large("documents", len(work.chunks), limits.documents, "documents")
+        if work.query and work.top_k > limits.documents:
+            raise _too_many("documents", work.top_k, limits.documents, "documents", "top_k")
+        for index, text in enumerate(work.chunks):
+            # A text of n letters has n to 4n bytes: most need not be encoded to be judged.
+            if len(text) * 4 <= limits.document_bytes:
+                continue
+            size = len(text.encode("utf-8", "surrogatepass"))
+            if size > limits.document_bytes:
+                raise _too_large(
+                    "document_bytes", size, limits.document_bytes, f"bytes in documents[{index}]"
+                )
+        if work.max_new_tokens > limits.answer_tokens:
+            raise _too_many(
+                "answer_tokens",
+                work.max_new_tokens,
+                limits.answer_tokens,
+                "tokens of the answer",
+                "max_tokens",
+            )
+
+    async def check_prompt(self, work: Work) -> None:
+        """Refuse too long a prompt; what `/v1/rag` retrieves is not counted, it is the server's.
+
+        Raises:
+            ApiError: 400.
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        allowed = self.limits.prompt_tokens
+        if allowed is None:
+            return
+        tokens = await self._backend.count(work)
+        if tokens > allowed:
+            raise _too_many("prompt_tokens", tokens, allowed, "tokens of the prompt", None)
+
+
+def _too_large(name: str, asked: int, allowed: int, of: str) -> ApiError:
+    return ApiError(
+        413,
+        f"{asked} {of} are more than the limit {name} of {allowed}; send fewer",
+        param="documents",
+        code="request_too_large",
+    )
+
+
+def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -> ApiError:
+    return ApiError(
+        400,
+        f"{asked} {of} are more than the limit {name} of {allowed}; ask for fewer",
+        param=param,
+        code="context_length_exceeded" if name == "prompt_tokens" else "limit_exceeded",
+    )

@@ -1,0 +1,144 @@
+// The prompt as coloured tokens. Everything is written as text: nothing in it is ever markup.
+
+export const STATES = {
+  reused: { label: "reused", note: "keys and values come from the cache" },
+  prefilled: { label: "prefilled", note: "its chunk was not cached, so it was computed by itself first" },
+  recomputed: { label: "recomputed", note: "computed again in the context of the whole prompt" },
+  computed: { label: "computed", note: "the question, and everything in a full prefill" },
+};
+const SPANS = { prefix: "Instruction", chunk: "Document", query: "Question" };
+const MOST_DRAWN = 8000; // tokens; a browser draws more only slowly
+
+const element = (name, className, text = "") => {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+};
+const plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+
+export class PromptView {
+  constructor({ spans, legend, bar, readout }) {
+    Object.assign(this, { spans, legend, bar, readout, explained: null, at: -1 });
+    this.hint = readout.textContent;
+    for (const state of Object.keys(STATES)) legend.append(this.#entry(state));
+    spans.addEventListener("pointerover", (event) => this.#point(event.target));
+    spans.addEventListener("click", (event) => this.#point(event.target));
+    spans.addEventListener("keydown", (event) => this.#move(event));
+  }
+
+  #entry(state) {
+    const entry = element("li", "");
+    const sample = element("span", `token ${state}`, STATES[state].label);
+    sample.title = STATES[state].note;
+    const count = element("b", "", "–");
+    count.dataset.state = state;
+    entry.append(sample, " ", count);
+    return entry;
+  }
+
+  // What is shown belongs to something else than what is written now.
+  markStale() {
+    this.spans.classList.add("stale");
+  }
+
+  // `fresh`: numbers of the chunks that the last answer had to prefill.
+  show(explained, fresh = new Set()) {
+    this.explained = { ...explained, tokens: explained.tokens.map((token) => ({ ...token })) };
+    const ids = explained.tokens.map((token) => token.id).join();
+    if (ids !== this.ids) this.at = -1; // another prompt
+    this.ids = ids;
+    this.spans.classList.remove("stale");
+    this.#markFresh(fresh);
+    this.#count();
+    this.spans.replaceChildren();
+    this.drawn = [];
+    let chunk = 0;
+    for (const span of explained.spans) {
+      const number = span.kind === "chunk" ? ++chunk : 0;
+      if (span.stop > span.start) this.spans.append(this.#section(span, number, fresh.has(number - 1)));
+    }
+    const left = explained.tokens.length - this.drawn.length;
+    if (this.at in this.drawn) this.#choose(this.at);
+    else this.#forget();
+    if (left > 0) this.spans.append(element("p", "quiet", `${plural(left, "more token")} not drawn`));
+  }
+
+  #markFresh(fresh) {
+    const chunks = this.explained.spans.filter((span) => span.kind === "chunk");
+    for (const index of fresh) {
+      for (let at = chunks[index]?.start; at < chunks[index]?.stop; at += 1) {
+        const token = this.explained.tokens[at];
+        if (token.state === "reused") token.state = "prefilled";
+      }
+    }
+  }
+
+  #count() {
+    const counts = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
+    for (const token of this.explained.tokens) counts[token.state] += 1;
+    this.bar.replaceChildren();
+    for (const [state, count] of Object.entries(counts)) {
+      this.legend.querySelector(`[data-state=${state}]`).textContent = count;
+      if (!count) continue;
+      const part = element("span", state);
+      part.style.flexGrow = count;
+      this.bar.append(part);
+    }
+  }
+
+  #section({ kind, start, stop, tier }, number, isFresh) {
+    const section = element("div", `span ${kind}`);
+    const name = number ? `${SPANS[kind]} ${number}` : SPANS[kind];
+    const from = this.#origin(kind, tier, this.explained.tokens[start].state, isFresh);
+    const head = element("p", "span-head", [name, plural(stop - start, "token"), from].filter(Boolean).join(" · "));
+    const body = element("p", "tokens");
+    for (let at = start; at < stop && at < MOST_DRAWN; at += 1) {
+      const { text, state } = this.explained.tokens[at];
+      const token = element("span", `token ${state}`, text);
+      token.dataset.at = at;
+      this.drawn.push(token);
+      body.append(token);
+    }
+    section.append(head, body);
+    section.dataset.name = name;
+    return section;
+  }
+
+  #origin(kind, tier, state, isFresh) {
+    if (kind === "prefix") return state === "reused" ? "computed once for all questions" : "";
+    if (isFresh) return "prefilled just now";
+    return state === "prefilled" ? "not cached yet" : tier && `from ${tier}`;
+  }
+
+  #point(target) {
+    const at = target.dataset?.at;
+    if (at !== undefined) this.#choose(Number(at));
+  }
+
+  // The state and place of one token, in words.
+  #choose(at) {
+    this.drawn[this.at]?.classList.remove("active");
+    this.at = at;
+    const drawn = this.drawn[at];
+    drawn.classList.add("active");
+    const { text, position, state, id } = this.explained.tokens[at];
+    const name = drawn.closest(".span").dataset.name;
+    const shown = text ? `“${text}”` : "(part of the next character)";
+    this.readout.textContent = `${shown} – ${STATES[state].label}, position ${position}, ${name}, id ${id}`;
+  }
+
+  #forget() {
+    this.at = -1;
+    this.readout.textContent = this.hint;
+  }
+
+  #move(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity };
+    const step = steps[event.key];
+    if (step === undefined || !this.drawn?.length) return;
+    event.preventDefault();
+    this.#choose(Math.min(Math.max(this.at + step, 0), this.drawn.length - 1));
+    this.drawn[this.at].scrollIntoView({ block: "nearest" });
+  }
+}

@@ -1,0 +1,259 @@
+"""A backend over the replicas of a Ray Serve deployment.
+
+A request is handed at once to the replica with the shortest queue (Serve's power of two choices)
+and waits there, where batches are formed and chunks prefetched.  When a replica dies, requests of
+which no text had come are handed to another one, once: a request may be what ended the replica, and
+should not end them all.  A stream that had begun ends with 503, to be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.ray_errors import (
+    LostError,
+    NoReplicaError,
+    failed_of,
+    is_lost,
+    raised_of,
+)
+from kvcache_rag.serve.work import NOT_READY, OVERLOADED, Failed, Finished, Started
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from kvcache_rag.serve.ray_ahead import Ahead
+    from kvcache_rag.serve.work import Event, Retriever, Source, Work
+
+LOG = logging.getLogger(__name__)
+
+ATTEMPTS: Final = 2
+"""Replicas that a request is handed to, one after the other, before it is given up."""
+PATIENCE: Final = 60.0
+"""Seconds that requests wait for any replica to run before they fail."""
+LOOK: Final = 5.0
+"""Seconds of silence after which is looked whether a replica runs at all."""
+STATS_WAIT: Final = 5.0
+"""Seconds that a replica has to give its counters."""
+
+
+class RayBackend:
+    """Answers requests by the replicas of one deployment (`serve.work.Backend`)."""
+
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        name: str,
+        replicas: int,
+        running: Callable[[], int],
+        ahead: Ahead | None = None,
+        retriever: Retriever | None = None,
+        patience: float = PATIENCE,
+        look: float = LOOK,
+    ) -> None:
+        """Use a deployment of `Replica` that runs.
+
+        Args:
+            handle: Its handle.
+            name: Of the model, in requests and answers.
+            replicas: How many there are when all is well.
+            running: How many are running now; called in threads.
+            ahead: Hands waiting requests to a generator; None for none.
+            retriever: Finds documents, in threads of this process; None for none.
+            patience: Seconds that requests wait when no replica runs.
+            look: Seconds of silence after which is looked whether one runs.
+        """
+        self._handle, self._stream = handle, handle.options(stream=True)
+        self._name, self._replicas, self._running = name, replicas, running
+        self._ahead, self._retriever = ahead, retriever
+        self._patience, self._look = patience, look
+        self._counts: Counter[str] = Counter(handed_on=0, lost=0)
+        self._was_ready = self._closed = False
+
+    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+        """Answer a request by one replica, or by another if that dies before it begins."""
+        arrived = time.monotonic()
+        try:
+            work, sources = await self._retrieved(work)
+        except Exception as error:
+            yield failed_of(error)
+            return
+        watched = self._ahead.watch(work) if self._ahead is not None else None
+        try:
+            async with aclosing(self._handed(work, arrived)) as events:
+                async for event in events:
+                    if isinstance(event, Started):
+                        if watched is not None:
+                            watched.stop()
+                        ahead = watched is not None and watched.is_prefetched
+                        yield replace(
+                            event,
+                            sources=sources or event.sources,
+                            prefetched=ahead or event.prefetched,
+                        )
+                    else:
+                        yield event
+        finally:
+            if watched is not None:
+                watched.stop()
+
+    async def count(self, work: Work) -> int:
+        """Tokens of the request's prompt, by any replica."""
+        return int(await self._ask("count", work))
+
+    async def explain(self, work: Work) -> Mapping[str, Any]:
+        """Spans of the request's prompt, by any replica."""
+        explained: Mapping[str, Any] = await self._ask("explain", work)
+        return explained
+
+    async def ready(self) -> bool:
+        """Whether requests would be answered: at first by all replicas, later by one at least.
+
+        While a replica that died is loaded anew, the others answer.
+        """
+        if self._closed:
+            return False
+        running = await self._count_running()
+        self._was_ready |= running >= self._replicas
+        return self._was_ready and running > 0
+
+    async def stats(self) -> Mapping[str, Any]:
+        """Counters of every replica that answers in time, and of what was handed on or lost."""
+        try:
+            response = self._handle.broadcast("stats")
+            found = await response.results_async(timeout_s=STATS_WAIT, return_exceptions=True)
+        except Exception as error:  # between the death of the last replica and the next one
+            if not (is_lost(error) or isinstance(error, TimeoutError)):
+                raise raised_of(error) from None
+            found = []
+        replicas = [dict(one) for one in found if isinstance(one, Mapping)]
+        if self._ahead is not None:
+            replicas.append({"replica": "generator", "prefetch": dict(self._ahead.counts)})
+        return {"replicas": replicas, **self._counts}
+
+    async def models(self) -> list[str]:
+        """The one name under which the model is asked for."""
+        return [self._name]
+
+    async def close(self) -> None:
+        """Take no more requests; whoever started the replicas ends them."""
+        self._closed = True
+
+    async def _retrieved(self, work: Work) -> tuple[Work, tuple[Source, ...]]:
+        """The work with what was found for its query, before it is queued."""
+        if not work.query or self._retriever is None:
+            return work, ()
+        found = await asyncio.to_thread(
+            self._retriever.retrieve, work.query, work.top_k, work.namespace
+        )
+        chunks = (*work.chunks, *(source.text for source in found))
+        return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
+
+    async def _handed(self, work: Work, arrived: float) -> AsyncGenerator[Event, None]:
+        """Events of the first replica that begins with the work."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._closed:
+                yield Failed(NOT_READY, OVERLOADED, "the server is shutting down")
+                return
+            before, has_begun = time.monotonic() - arrived, False
+            try:
+                async with aclosing(self._events(work)) as events:
+                    async for event in events:
+                        if isinstance(event, Started):
+                            has_begun = True
+                            yield replace(event, queue_wait=before + event.queue_wait)
+                        else:
+                            yield event
+                return
+            except Exception as error:
+                again = is_lost(error) and not isinstance(error, NoReplicaError)
+                if has_begun or not again or attempt == ATTEMPTS:
+                    self._counts["lost"] += is_lost(error)
+                    yield failed_of(error)
+                    return
+            self._counts["handed_on"] += 1
+
+    async def _events(self, work: Work) -> AsyncGenerator[Event, None]:
+        """Events of one replica; closing this takes the request back there."""
+        response, is_over = self._stream.answer.remote(work), False
+        try:
+            while not is_over:
+                event = await self._patiently(_next(response))
+                is_over = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            if not is_over:
+                response.cancel()
+
+    async def _patiently(self, step: Any) -> Any:
+        """Await what a replica gives, as long as one runs.
+
+        In a task of its own, so that a cancellation by Ray (its task was cancelled with the
+        replica) can be told from one by our caller.
+
+        Raises:
+            NoReplicaError: If none runs.
+            LostError: If Ray cancelled it.
+        """
+        task, without = asyncio.ensure_future(step), 0.0
+        task.add_done_callback(_retrieve)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._look))[0]:
+                without = 0.0 if await self._count_running() else without + self._look
+                if without >= self._patience:
+                    raise NoReplicaError
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise LostError
+        return task.result()
+
+    async def _count_running(self) -> int:
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._running), STATS_WAIT)
+        except Exception as error:
+            LOG.warning("the cluster does not say which replicas run: %r", error)
+            return 0
+
+    async def _ask(self, method: str, work: Work) -> Any:
+        """A value from any replica; from another one if that dies."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._closed:
+                break
+            response = getattr(self._handle, method).remote(work)
+            try:
+                return await self._patiently(_value(response))
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            except Exception as error:
+                if attempt == ATTEMPTS or not is_lost(error):
+                    raise raised_of(error) from None
+        raise ApiError(NOT_READY, "the server is shutting down", kind=OVERLOADED)
+
+
+async def _next(response: Any) -> Event:
+    """The next event of a streaming call."""
+    event: Event
+    async for event in response:
+        return event
+    raise LostError  # it ended without an answer
+
+
+async def _value(response: Any) -> Any:
+    return await response
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """What became of a call that was taken back interests nobody."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,248 @@
+"""Find documents in Chroma: the rows that were ingested, in the text that was prefilled.
+
+    retriever = open_retriever(settings)
+    sources = retriever.retrieve("Which mountain is the highest?", 4, namespace="")
+
+Each tenant reads its own collection, named by `{namespace}` in the collection's name, unless the
+operator says that all share one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.integration.forms import row_text
+from kvcache_rag.integration.reference import REFERENCE_KEYS
+from kvcache_rag.integration.rows import Rows, is_gone
+from kvcache_rag.serve.embedding import MINILM, embedding_by_name
+from kvcache_rag.serve.errors import LOG, ApiError
+from kvcache_rag.serve.keys import METRICS_NAMESPACE, ApiKeys
+from kvcache_rag.serve.work import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.integration.forms import RowText
+    from kvcache_rag.integration.rows import Row
+    from kvcache_rag.serve.embedding import Embed
+    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.template import PromptTemplate
+
+PLACE: Final = "{namespace}"
+NOTED: Final = ".kvcache-rag.json"
+RETRY_AFTER: Final = 2.0  # seconds: a server of documents that restarts is back after some
+# What LlamaIndex writes beside a node, and which says nothing to a reader.
+_OF_LLAMA_INDEX: Final = frozenset({"doc_id", "ref_doc_id"})
+
+
+@dataclass(frozen=True)
+class ChromaRetriever:
+    """Nearest rows of a Chroma collection.
+
+    Safe to be called from several threads.  A collection is looked up with every call, so that one
+    that was made or made anew since the start is found.
+
+    Attributes:
+        client: A `chromadb` client.
+        collection: Name of the collection, with `{namespace}` where each tenant has its own.
+        embed: Turns a question into a vector, as the rows' were made.
+        text_of: What of a row becomes a chunk.
+    """
+
+    client: Any
+    collection: str
+    embed: Embed
+    text_of: RowText
+
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        """The `top_k` best rows for `query` in a tenant's collection, best first.
+
+        Scores are `exp(-distance)`, as LlamaIndex's Chroma store gives them.
+
+        Raises:
+            ApiError: 400 for a blank question, 404 if there are no documents, 503 if the database
+                fails.
+        """
+        if not query.strip():
+            raise ApiError(400, "there is nothing to look for; ask something", param="question")
+        name = self.collection.replace(PLACE, namespace)
+        vector = self.embed(query)
+        try:
+            found = self.client.get_collection(name, embedding_function=None)
+            rows = Rows(found).nearest(vector, top_k)
+        except Exception as error:  # Chroma raises whatever its parts raise
+            if is_gone(error):
+                raise _empty(name) from error
+            LOG.exception("the collection %s cannot be searched", name)
+            raise ApiError(
+                503,
+                "the documents cannot be searched at the moment; try again, or tell the operator",
+                kind="server_error",
+                code="retrieval_failed",
+                retry_after=RETRY_AFTER,
+            ) from error
+        if not rows:
+            raise _empty(name)
+        return [source for row in rows if (source := self._source(row)).text.strip()]
+
+    def _source(self, row: Row) -> Source:
+        return Source(row.id, self.text_of(row), math.exp(-row.distance), shown(row.metadata))
+
+
+def shown(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a row's metadata is its user's, not its framework's or the chunk store's.
+
+    JSON has no number for a value that is infinite or none, so it has none here either.
+    """
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in metadata.items()
+        if not (key.startswith("_") or key in REFERENCE_KEYS or key in _OF_LLAMA_INDEX)
+    }
+
+
+def open_retriever(settings: ServerSettings) -> ChromaRetriever | None:
+    """What finds documents for a server of these settings; None if no Chroma is named.
+
+    Raises:
+        InvalidInputError: If the database cannot be opened, its vectors are not those of the
+            embedding, or tenants would read each other's documents.
+        MissingExtraError: If chromadb, or what the embedding needs, is not installed.
+    """
+    if settings.chroma is None:
+        return None
+    names = _collections(settings)
+    client = _client(settings.chroma)
+    name = _embedding(settings, names)
+    retriever = ChromaRetriever(
+        client,
+        settings.collection,
+        embedding_by_name(name),
+        row_text(settings.text_form, _template(settings)),
+    )
+    for collection in names:
+        _check_vectors(retriever, collection, name)
+    return retriever
+
+
+def _collections(settings: ServerSettings) -> list[str]:
+    """The collections that will be read.
+
+    Raises:
+        InvalidInputError: If tenants would share one that nobody said is shared.
+    """
+    if settings.api_keys is None:
+        if PLACE in settings.collection:
+            raise InvalidInputError(
+                f"the collection {settings.collection!r} needs a namespace, and callers have none "
+                f"without --api-keys; name the collection without {PLACE}"
+            )
+        return [settings.collection]
+    if PLACE not in settings.collection:
+        if settings.shared_collection:
+            return [settings.collection]
+        raise InvalidInputError(
+            f"every API key would read all documents of {settings.collection!r}; give tenants "
+            f"collections of their own (--collection docs-{PLACE}) or say --shared-collection"
+        )
+    keys = ApiKeys.load(settings.api_keys)
+    tenants = {key.caller.namespace for key in keys.known} - {METRICS_NAMESPACE}
+    return [settings.collection.replace(PLACE, tenant) for tenant in sorted(tenants)]
+
+
+def _client(place: str) -> Any:
+    """A client of a folder that holds a database, or of a server."""
+    try:
+        import chromadb
+    except ImportError as error:
+        raise MissingExtraError("chromadb", "chroma") from error
+    url = urlsplit(place)
+    if url.scheme in ("http", "https"):
+        try:
+            ssl = url.scheme == "https"
+            port = url.port or (443 if ssl else 8000)
+            return chromadb.HttpClient(url.hostname or "", port, ssl=ssl)
+        except Exception as error:  # whatever the client raises for a server that is not there
+            raise InvalidInputError(
+                f"there is no Chroma server at {url.netloc}; start it, or correct --chroma"
+            ) from error
+    folder = Path(place)
+    if not (folder / "chroma.sqlite3").is_file():
+        raise InvalidInputError(
+            f"there is no Chroma database in {folder}; make one by `kvcache-rag ingest DIR`, or "
+            "correct --chroma"
+        )
+    return chromadb.PersistentClient(path=str(folder.absolute()))
+
+
+def _embedding(settings: ServerSettings, names: Sequence[str]) -> str:
+    """Name of the embedding: the one given, else what `ingest` noted beside the folder.
+
+    Raises:
+        InvalidInputError: If they differ.
+    """
+    noted = {found for name in names if (found := _noted(str(settings.chroma), name))}
+    wanted = {_absolute(settings.embedding)} if settings.embedding else noted
+    if len(wanted) > 1 or (noted and wanted != noted):
+        raise InvalidInputError(
+            f"{settings.chroma} was embedded by {' and '.join(sorted(noted))}; say --embed "
+            f"{min(noted)}, or name other collections"
+        )
+    return next(iter(wanted), MINILM)
+
+
+def _noted(chroma: str, collection: str) -> str:
+    folder = Path(chroma)
+    if not folder.name:
+        return ""
+    path = folder.with_name(f"{folder.name}.{collection}{NOTED}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    found = values.get("embed") if isinstance(values, dict) else None
+    return _absolute(found) if isinstance(found, str) else ""
+
+
+def _absolute(name: str) -> str:
+    """A folder by its whole path, anything else as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _template(settings: ServerSettings) -> PromptTemplate:
+    """The template in which the model's chunks are written."""
+    from kvcache_rag.loading import resolve  # loads transformers
+    from kvcache_rag.template import PromptTemplate
+
+    folder = Path(resolve(settings.model))
+    found = PromptTemplate.load(folder) if folder.is_dir() else None
+    return found or PromptTemplate()
+
+
+def _check_vectors(retriever: ChromaRetriever, collection: str, name: str) -> None:
+    """Refuse an embedding whose vectors have another length than the collection's."""
+    try:
+        found = retriever.client.get_collection(collection, embedding_function=None)
+        Rows(found).nearest(retriever.embed("?"), 1)
+    except Exception as error:
+        if is_gone(error):
+            return  # a tenant who has no documents yet
+        raise InvalidInputError(
+            f"the collection {collection!r} cannot be searched by the embedding {name}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def _empty(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there are no documents in the collection {name!r}; ingest some, for example by "
+        f"`kvcache-rag ingest DIR --collection {name}`",
+        code="no_documents",
+    )

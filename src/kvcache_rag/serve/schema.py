@@ -1,0 +1,249 @@
+"""Bodies of requests: OpenAI's fields and ours, checked.
+
+Fields that cannot be honoured are declared with the one value that changes nothing, so that the
+schema says what `errors.refusal` then explains; a field that is not declared is refused by name.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies import policy_by_name
+from kvcache_rag.serve.documents import Document, SomeText, Text
+from kvcache_rag.serve.errors import ApiError
+
+_STRICT: Final = ConfigDict(extra="forbid", strict=True)
+# Policies whose dial is a ratio, and the policy that a ratio alone means.
+_WITH_RATIO: Final = ("cacheblend", "cacheclip")
+_LARGEST: Final = 2**31 - 1
+_SEEDS: Final = 2**63
+
+
+def _text_or_list(given: Any) -> str:
+    return "(string)" if isinstance(given, str) else "(list)"
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag("(string)")] | Annotated[list[TextPart], Tag("(list)")],
+    Discriminator(_text_or_list),
+]
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation, as OpenAI's clients write it (and give it back)."""
+
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text; parts stand on lines of their own."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content if part.text)
+        return self.content or ""
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside the answer."""
+
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class ResponseFormat(BaseModel):
+    """Plain text."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+
+
+class KVCacheOptions(BaseModel):
+    """What to reuse for this request."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"policy": "cacheblend", "ratio": 0.2}]},
+    )
+
+    policy: Text | None = Field(
+        None,
+        description="A policy by name, such as reuse, legolink, cacheblend, full; None for the "
+        "server's. Numbers may stand behind a colon: cacheblend:0.2.",
+    )
+    ratio: float | None = Field(
+        None, ge=0, le=1, description="Part of the chunk tokens that is computed again."
+    )
+
+    def text(self, default: str = "") -> str | None:
+        """The policy as `policy_by_name` reads it; None for the engine's own.
+
+        Args:
+            default: The server's policy.
+
+        Raises:
+            ApiError: If there is no such policy, or it has no ratio.
+        """
+        named = self.policy if self.policy is not None else default
+        if self.ratio is not None:
+            named = self._with_ratio(named.strip())
+        if not named:
+            return None
+        try:
+            policy_by_name(named)
+        except InvalidInputError as error:
+            raise ApiError(400, str(error), param="kvcache.policy") from error
+        return named
+
+    def _with_ratio(self, named: str) -> str:
+        if named.lower() not in _WITH_RATIO:
+            given = f"{named!r} has none" if named else "none is named"
+            raise ApiError(
+                400,
+                f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {given}; name one, "
+                "or leave kvcache.ratio out",
+                param="kvcache.ratio",
+            )
+        return f"{named}:{self.ratio!r}"
+
+
+class Asking(BaseModel):
+    """What chat and completions have in common."""
+
+    model_config = _STRICT
+
+    model: Text = Field(description="Name of the served model, as GET /v1/models gives it.")
+    documents: list[Document] | None = Field(
+        None,
+        description="Each is a chunk before the conversation: reused if it is cached, else "
+        "computed and stored. An empty list says that nothing was found.",
+    )
+    kvcache: KVCacheOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 or nothing for the likeliest tokens."
+    )
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=1, le=_LARGEST)
+    seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
+    stop: (
+        Annotated[
+            Annotated[SomeText, Tag("(string)")]
+            | Annotated[list[SomeText], Field(max_length=4), Tag("(list)")],
+            Discriminator(_text_or_list),
+        ]
+        | None
+    ) = None
+    user: str | None = Field(None, description="Ignored.")
+    n: int | None = Field(None, ge=1, le=1)
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings before which the answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Asking):
+    """Body of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": "Where is the red lamp?"}],
+                    "documents": [
+                        "The red lamp stands in the hall.",
+                        {"id": "b", "title": "Lamps", "text": "The blue lamp is broken."},
+                    ],
+                    "kvcache": {"policy": "cacheblend", "ratio": 0.2},
+                    "max_tokens": 32,
+                }
+            ]
+        },
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1, description="The last one is the user's.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=_LARGEST, description="Newer name of max_tokens; wins if both are given."
+    )
+    logprobs: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    tools: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    store: bool | None = Field(None, description="Ignored: nothing is kept of an answer.")
+    metadata: dict[str, JsonValue] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: chunks are their own keys.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+
+
+class CompletionRequest(Asking):
+    """Body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"model": "tiny", "prompt": "The red lamp", "max_tokens": 8}]
+        },
+    )
+
+    prompt: Annotated[
+        Annotated[SomeText, Tag("(string)")]
+        | Annotated[
+            list[SomeText],
+            Field(min_length=1, max_length=1),
+            Tag("(list)"),
+        ],
+        Discriminator(_text_or_list),
+    ] = Field(description="A text to continue; with documents, the question. One per request.")
+    best_of: int | None = Field(None, ge=1, le=1)
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]

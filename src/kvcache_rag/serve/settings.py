@@ -1,0 +1,163 @@
+"""What a server is told when it starts; nothing of it comes from a request."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.policies import policy_by_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one request, and one API key, may ask for; beyond it the answer is a clear 4xx.
+
+    Attributes:
+        documents: Of one request.
+        document_bytes: Of one document's text, as UTF-8.
+        body_bytes: Of the body of one request.
+        prompt_tokens: Of one prompt; None for what the model's context window holds.
+        answer_tokens: Largest `max_tokens` of one request.
+        concurrency: Requests of one key that are answered or wait at a time.
+        total_concurrency: Requests of all keys that are answered or wait at a time.
+    """
+
+    documents: int = 64
+    document_bytes: int = 1 << 20
+    body_bytes: int = 8 << 20
+    prompt_tokens: int | None = None
+    answer_tokens: int = 4096
+    concurrency: int = 64
+    total_concurrency: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise InvalidInputError(f"the limit {name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What `kvcache-rag serve` was told.
+
+    Attributes:
+        model: Hub id, folder, or "tiny" for the packaged reader.
+        store: Folder or URL of the chunks' keys and values; None to keep them in memory only.
+        host: Address to listen on; loopback unless the server knows who calls.
+        port: 0 for any free one.
+        replicas: Processes under Ray Serve; None for this process alone.
+        ray_address: `host:port` of a running Ray cluster to deploy on, instead of starting one;
+            None to start one.
+        api_keys: File of keys with a namespace each; None to serve without keys.
+        allow_anonymous: Whether to listen beyond loopback without keys.
+        allowed_hosts: Further names under which the server may be asked ("*" for any).
+        allowed_origins: Web pages of other servers that may ask it, such as
+            "https://app.example.org".
+        served_name: Name of the model in requests; "" for `model` itself.
+        policy: Of requests that name none, as `policy_by_name` reads it; "" for the engine's own.
+        system_prompt: Instruction before the chunks; None for the model's own or the default.
+        device: "cpu", "cuda", "cuda:1", ...; None for CUDA if there is one.
+        dtype: "auto" for the checkpoint's own.
+        codec: Form of the chunks in `store`: "native", "int8", "int4".
+        gate: File that `kvcache-rag verify` wrote; None to trust every policy.
+        auxiliary: Small model that chooses tokens for the policy "cacheclip", by hub id or folder;
+            None for none.
+        store_bytes: Limit of the folder `store`; None for no limit.
+        memory_bytes: Limit of the memory in front of it.
+        context_window: Lower it to keep prompts short; None for the model's own.
+        chroma: Folder of a Chroma database, or `http://host:port` of its server; None for no
+            `/v1/rag`.
+        collection: Name of its collection; may contain "{namespace}".
+        shared_collection: Whether tenants may share a collection without "{namespace}".
+        embedding: What embeds questions: "hash", "minilm", or a sentence-transformers name or
+            folder; "" for what was noted beside the folder, else "minilm".
+        text_form: How rows read as chunks, by name; "" as the rows say themselves.
+        top_k: Documents that `/v1/rag` retrieves unless the request says.
+        prefetch: Where chunks of waiting requests are computed: "off", "same" (the model that
+            answers, between answers), or a device with a copy of the model ("cpu", "cuda:1").
+        prefetch_after: Seconds that a request waits before its chunks are prefetched.
+        max_batch: Requests that may be answered in one padded batch.
+        max_waiting: Requests that may wait; one more is answered 503.
+        heartbeat: Seconds of silence after which a stream sends a comment.
+        limits: Of one request and one key.
+
+    Raises:
+        InvalidInputError: If two of them contradict each other.
+    """
+
+    model: str
+    store: str | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    replicas: int | None = None
+    ray_address: str | None = None
+    api_keys: Path | None = None
+    allow_anonymous: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    served_name: str = ""
+    policy: str = ""
+    system_prompt: str | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    codec: str = "native"
+    gate: str | None = None
+    auxiliary: str | None = None
+    store_bytes: int | None = None
+    memory_bytes: int = 1 << 30
+    context_window: int | None = None
+    chroma: str | None = None
+    collection: str = "docs"
+    shared_collection: bool = False
+    embedding: str = ""
+    text_form: str = ""
+    top_k: int = 4
+    prefetch: str = "off"
+    prefetch_after: float = 0.05
+    max_batch: int = 8
+    max_waiting: int = 256
+    heartbeat: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
+            if getattr(self, name) <= 0:
+                raise InvalidInputError(f"{name} must be positive, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise InvalidInputError(f"there is no port {self.port}; use one from 0 to 65535")
+        if self.replicas is not None and self.replicas < 1:
+            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
+        if self.ray_address and self.replicas is None:
+            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+        if self.prefetch_after < 0:
+            raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
+        if self.policy:
+            policy_by_name(self.policy)
+        if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
+            raise InvalidInputError(
+                f"{self.host} can be reached from other machines and there are no API keys; give "
+                "--api-keys FILE, listen on 127.0.0.1, or say --allow-anonymous"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the model in requests and answers."""
+        return self.served_name or self.model
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,247 @@
+"""From settings to a running server: model, store, backend, application, socket."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.codecs.named import by_name
+from kvcache_rag.engine import Engine
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastapi import FastAPI
+
+    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.serve.work import Backend, Retriever
+    from kvcache_rag.stores import ChunkStore
+
+_LOG: Final = logging.getLogger("kvcache_rag.serve")
+_BACKLOG: Final = 2048
+_GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
+_LOOK: Final = 0.05  # seconds between two questions whether the model is ready
+
+
+def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: What to serve.
+        announce: Called once a question would be answered, with one line that says what is served
+            where, and the URL of the page to look at.
+
+    Raises:
+        InvalidInputError: If the address, the model, the store, the keys or the database cannot be
+            used.
+        MissingExtraError: If uvicorn, chromadb or Ray is needed and not installed.
+    """
+    try:
+        import uvicorn  # noqa: F401  # before a model is loaded for nothing
+    except ImportError as error:
+        raise MissingExtraError("uvicorn", "serve") from error
+    with listening(settings.host, settings.port) as listener:
+        retriever = open_retriever(settings)
+        with opened_backend(settings, retriever) as backend:
+            app = build_app(backend, settings, retriever=retriever)
+            url = _url(listener)
+            line = announcement(settings, url)
+            asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+
+
+@contextmanager
+def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Iterator[Backend]:
+    """The backend that the settings describe; who runs the server closes it in its event loop."""
+    if settings.replicas is None:
+        yield local_backend(settings, retriever)
+        return
+    from kvcache_rag.serve.ray_launch import launch
+
+    with launch(settings, retriever=retriever) as backend:
+        yield backend
+
+
+def local_backend(settings: ServerSettings, retriever: Retriever | None = None) -> LocalBackend:
+    """An engine in this process, and what lets requests wait for it.
+
+    Args:
+        settings: Those about model, store, prefetching and waiting are read.
+        retriever: Finds documents; None for none.
+    """
+    return LocalBackend(
+        open_engine(settings),
+        name=settings.name,
+        retriever=retriever,
+        prefetch=settings.prefetch,
+        prefetch_after=settings.prefetch_after,
+        max_batch=settings.max_batch,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def open_engine(settings: ServerSettings) -> Engine:
+    """Load the model, over the store.
+
+    Raises:
+        InvalidInputError: If one of them cannot be used.
+    """
+    store = open_store(settings)
+    auxiliary = None
+    if settings.auxiliary is not None:
+        auxiliary = Auxiliary.from_pretrained(settings.auxiliary, store=store)
+    common: dict[str, Any] = {
+        "context_window": settings.context_window,
+        "auxiliary": auxiliary,
+    }
+    loading: dict[str, Any] = {
+        "store": store,
+        "dtype": settings.dtype,
+        "device": settings.device,
+    }
+    if settings.system_prompt is None:
+        return Engine.from_pretrained(settings.model, gate=settings.gate, **loading, **common)
+    # Without the gate, which is about the template that follows.
+    engine = Engine.from_pretrained(settings.model, **loading, **common)
+    # It stands before the chunks, so it is part of what they are computed behind.
+    common["template"] = replace(engine.template, system=settings.system_prompt)
+    common["gate"] = settings.gate
+    return Engine(engine.model, engine.tokenizer, store=engine.store, **common)
+
+
+def open_store(settings: ServerSettings) -> ChunkStore:
+    """Memory in front of a folder or a URL; without either, memory alone."""
+    memory = MemoryStore(settings.memory_bytes)
+    if settings.store is None:
+        return memory
+    codec = by_name(settings.codec)
+    if "://" in settings.store:
+        return TieredStore(memory, RemoteStore(settings.store, codec=codec))
+    disk = DiskStore(settings.store, max_bytes=settings.store_bytes, codec=codec)
+    return TieredStore(memory, disk)
+
+
+# ---------------------------------------------------------------------- the socket
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens, taken before anything is loaded.
+
+    Args:
+        host: Name or address; of several addresses, the first, IPv4 before IPv6.
+        port: 0 for any free one.
+
+    Raises:
+        InvalidInputError: If nobody can listen there.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise InvalidInputError(
+            f"{host} is no address of this machine ({error.strerror}); listen on 127.0.0.1"
+        ) from error
+    # What is asked at localhost is mostly asked by IPv4.
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _unusable(host, port, error) from error
+        yield listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> InvalidInputError:
+    if error.errno == errno.EADDRINUSE:
+        return InvalidInputError(
+            f"port {port} of {host} is in use by another program; choose another with --port, or 0 "
+            "for any free one"
+        )
+    return InvalidInputError(
+        f"port {port} of {host} cannot be listened on ({error.strerror}); choose another with "
+        "--host and --port"
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announcement(settings: ServerSettings, url: str) -> str:
+    """One line: where the server is, and what it serves."""
+    parts = [
+        f"{settings.name} at {url}/v1",
+        f"chunks in {settings.store}" if settings.store else "chunks in memory only",
+    ]
+    if settings.replicas is not None:
+        parts.append(f"{settings.replicas} replica{'s' * (settings.replicas > 1)}")
+    if settings.chroma:
+        parts.append(f"/v1/rag over {settings.collection}")
+    parts.append("API keys" if settings.api_keys else "no API keys")
+    return f"serving {', '.join(parts)}"
+
+
+# ---------------------------------------------------------------------- the loop
+async def _serve(
+    app: FastAPI, listener: socket.socket, backend: Backend, announce: Callable[[], None]
+) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            wanted = (signal.SIGINT, signal.SIGTERM)
+            before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=_GRACE,
+    )
+    waiting = asyncio.create_task(_announce(backend, announce))
+    try:
+        await Server(config).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await backend.close()
+
+
+async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
+    while True:
+        try:
+            if await backend.ready():
+                break
+        except Exception as error:
+            _LOG.warning("the backend does not say whether it is ready: %r", error)
+        await asyncio.sleep(_LOOK)
+    announce()

@@ -1,0 +1,184 @@
+"""What the scheduler's tests share: works, a model that can be held, a server without one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from contextlib import aclosing
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag import Answer, Engine, MemoryStore, Metrics
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.serve.serving import Served
+from kvcache_rag.serve.work import Failed, Finished, Piece, Started, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvcache_rag.serve.local import LocalBackend
+    from kvcache_rag.serve.queueing import Job
+    from kvcache_rag.serve.work import Event
+
+PATIENCE = 60.0
+TEXTS = (
+    "Marta Lindqvist keeps the lighthouse of Orrin.",
+    "The lighthouse of Orrin was built in 1872.",
+    "Tomas Brandt sells maps in the harbour of Vell.",
+)
+QUESTION = "Who keeps the lighthouse of Orrin?"
+
+
+@lru_cache(maxsize=1)
+def loaded() -> tuple[Any, Any, Any]:
+    """Model, tokenizer and template of the packaged reader, loaded once."""
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    return engine.model, engine.tokenizer, engine.template
+
+
+def reader(**options: Any) -> Engine:
+    """An engine over the packaged reader."""
+    model, tokenizer, template = loaded()
+    options = {"store": MemoryStore(), **options}
+    return Engine(model, tokenizer, template=template, **options)
+
+
+def make_work(number: int = 0, **fields: Any) -> Work:
+    fields = {"question": QUESTION, "chunks": TEXTS, "max_new_tokens": 8, **fields}
+    return Work(id=f"work-{number}", **fields)
+
+
+async def events_of(backend: LocalBackend, work: Work) -> list[Event]:
+    async with aclosing(backend.answer(work)) as events:
+        return [event async for event in events]
+
+
+async def answer_of(backend: LocalBackend, work: Work) -> Answer:
+    last = (await events_of(backend, work))[-1]
+    assert isinstance(last, Finished), last
+    return last.answer
+
+
+def text_of(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Piece))
+
+
+def failure_of(events: Sequence[Event]) -> Failed:
+    (only,) = events
+    assert isinstance(only, Failed)
+    return only
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait on the event loop until another thread has come so far."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came so far"
+        await asyncio.sleep(0.002)
+
+
+def serve_threads() -> list[str]:
+    """Threads of backends; those of waiting calls are shared by the process and stay."""
+    names = ("kvcache-rag-serve", "kvcache-rag-prefetch", "kvcache-rag-retrieve")
+    return [one.name for one in threading.enumerate() if one.name.startswith(names)]
+
+
+class Valve:
+    """Lets the forward passes of a model through, or holds them."""
+
+    def __init__(self, model: Any, patch: Any) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.held = threading.Event()
+        self.passes = 0
+        self.budget: int | None = None  # passes after which it closes by itself
+        self.fails = False
+        forward = model.forward
+
+        @wraps(forward)  # transformers looks at its signature
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.passes += 1
+            if self.fails:
+                raise RuntimeError("the device at /dev/secret is gone")
+            if self.budget is not None:
+                self.budget -= 1
+                if self.budget < 0:
+                    self.budget = None
+                    self.close()
+            if not self.open.is_set():
+                self.held.set()
+                assert self.open.wait(PATIENCE)
+            return forward(*args, **kwargs)
+
+        patch.setattr(model, "forward", held)
+
+    def close(self) -> None:
+        self.held.clear()
+        self.open.clear()
+
+
+class Desk:
+    """A server without a model: notes who was answered, and waits when it is told to."""
+
+    replica = "desk"
+
+    def __init__(self) -> None:
+        self.answered: list[list[str]] = []
+        self.go = threading.Semaphore(0)
+        self.busy = threading.Event()
+        self.is_held = False
+        self.seconds: Callable[[int], float] = lambda size: 0.001 * size
+        self.fails = False
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def one(self, job: Job, begun: Started) -> Served:
+        return self._serve([job], [begun])
+
+    def together(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
+        return self._serve(jobs, begun)
+
+    def _serve(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
+        self.answered.append([job.work.id for job in jobs])
+        self.busy.set()
+        if self.is_held:
+            assert self.go.acquire(timeout=PATIENCE)
+        if self.fails:
+            raise ValueError("a fault of our own")
+        for job, first in zip(jobs, begun, strict=True):
+            job.deliver(first)
+            job.deliver(Finished(Answer("", Metrics())))
+        seconds = self.seconds(len(jobs))
+        return Served(len(jobs), seconds, seconds)
+
+
+class Prefills:
+    """Counts how often the ids of every chunk were computed, by whatever engine."""
+
+    def __init__(self, patch: Any) -> None:
+        self.counts: Counter[tuple[int, ...]] = Counter()
+        self.go, self.busy = threading.Event(), threading.Event()
+        self.go.set()
+        self.fails = False
+        prefill = TransformersModel.prefill
+
+        def counted(model: Any, prefix: Any, chunks: Sequence[Sequence[int]]) -> Any:
+            if prefix is not None:
+                self.counts.update(map(tuple, chunks))
+                self.busy.set()
+                assert self.go.wait(PATIENCE)
+                if self.fails:
+                    raise RuntimeError("no memory left")
+            return prefill(model, prefix, chunks)
+
+        patch.setattr(TransformersModel, "prefill", counted)
+
+    @property
+    def by_chunk(self) -> list[int]:
+        """Of each text, and of all together."""
+        engine = reader()
+        ids = engine.tokenize(QUESTION, TEXTS).chunks
+        return [self.counts[one] for one in (*ids, tuple(id_ for one in ids for id_ in one))]

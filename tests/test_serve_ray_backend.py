@@ -1,0 +1,378 @@
+"""A backend over handles, without Ray's processes: which replica answers, and what a loss becomes.
+
+`tests/test_serve_ray.py` runs the same over real replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import warnings
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag import Answer, Metrics
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.ray_session import _SETTINGS, _environment, _import
+from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.ray_ahead import Ahead
+from kvcache_rag.serve.ray_backend import RayBackend
+from kvcache_rag.serve.ray_errors import failed_of, raised_of
+from kvcache_rag.serve.ray_launch import Shares, _reason
+from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Source, Started, Work
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+WORK = Work("w", "Who?", ("A text.",))
+DONE = Finished(Answer("Ada", Metrics()))
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Any:
+    """Ray's exceptions; imported as `ray_session` does, which a later test may want to start."""
+    pytest.importorskip("grpc")
+    with _environment(_SETTINGS, ()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Ray about itself
+        found = _import(needs_token=True)
+        importlib.import_module("ray.serve")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _with_ray(ray: Any) -> None:
+    """Every test here needs it."""
+
+
+class Response:
+    """A call of a handle: gives its script, step by step."""
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script, self.cancelled = list(script), False
+
+    def __aiter__(self) -> Response:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self.script:
+            raise StopAsyncIteration
+        step = self.script.pop(0)
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+            return await self.__anext__()
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    def __await__(self) -> Any:
+        return self.__anext__().__await__()
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s > 0
+        assert return_exceptions
+        return list(await self.__anext__())
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """A handle of a deployment whose calls follow scripts, one after the other."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts = list(scripts)
+        self.responses: list[Response] = []
+        self.works: list[Work] = []
+
+    def options(self, *, stream: bool) -> Handle:
+        assert stream
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("answer", "count", "explain", "prefetch"):
+            raise AttributeError(name)
+        return self
+
+    def remote(self, work: Work) -> Response:
+        self.works.append(work)
+        self.responses.append(Response(self.scripts.pop(0)))
+        return self.responses[-1]
+
+    def broadcast(self, method: str) -> Response:
+        assert method == "stats"
+        return Response(self.scripts.pop(0))
+
+
+def backend(handle: Handle, running: Callable[[], int] = lambda: 2, **options: Any) -> RayBackend:
+    return RayBackend(handle, name="tiny", replicas=2, running=running, **options)
+
+
+async def events(answers: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in answers]
+
+
+def died(ray: Any) -> BaseException:
+    error: BaseException = ray.exceptions.ActorDiedError()
+    return error
+
+
+def wrapped(ray: Any, cause: Exception) -> BaseException:
+    """As it comes from a replica: Ray's class, with a traceback for a text."""
+    error: BaseException = ray.exceptions.RayTaskError(
+        "answer", "Traceback (most recent call last):\n  File secret.py", cause
+    ).as_instanceof_cause()
+    return error
+
+
+async def test_the_events_of_a_replica_are_passed_on() -> None:
+    handle = Handle([Started(0.5, replica="a"), Piece("A"), Piece("da"), DONE])
+    started, *rest = await events(backend(handle).answer(WORK))
+    assert isinstance(started, Started)
+    assert started.queue_wait >= 0.5
+    assert started.replica == "a"
+    assert rest == [Piece("A"), Piece("da"), DONE]
+    assert handle.works == [WORK]
+    assert not handle.responses[0].cancelled
+
+
+async def test_what_a_dead_replica_had_not_begun_is_answered_by_another(ray: Any) -> None:
+    handle = Handle([died(ray)], [Started(0.0), DONE])
+    subject = backend(handle)
+    assert [type(event) for event in await events(subject.answer(WORK))] == [Started, Finished]
+    handle.scripts.append([[]])
+    assert (await subject.stats())["handed_on"] == 1
+
+
+async def test_what_a_dead_replica_had_begun_is_a_clean_503(ray: Any) -> None:
+    handle = Handle([Started(0.0), Piece("A"), died(ray)], [Started(0.0), DONE])
+    subject = backend(handle)
+    *_, last = await events(subject.answer(WORK))
+    assert isinstance(last, Failed)
+    assert (last.status, last.kind, last.retry_after) == (503, "overloaded", 1.0)
+    assert last.message == "the replica that was answering has ended; repeat the request"
+    assert handle.scripts, "it was handed on"
+    assert isinstance((await events(subject.answer(WORK)))[-1], Finished), "repeated, it succeeds"
+
+
+async def test_a_work_that_ends_every_replica_is_given_up(ray: Any) -> None:
+    handle = Handle(*[[died(ray)] for _ in range(9)])
+    (failed,) = await events(backend(handle).answer(WORK))
+    assert isinstance(failed, Failed)
+    assert failed.status == 503
+    assert len(handle.works) == 2
+
+
+async def test_a_cancellation_by_the_end_of_a_replica_is_a_loss_not_a_cancellation() -> None:
+    handle = Handle([Started(0.0), asyncio.CancelledError()])
+    *_, last = await events(backend(handle).answer(WORK))
+    assert isinstance(last, Failed)
+    assert last.status == 503
+
+
+async def test_closing_the_answer_takes_the_request_back() -> None:
+    handle = Handle([Started(0.0), Piece("A"), asyncio.Event()])
+    async with aclosing(backend(handle).answer(WORK)) as answers:
+        assert isinstance(await anext(answers), Started)
+        assert not handle.responses[0].cancelled
+    assert handle.responses[0].cancelled
+
+
+async def test_cancelling_the_reader_takes_a_waiting_request_back() -> None:
+    handle = Handle([asyncio.Event()])
+    task = asyncio.create_task(events(backend(handle).answer(WORK)))
+    while not handle.responses:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # The generator is closed by the task's end, its finally runs in the loop.
+    while not handle.responses[0].cancelled:
+        await asyncio.sleep(0)
+
+
+async def test_without_any_replica_a_request_fails_after_some_patience() -> None:
+    handle = Handle([asyncio.Event()])
+    subject = backend(handle, lambda: 0, patience=0.05, look=0.01)
+    (failed,) = await events(subject.answer(WORK))
+    assert failed == Failed(
+        503, "overloaded", "no replica is running; repeat the request later", 10.0
+    )
+    assert handle.responses[0].cancelled
+    assert len(handle.works) == 1
+
+
+async def test_a_replica_that_computes_for_long_is_waited_for() -> None:
+    looked = 0
+    computed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def running() -> int:
+        nonlocal looked
+        looked += 1
+        if looked == 5:
+            loop.call_soon_threadsafe(computed.set)
+        return 1
+
+    handle = Handle([computed, Started(0.0), DONE])
+    subject = backend(handle, running, patience=0.02, look=0.01)
+    assert (await events(subject.answer(WORK)))[-1] == DONE
+    assert looked >= 5
+
+
+async def test_a_count_is_asked_of_another_replica_and_a_mistake_is_raised(ray: Any) -> None:
+    assert await backend(Handle([died(ray)], [17])).count(WORK) == 17
+    mistake = InvalidInputError("there is no policy 'x'")
+    with pytest.raises(InvalidInputError, match=r"^there is no policy 'x'$"):
+        await backend(Handle([wrapped(ray, mistake)])).explain(WORK)
+    with pytest.raises(ApiError) as caught:
+        await backend(Handle(*[[died(ray)]] * 2)).count(WORK)
+    assert (caught.value.status, caught.value.retry_after) == (503, 1.0)
+
+
+async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> None:
+    asked: list[tuple[str, int, str]] = []
+
+    class Retriever:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+            asked.append((query, top_k, namespace))
+            if query == "nothing":
+                raise ApiError(404, "there are no documents in the collection", code="empty")
+            return [Source("1", "One."), Source("2", "Two.")]
+
+    handle = Handle([died(ray)], [Started(0.0), DONE])
+    subject = backend(handle, retriever=Retriever())
+    found = await events(subject.answer(Work("w", "Q?", ("Zero.",), query="q", top_k=2)))
+    assert asked == [("q", 2, "")]
+    assert isinstance(found[0], Started)
+    assert [source.id for source in found[0].sources] == ["1", "2"]
+    assert [work.chunks for work in handle.works] == [("Zero.", "One.", "Two.")] * 2
+    assert handle.works[0].query == ""
+    (failed,) = await events(subject.answer(Work("w", "Q?", query="nothing", top_k=2)))
+    assert failed == Failed(
+        404, "invalid_request_error", "there are no documents in the collection"
+    )
+
+
+async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_not() -> None:
+    computed, generated = asyncio.Event(), asyncio.Event()
+    generator = Handle([generated, None])
+    ahead = Ahead(generator, after=0.0)
+    subject = backend(Handle([computed, Started(0.0), DONE]), ahead=ahead)
+    task = asyncio.create_task(events(subject.answer(WORK)))
+    while not generator.works:
+        await asyncio.sleep(0)
+    generated.set()
+    while not ahead.counts["finished"]:
+        await asyncio.sleep(0)
+    computed.set()
+    started = (await task)[0]
+    assert isinstance(started, Started)
+    assert started.prefetched
+    quick = backend(Handle([Started(0.0), DONE]), ahead=Ahead(generator, after=3600.0))
+    started = (await events(quick.answer(WORK)))[0]
+    assert isinstance(started, Started)
+    assert not started.prefetched
+    assert generator.works == [WORK]
+
+
+async def test_a_prefetch_ends_when_the_request_begins_or_goes_and_its_failure_costs_nothing(
+    ray: Any,
+) -> None:
+    never, begins = asyncio.Event(), asyncio.Event()
+    generator = Handle([never], [died(ray)])
+    ahead = Ahead(generator, after=0.0, at_once=1)
+    first = backend(Handle([begins, Started(0.0), DONE]), ahead=ahead)
+    task = asyncio.create_task(events(first.answer(WORK)))
+    while not generator.works:
+        await asyncio.sleep(0)
+    waiting = ahead.watch(WORK)  # the generator has one place
+    await asyncio.sleep(0.01)
+    assert len(generator.works) == 1
+    begins.set()
+    assert (await task)[-1] == DONE
+    while not generator.responses[0].cancelled:
+        await asyncio.sleep(0)
+    while not ahead.counts["failed"]:  # now the other one has the place, and fails
+        await asyncio.sleep(0)
+    assert not waiting.is_prefetched
+    assert dict(ahead.counts) == {"started": 2, "finished": 0, "cancelled": 1, "failed": 1}
+
+
+async def test_it_is_ready_when_all_are_and_stays_so_while_one_is_left() -> None:
+    running = 1
+    subject = backend(Handle(), lambda: running)
+    assert not await subject.ready()
+    running = 2
+    assert await subject.ready()
+    running = 1
+    assert await subject.ready()
+    running = 0
+    assert not await subject.ready()
+    running = 2
+    await subject.close()
+    assert not await subject.ready()
+    (failed,) = await events(subject.answer(WORK))
+    assert isinstance(failed, Failed)
+    assert failed.status == 503
+
+
+async def test_counters_of_those_replicas_that_answer(ray: Any) -> None:
+    handle = Handle([[{"replica": "a", "waiting": 1}, died(ray)]], [died(ray)], [ValueError("x")])
+    subject = backend(handle, ahead=Ahead(Handle(), after=1.0))
+    first, generator = (await subject.stats())["replicas"]
+    assert first == {"replica": "a", "waiting": 1}
+    assert generator["prefetch"] == {"started": 0, "finished": 0, "cancelled": 0, "failed": 0}
+    assert (await subject.stats())["replicas"] == [generator]
+    with pytest.raises(ApiError):
+        await subject.stats()
+    assert await subject.models() == ["tiny"]
+
+
+def test_no_exception_of_ray_shows_through(ray: Any, caplog: Any) -> None:
+    from ray.serve.exceptions import BackPressureError
+
+    full = failed_of(BackPressureError(9, 8))
+    assert (full.status, full.kind, full.retry_after) == (503, "overloaded", 1.0)
+    unknown = failed_of(wrapped(ray, ZeroDivisionError("secret")))
+    assert unknown == Failed(500, "server_error", "the server failed to answer; its log says why")
+    assert "secret" in caplog.text, "an operator must be told"
+    refused = failed_of(wrapped(ray, ApiError(429, "too much", kind="k", retry_after=2.0)))
+    assert refused == Failed(429, "k", "too much", 2.0)
+    assert failed_of(wrapped(ray, InvalidInputError("no"))).status == 400
+    for error in (died(ray), BackPressureError(9, 8), wrapped(ray, ValueError("secret"))):
+        raised = raised_of(error)
+        assert isinstance(raised, KVCacheRagError)
+        assert "\n" not in str(raised)
+        assert "secret" not in str(raised)
+
+
+def test_a_failed_start_is_told_by_what_the_replica_raised() -> None:
+    told = "Deploying application x failed: ...\n  File y\nkvcache_rag.errors.InvalidInputError: "
+    assert _reason(f"{told}no model 'z'; name a folder\n  more") == "no model 'z'; name a folder"
+    assert _reason("Deploying failed:\n\n  out of luck\n") == (
+        "the replicas did not start: out of luck"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "gpus", "expected"),
+    [
+        ({"replicas": 2}, 2, 0, Shares(1, 0.0, 0.0)),
+        ({"replicas": 2}, 8, 0, Shares(4, 0.0, 0.0)),
+        ({"replicas": 2, "prefetch": "cpu"}, 9, 0, Shares(3, 0.0, 0.0)),
+        ({"replicas": 2}, 0, 0, Shares(0, 0.0, 0.0)),
+        ({"replicas": 2}, 8, 4, Shares(8, 1.0, 0.0)),
+        ({"replicas": 3}, 8, 1, Shares(8, 0.3333, 0.0)),
+        ({"replicas": 3, "prefetch": "cuda:3"}, 8, 4, Shares(8, 1.0, 1.0)),
+        ({"replicas": 2, "prefetch": "cpu"}, 8, 2, Shares(8, 1.0, 0.0)),
+        ({"replicas": 2, "device": "cpu"}, 8, 2, Shares(4, 0.0, 0.0)),
+    ],
+)
+def test_cores_and_gpus_are_shared_equally(
+    options: dict[str, Any], cores: int, gpus: int, expected: Shares
+) -> None:
+    assert Shares.of(ServerSettings("tiny", **options), cores, gpus) == expected

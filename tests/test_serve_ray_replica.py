@@ -1,0 +1,164 @@
+"""What runs in a replica's process, here in this one: a backend, and what Ray Serve asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag import Answer, Metrics
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.serve import ray_replica, wiring
+from kvcache_rag.serve.ray_launch import _absolute, _visible, launch
+from kvcache_rag.serve.ray_replica import Replica
+from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag.serve.work import Finished, Piece, Started, Work
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+    from kvcache_rag.serve.work import Event
+
+pytestmark = pytest.mark.timeout(60)
+WORK = Work("w", "Who?", ("A text.",))
+DONE = Finished(Answer("Ada", Metrics()))
+
+
+class Local:
+    """A backend of one process that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.readiness = [False, False]
+        self.prefetched: list[Work] = []
+        self.was_closed = False
+
+    async def ready(self) -> bool:
+        return self.readiness.pop(0) if self.readiness else True
+
+    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+        try:
+            yield Started(0.5, batch=2)
+            yield Piece(work.question)
+            yield DONE
+        finally:
+            self.was_closed = True
+
+    async def count(self, work: Work) -> int:
+        return len(work.chunks)
+
+    async def explain(self, work: Work) -> dict[str, Any]:
+        return {"question": work.question}
+
+    async def prefetch(self, work: Work) -> None:
+        self.prefetched.append(work)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"replicas": [{"replica": "", "waiting": 3}]}
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Local:
+    found = Local()
+    monkeypatch.setattr(wiring, "local_backend", lambda settings: found)
+    monkeypatch.setattr(ray_replica, "LOOK", 0.001)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # so that none is left behind
+    return found
+
+
+@pytest.fixture
+def replica(local: Local) -> Replica:
+    return Replica(ServerSettings("tiny"), 0)
+
+
+async def test_a_replica_is_well_once_its_model_has_answered(
+    replica: Replica, local: Local
+) -> None:
+    await replica.check_health()
+    assert not local.readiness, "it did not wait for the first token"
+    local.readiness = [False]
+    with pytest.raises(RuntimeError, match="does not answer"):
+        await replica.check_health()
+
+
+async def test_a_model_that_never_answers_is_given_up(
+    replica: Replica, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_replica, "WARMING", 0.01)
+    local.readiness = [False] * 100_000
+    with pytest.raises(RuntimeError, match="does not answer"):
+        await replica.check_health()
+
+
+async def test_events_say_which_process_they_come_from(replica: Replica, local: Local) -> None:
+    events = [event async for event in replica.answer(WORK)]
+    started = events[0]
+    assert isinstance(started, Started)
+    assert started.replica.endswith(f":{os.getpid()}")
+    assert (started.queue_wait, started.batch) == (0.5, 2)
+    assert events[1:] == [Piece("Who?"), DONE]
+    assert local.was_closed
+
+
+async def test_cancelling_a_call_closes_the_answer(replica: Replica, local: Local) -> None:
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in replica.answer(WORK):
+            begun.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(read())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while not local.was_closed:
+        await asyncio.sleep(0)
+
+
+async def test_the_rest_is_handed_on(replica: Replica, local: Local) -> None:
+    assert await replica.count(WORK) == 1
+    assert await replica.explain(WORK) == {"question": "Who?"}
+    await replica.prefetch(WORK)
+    assert local.prefetched == [WORK]
+    stats = await replica.stats()
+    assert (stats["waiting"], stats["pid"]) == (3, os.getpid())
+    assert stats["replica"].endswith(f":{os.getpid()}")
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    settings = ServerSettings(str(tmp_path / "nothing"), replicas=2)
+    with pytest.raises(InvalidInputError, match="there is no model folder"), launch(settings):
+        raise AssertionError("it was started")
+
+
+def test_a_replica_finds_files_wherever_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = _absolute(ServerSettings("model", store="kv", gate="verdict.json"))
+    assert found.model == str(tmp_path / "model")
+    assert found.store == str(tmp_path / "kv")
+    assert found.gate == str(tmp_path / "verdict.json")
+    kept = ServerSettings("org/name", store="s3://bucket/kv")
+    assert _absolute(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"),
+    [
+        (None, 0.0, None),
+        (None, 0.5, "cuda"),
+        ("cuda:1", 1.0, "cuda"),
+        ("cpu", 1.0, "cpu"),
+        ("cpu", 0.0, "cpu"),
+    ],
+)
+def test_a_process_sees_only_the_gpu_it_was_given(
+    device: str | None, gpus: float, expected: str | None
+) -> None:
+    assert _visible(device, gpus) == expected
