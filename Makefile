@@ -8,6 +8,8 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq
 WORKERS ?= 0
 # Arguments of `kvcache-rag demo`, such as --dir.
 DEMO ?=
+# Arguments of `make bench-serving`, such as --corpus FILE.
+SERVING ?=
 # A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
 BENCH ?=
 
@@ -23,10 +25,10 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test notebooks soak check bench bench-check format clean
+.PHONY: help demo test notebooks soak check bench bench-check bench-serving format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
 	$(BIN)/kvcache-rag demo $(DEMO)
@@ -58,6 +60,9 @@ bench: $(VENV)/.installed-demo ## Measure time to first token, decoding and memo
 
 bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the committed one; BENCH= a report
 	$(BIN)/python -m benchmarks.check $(BENCH)
+
+bench-serving: $(VENV)/.installed-dev ## Measure two servers under load: no cache, caches of their own, a shared one
+	$(BIN)/python -m benchmarks.serving $(SERVING)
 
 clean: ## Remove caches and build output; keeps the virtual environment
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site

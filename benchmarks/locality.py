@@ -1,0 +1,262 @@
+"""How few documents serve most questions, beside what chance alone would give.
+
+    python -m benchmarks.locality --corpus squad_corpus.jsonl --queries squad_queries.jsonl
+
+Figure 1 of Shared RAG-DCache (arXiv 2504.11765): documents are ordered by how often they are
+retrieved, and the curve says which share of the retrievals the first x % of them serve.  A cache of
+x % of the documents can hit no more.
+
+Retrieval is real: BM25 over words, the project's hashing embedding, and the gold labels (the
+document that a question was written about).  Data are read where they lie; only counts are kept.
+
+Questions that are thrown at documents blindly are not spread evenly either: with five questions per
+document some get none and some get ten.  So the same number of questions is drawn uniformly over
+the documents, many times (each draws as many different documents as it retrieves), and the curve of
+these draws with their 95 % range is the null.  Skew is what is left of it.
+
+Writes a table, a plot, and `benchmarks/results/locality.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from benchmarks.locality_retrieval import RETRIEVERS, Data, read
+from kvcache_rag.evaluation.statistics import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from benchmarks.locality_retrieval import Found
+
+ROOT: Final = Path(__file__).parent.parent
+SERVED: Final = (50, 80, 90)  # % of the retrievals
+HOTTEST: Final = (1, 5, 10, 20)  # % of the documents
+GRID: Final = 101  # points of a curve, 0 to 100 % of the documents
+DRAWS: Final = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to retrieve, at one number of documents per question.
+
+    Attributes:
+        retriever: "BM25", "hashing embedding" or "gold label".
+        top: Documents per question.
+        right: Share of questions whose own document is among them.
+        retrievals: Documents retrieved for all questions together.
+        shares: By % of retrievals, the smallest share of the documents that serves so many.
+        null_shares: The same where questions fall on documents uniformly at random.
+        hottest: By % of documents, the share of the retrievals that these serve at most.
+        null_hottest: The same of the null.
+        curve: Share of the retrievals that the first 0, 1, ... 100 % of the documents serve.
+        null_curve: Medians of the null.
+    """
+
+    retriever: str
+    top: int
+    right: float
+    retrievals: int
+    shares: dict[str, float]
+    null_shares: dict[str, Interval]
+    hottest: dict[str, float]
+    null_hottest: dict[str, Interval]
+    curve: list[float]
+    null_curve: list[float]
+
+
+def counts_of(found: Found, documents: int) -> NDArray[np.int64]:
+    """How often each document is retrieved."""
+    return np.bincount(np.concatenate(found), minlength=documents)
+
+
+def shares_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Smallest shares of the documents that serve `SERVED` % of the retrievals.
+
+    Args:
+        counts: `(documents,)`, or `(draws, documents)`.
+
+    Returns:
+        `(len(SERVED),)`, or `(draws, len(SERVED))`.
+    """
+    served = _served(counts)
+    needed = np.stack([(served < percent / 100).sum(-1) for percent in SERVED], axis=-1)
+    shares: NDArray[np.float64] = needed / counts.shape[-1]
+    return shares
+
+
+def curve_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Share of the retrievals that the hottest 0, 1, ... 100 % of the documents serve.
+
+    Args:
+        counts: `(documents,)`, or `(draws, documents)`.
+
+    Returns:
+        `(GRID,)`, or `(draws, GRID)`; a part of a document counts as that part of it.
+    """
+    served = _served(counts)
+    places = np.linspace(0, counts.shape[-1], GRID)
+    below = np.minimum(places.astype(np.int64), counts.shape[-1] - 1)
+    part = places - below
+    curve: NDArray[np.float64] = served[..., below] * (1 - part) + served[..., below + 1] * part
+    return curve
+
+
+def _served(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Share of the retrievals that the hottest 0, 1, 2, ... documents serve."""
+    hottest = -np.sort(-counts, axis=-1)
+    nothing = np.zeros_like(hottest[..., :1])
+    summed = np.concatenate([nothing, hottest.cumsum(-1)], axis=-1)
+    served: NDArray[np.float64] = summed / summed[..., -1:]
+    return served
+
+
+def null_counts(
+    documents: int, sizes: NDArray[np.int64], draws: int, seed: int = 0
+) -> NDArray[np.int64]:
+    """Retrievals per document where every question draws different documents uniformly.
+
+    Args:
+        documents: How many there are.
+        sizes: `(questions,)` how many each draws.
+        draws: How often all of this is repeated.
+        seed: Of the numbers.
+
+    Returns:
+        `(draws, documents)`.
+    """
+    generator = np.random.default_rng(seed)
+    counted = np.empty((draws, documents), dtype=np.int64)
+    widest = int(sizes.max())
+    wanted = np.arange(widest) < sizes[:, None]
+    for draw in range(draws):
+        picked = generator.integers(0, documents, (len(sizes), widest))
+        while len(twice := _with_repeats(picked)):
+            picked[twice] = generator.integers(0, documents, (len(twice), widest))
+        counted[draw] = np.bincount(picked[wanted], minlength=documents)
+    return counted
+
+
+def _with_repeats(picked: NDArray[np.int64]) -> NDArray[np.int64]:
+    ordered = np.sort(picked, axis=1)
+    return np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+
+
+def row_of(data: Data, retriever: str, top: int, draws: int) -> Row:
+    """Retrieve, count, and draw the null."""
+    found = RETRIEVERS[retriever](data, top)
+    counts = counts_of(found, len(data.documents))
+    sizes = np.array([len(one) for one in found], dtype=np.int64)
+    null = null_counts(len(data.documents), sizes, draws)
+    curve, null_curve = curve_of(counts), curve_of(null)
+    right = [own in one for own, one in zip(data.gold.tolist(), found, strict=True)]
+    shares = dict(zip(map(str, SERVED), shares_of(counts).tolist(), strict=True))
+    null_shares = dict(zip(map(str, SERVED), _ranges(shares_of(null)), strict=True))
+    return Row(
+        retriever,
+        top,
+        float(np.mean(right)),
+        int(counts.sum()),
+        shares,
+        null_shares,
+        {str(percent): float(curve[percent]) for percent in HOTTEST},
+        {str(percent): _ranges(null_curve[:, [percent]])[0] for percent in HOTTEST},
+        [round(value, 5) for value in curve.tolist()],
+        [round(value, 5) for value in np.median(null_curve, axis=0).tolist()],
+    )
+
+
+def _ranges(drawn: NDArray[np.float64]) -> list[Interval]:
+    """Median and 95 % range of every column."""
+    low, middle, high = np.percentile(drawn, (2.5, 50, 97.5), axis=0).tolist()
+    return [Interval(*three, len(drawn)) for three in zip(middle, low, high, strict=True)]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table: share of the documents for half of the retrievals, and the null's."""
+    print(f"{'retrieval':<20}{'top':>4}{'right':>7}" + "".join(f"{f'{p} %':>30}" for p in SERVED))
+    for row in rows:
+        line = f"{row.retriever:<20}{row.top:>4}{100 * row.right:>6.1f}%"
+        for percent in map(str, SERVED):
+            null = row.null_shares[percent]
+            cell = f"{100 * row.shares[percent]:.1f} | {100 * null.value:.1f} "
+            line += f"{cell + f'[{100 * null.low:.1f}, {100 * null.high:.1f}]':>30}"
+        print(line, flush=True)
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--corpus", type=Path, help="documents, JSON lines with id and text")
+    parser.add_argument("--queries", type=Path, help="questions, JSON lines with question and gold")
+    parser.add_argument("--tops", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--draws", type=int, default=DRAWS, help="of the uniform null")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/locality.json")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs/locality.svg")
+    parsed = parser.parse_args(given)
+    if min([*parsed.tops, parsed.draws]) < 1:
+        parser.error("--tops and --draws must be at least 1")
+    return parsed
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Retrieve, count, print a table, write JSON and a plot."""
+    parsed = parse(given)
+    if parsed.corpus is None or parsed.queries is None:
+        print(
+            "locality measures real questions over real documents, which are not part of the "
+            "project; name them by --corpus and --queries",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        data = read(parsed.corpus, parsed.queries)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if max(parsed.tops) > len(data.documents):
+        print(f"--tops must not exceed the {len(data.documents)} documents", file=sys.stderr)
+        return 2
+    started = time.perf_counter()
+    print(
+        f"{len(data.documents)} documents, {len(data.questions)} questions; share of the documents "
+        f"that serve 50, 80, 90 % of the retrievals | null of {parsed.draws} uniform draws, in %"
+    )
+    cases = [("gold label", 1), *((name, top) for top in parsed.tops for name in RETRIEVERS)]
+    rows = [
+        row_of(data, name, top, parsed.draws)
+        for name, top in dict.fromkeys(cases)
+        if name != "gold label" or top == 1
+    ]
+    show(rows)
+    print(f"{time.perf_counter() - started:.0f} s")
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "corpus": parsed.corpus.name,
+        "documents": len(data.documents),
+        "queries": parsed.queries.name,
+        "questions": len(data.questions),
+        "draws": parsed.draws,
+        "rows": [asdict(row) for row in rows],
+    }
+    parsed.json.parent.mkdir(parents=True, exist_ok=True)
+    parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    from benchmarks.locality_plot import plot
+
+    plot(report, parsed.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,444 @@
+"""What `benchmarks.serving` asks, counts, compares and writes; nothing here starts a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks import serving, serving_report
+from benchmarks.serving import FULL_PLAN, QUICK_PLAN, nbytes_of, parse, plan_of, wanted_points
+from benchmarks.serving_client import Dispatcher, Load, Outcome, ask, run_load
+from benchmarks.serving_load import Asked, draw_requests
+from benchmarks.serving_model import TINY, generated, joined, save_model
+from benchmarks.serving_results import (
+    AHEAD,
+    ARMS,
+    NO_CACHE,
+    OWN,
+    SHARED,
+    against,
+    claims,
+    columns,
+    summary,
+)
+from benchmarks.serving_run import Point
+from benchmarks.serving_servers import INSTANCES, WAYS, Place, command_of
+from kvcache_rag import DiskStore, Engine
+from kvcache_rag.policies import FullRecompute
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COST = {"queue_wait": 0.5, "ttft": 0.2, "total": 0.3, "hits": {"disk": 1}, "misses": 1}
+COST |= {"declined": {}, "prefetched": True, "batch": 2}
+USAGE = {
+    "prompt_tokens": 30,
+    "completion_tokens": 16,
+    "prompt_tokens_details": {"cached_tokens": 9},
+}
+
+
+# ----------------------------------------------------------------------------------- the requests
+def test_all_rates_ask_for_the_same_documents_at_scaled_moments() -> None:
+    slow = draw_requests("zipf", 40, 1.0, 50, 3)
+    fast = draw_requests("zipf", 60, 4.0, 50, 3)
+    assert [one.documents for one in slow] == [one.documents for one in fast[:40]]
+    assert [one.at / 4 for one in slow] == pytest.approx([one.at for one in fast[:40]])
+    assert len({one.question for one in fast}) == 60
+    assert all(len(set(one.documents)) == 3 for one in fast)
+
+
+def test_arrivals_are_poisson_and_popularity_is_as_named() -> None:
+    zipf = draw_requests("zipf", 4000, 5.0, 20, 1)
+    gaps = [later.at - one.at for one, later in itertools.pairwise(zipf)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.2, rel=0.05)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.1)
+    counts = [n for _, n in Counter(one.documents[0] for one in zipf).most_common()]
+    weights = sum(1 / rank for rank in range(1, 21))
+    assert counts[0] / 4000 == pytest.approx(1 / weights, rel=0.1)
+    assert counts[1] / 4000 == pytest.approx(1 / 2 / weights, rel=0.15)
+    even = Counter(one.documents[0] for one in draw_requests("uniform", 4000, 5.0, 20, 1))
+    assert max(even.values()) < 1.4 * min(even.values())
+    with pytest.raises(ValueError, match="too few"):
+        draw_requests("zipf", 1, 1.0, 2, 3)
+
+
+def test_the_least_busy_instance_gets_the_request_and_equals_take_turns() -> None:
+    dispatcher = Dispatcher(2)
+    assert [dispatcher.take() for _ in range(4)] == [0, 1, 0, 1]
+    dispatcher.give_back(0)
+    dispatcher.give_back(0)
+    assert [dispatcher.take() for _ in range(3)] == [0, 0, 1]
+    assert dispatcher.held == [2, 3]
+
+
+# ------------------------------------------------------------------------------------- the client
+async def _served(handler: Any, use: Any) -> Any:
+    """Run `use(port)` beside a server that answers every connection by `handler`."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        await handler(writer, await reader.readexactly(length))
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        return await use(server.sockets[0].getsockname()[1])
+
+
+def _whole(status: str, body: dict[str, Any]) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
+    return head.encode() + b"\r\n\r\n" + text
+
+
+def _chunked(*events: str) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked"
+    parts = [f"{event}\n\n".encode() for event in events]
+    framed = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    return head + b"\r\n\r\n" + framed + b"0\r\n\r\n"
+
+
+def _asked(answer: bytes, body: bytes = b"{}") -> Outcome:
+    async def handler(writer: asyncio.StreamWriter, _: bytes) -> None:
+        writer.write(answer)
+        await writer.drain()
+
+    async def use(port: int) -> Outcome:
+        return await ask(port, body, asyncio.get_running_loop().time())
+
+    outcome: Outcome = asyncio.run(_served(handler, use))
+    return outcome
+
+
+def test_a_whole_answer_says_when_its_first_token_came() -> None:
+    found = _asked(_whole("200 OK", {"usage": USAGE, "kvcache": COST}))
+    assert found.answered
+    assert found.total - found.first == pytest.approx(0.1), "0.3 s to the end, 0.2 s to the first"
+    assert (found.prompt_tokens, found.cached_tokens, found.answer_tokens) == (30, 9, 16)
+    assert (found.waited, found.hits, found.misses, found.prefetched, found.batch) == (
+        *(0.5, 1, 1, True),
+        2,
+    )
+
+
+def test_a_stream_is_read_to_its_end() -> None:
+    text = json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    more = json.dumps({"choices": [{"delta": {"content": "x"}}], "usage": None})
+    last = json.dumps({"choices": [], "usage": USAGE, "kvcache": COST})
+    events = [f"data: {one}" for one in (text, more, more, last, "[DONE]")]
+    found = _asked(_chunked(": comment", *events))
+    assert found.answered
+    assert found.first <= found.total
+    assert (found.cached_tokens, found.batch) == (9, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "said"),
+    [
+        (_whole("503 No", {"error": {"message": "12 requests wait"}}), 503, "12 requests wait"),
+        (_chunked('data: {"choices": []}'), 0, "ended before its end"),
+        (_chunked('data: {"error": {"message": "it broke"}}'), 0, "it broke"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab", 0, "IncompleteRead"),
+        (b"", 0, "IncompleteRead"),
+    ],
+)
+def test_what_is_no_answer_is_none(answer: bytes, status: int, said: str) -> None:
+    found = _asked(answer)
+    assert not found.answered
+    assert found.status == status
+    assert said in found.message
+
+
+def test_a_closed_port_is_no_answer() -> None:
+    async def use(port: int) -> int:
+        return port
+
+    port = asyncio.run(_served(None, use))
+    found = asyncio.run(ask(port, b"{}", 0.0))
+    assert not found.answered
+    assert found.message
+
+
+def test_requests_are_sent_when_they_arrive_whatever_became_of_those_before() -> None:
+    """No answer is given before all requests are there: a closed loop would wait for ever."""
+    load = Load([Asked(0.01 * n, (n,), f"q{n}") for n in range(6)], list("abcdef"), 16, "full", "m")
+    bodies: list[dict[str, Any]] = []
+    everybody = asyncio.Event()
+
+    async def handler(writer: asyncio.StreamWriter, body: bytes) -> None:
+        bodies.append(json.loads(body))
+        if len(bodies) == 6:
+            everybody.set()
+        await asyncio.wait_for(everybody.wait(), 30)
+        writer.write(_whole("200 OK", {"usage": USAGE, "kvcache": COST}))
+        await writer.drain()
+
+    async def use(port: int) -> list[Outcome]:
+        return await run_load([port, port], load)
+
+    found: list[Outcome] = asyncio.run(_served(handler, use))
+    assert [one.number for one in found] == list(range(6))
+    assert Counter(one.instance for one in found) == {0: 3, 1: 3}
+    assert all(one.answered for one in found)
+    # Latency runs from the arrival: the first request waited for the last one's arrival.
+    assert found[0].total >= 0.05
+    one = min(bodies, key=lambda body: body["messages"][0]["content"])
+    assert one["documents"] == ["a"]
+    assert one["kvcache"] == {"policy": "full"}
+    assert one["max_tokens"] == 16
+    assert "stream" not in one
+
+
+# ------------------------------------------------------------------------------------ the results
+def _outcome(number: int, total: float, **changed: Any) -> Outcome:
+    found = Outcome(number, number % 2, 200, 0.0, total / 2, total, 0.1, 100, 50, 16, 3, 1)
+    return replace(found, **changed)
+
+
+def test_a_summary_by_hand() -> None:
+    asked = [Asked(float(at), (0, 1, 2, 3), "q") for at in (1, 2, 3, 5)]
+    outcomes = [_outcome(0, 1.0), _outcome(1, 3.0), _outcome(2, 2.0), _outcome(3, 1.0, status=503)]
+    found = summary(asked, outcomes)
+    assert (found.requests, found.answered) == (4, 3)
+    # First arrival at 1; the last answers are complete at 2 + 3 = 3 + 2 = 5.
+    assert found.seconds == pytest.approx(4)
+    assert found.throughput == pytest.approx(3 / 4)
+    assert found.offered == pytest.approx(3 / 4)
+    assert (found.latency, found.median, found.ttft) == pytest.approx((2, 2, 1))
+    assert (found.reused, found.hits, found.share) == pytest.approx((0.5, 0.75, 2 / 3))
+    assert columns(outcomes, found)["latencies"] == [1.0, 3.0, 2.0, None]
+    with pytest.raises(ValueError, match="no request was answered: gone"):
+        summary(asked[:1], [replace(outcomes[3], message="gone")])
+
+
+def _run(arm: str, latency: float, stream: str = "zipf", factor: float = 1.2) -> dict[str, Any]:
+    latencies = [latency * (1 + 0.1 * math.sin(number)) for number in range(400)]
+    asked = [Asked(0.1 * number, (0, 1), "q") for number in range(400)]
+    outcomes = [_outcome(number, one) for number, one in enumerate(latencies)]
+    return {
+        "stream": stream,
+        "factor": factor,
+        "arm": arm,
+        "rate": 10.0 * factor,
+        "full_prefill_before": 0.4,
+        "full_prefill_after": 0.41,
+        "client_share": 0.01,
+        "processor_seconds": 0.5,
+        "peak_cache_bytes": 10**6,
+        **columns(outcomes, summary(asked, outcomes)),
+    }
+
+
+def _report(**latencies: float) -> dict[str, Any]:
+    seconds = {NO_CACHE: 20.0, OWN: 2.0, SHARED: 1.0, AHEAD: 0.9, **latencies}
+    return {
+        "setup": {
+            "corpus": "generated",
+            "documents": 10,
+            "document_tokens": 300.0,
+            "document_bytes": 10**7,
+            "cache_bytes": 5 * 10**6,
+            "top_k": 2,
+            "answer_tokens": 16,
+            "instances": 2,
+            "shape": {"hidden": 128, "kv_heads": 1},
+            "streamed": False,
+            "prefetch_device": "same",
+            "block": 50,
+            "seed": 0,
+        },
+        "about": {"machine": "a machine", "versions": "torch 0", "date": "2000-01-01"},
+        "capacity": {"requests": 8, "per_second": 4.0, "full_prefill": 0.4},
+        "runs": [_run(arm, latency) for arm, latency in seconds.items()],
+    }
+
+
+def test_claims_say_what_holds_and_what_the_rate_does_not_allow() -> None:
+    held = {claim.text: claim for claim in claims(_report())}
+    latency = held["Mean latency, of no cache's, arrivals at 1.2x the baseline's capacity"]
+    assert latency.measured == pytest.approx(0.045)
+    assert latency.holds
+    (throughput,) = [one for text, one in held.items() if "cannot exceed 1.2" in text]
+    # 400 answers over 39.9 s and the last request's latency, about 20 s and 0.9 s.
+    assert throughput.measured == pytest.approx((39.9 + 20.3) / (39.9 + 0.9), rel=0.05)
+    assert throughput.holds is False
+    report = _report()
+    report["runs"] += [_run(NO_CACHE, 60.0, factor=4.8), _run(AHEAD, 2.0, factor=4.8)]
+    report["runs"] += [_run(NO_CACHE, 60.0, factor=2.4), _run(AHEAD, 2.0, factor=2.4)]
+    beside = {claim.text: claim for claim in claims(report) if "zipf" in claim.text}
+    assert [claim.holds for claim in beside.values()] == [None, True]
+    assert "Throughput over no cache, zipf, 4.8x (a queue in every arm)" in beside
+
+
+def test_the_models_prefill_has_to_be_long_enough() -> None:
+    shares = [{"arm": NO_CACHE, "first": first} for first in (0.1, 0.29)]
+    (claim,) = [one for one in claims({**_report(), "shares": shares}) if "alone" in one.text]
+    assert (claim.measured, claim.holds) == (0.29, False)
+
+
+def test_better_than_per_instance_needs_an_interval_above_nothing() -> None:
+    (saved,) = [claim for claim in claims(_report()) if "saved" in claim.text]
+    assert saved.holds
+    assert saved.measured == pytest.approx(1.1, rel=0.02)
+    same = {**_report(), "runs": [_run(arm, 1.0) for arm in ARMS]}
+    (saved,) = [claim for claim in claims(same) if "saved" in claim.text]
+    assert saved.holds is False
+    missing = {**_report(), "runs": [_run(NO_CACHE, 1.0)]}
+    assert all(claim.holds is None for claim in claims(missing))
+
+
+def test_blocks_of_neighbours_give_the_wider_interval() -> None:
+    """A queue that is long for 50 requests is one event, not 50."""
+    runs = {arm: _run(arm, 1.0) for arm in (OWN, AHEAD)}
+    runs[OWN]["latencies"] = [2.0 if number // 50 % 2 else 0.5 for number in range(400)]
+    found = against(runs, AHEAD, OWN)
+    assert found.saved.difference == found.alone.difference
+    assert found.saved.high - found.saved.low > 3 * (found.alone.high - found.alone.low)
+    runs[OWN]["latencies"][7] = None
+    assert against(runs, AHEAD, OWN).saved.n == 399, "only pairs are compared"
+
+
+# --------------------------------------------------------------------------------------- the page
+def test_the_page_has_every_figure_of_the_report(tmp_path: Path) -> None:
+    report = _report()
+    report["runs"] += [_run(arm, 3.0, factor=2.4) for arm in ARMS]
+    row = {"documents": 2, "arm": NO_CACHE, "prompt_tokens": 700, "first": 0.3, "rest": 0.1}
+    report["shares"] = [{**row, "first_share": 0.75, "rounds": 5}]
+    (tmp_path / "serving.json").write_text(json.dumps(report))
+    page = tmp_path / "page.md"
+    words = ["--results", str(tmp_path), "--page", str(page)]
+    assert serving_report.main(words) == 0
+    text = page.read_text()
+    assert "| zipf | 1.2x | shared + prefetch | 400 of 400 |" in text
+    assert "| 2 | no cache | 700 | 300 | 100 | 75 % |" in text
+    assert "does not hold" in text
+    assert "Locality" not in text
+    drawn = {name: (tmp_path / name).read_bytes() for name in _PLOTS}
+    assert serving_report.main(words) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in _PLOTS} == drawn
+    assert all(f"]({name})" in text for name in _PLOTS)
+
+
+_PLOTS = ("serving-rates.svg", "serving-queue.svg", "serving-shares.svg")
+
+
+def test_a_page_without_measurements_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serving_report.main(["--results", str(tmp_path), "--page", str(tmp_path / "p")]) == 1
+    assert "neither serving.json nor locality.json" in capsys.readouterr().err
+
+
+def test_a_machine_that_changed_is_pointed_out() -> None:
+    report = _report()
+    assert "changed by" not in serving_report.page(report, None)
+    report["runs"][1]["full_prefill_after"] = 0.5
+    assert "speed changed by 25 % between arms" in serving_report.page(report, None)
+
+
+# ------------------------------------------------------------------------------------ the command
+def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_of(parse([])) is FULL_PLAN
+    assert plan_of(parse(["--quick"])) is QUICK_PLAN
+    assert parse(["--quick"]).json.name == "serving-quick.json"
+    few = plan_of(parse(["--requests", "10"]))
+    assert {point.requests for point in few.points} == {10}
+    assert wanted_points(FULL_PLAN, None)[0] == Point("zipf", 1.2, 1000)
+    assert wanted_points(FULL_PLAN, ["uniform:2.4", "zipf:0.6"]) == [
+        Point("uniform", 2.4, 240),
+        Point("zipf", 0.6, 60),
+    ]
+    with pytest.raises(SystemExit):
+        parse(["--points", "zipf:7"])
+    assert "--points knows" in capsys.readouterr().err
+
+
+def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) -> None:
+    place = Place(tmp_path / "model", tmp_path, 1000)
+    for arm in (OWN, SHARED, AHEAD):
+        commands = [command_of(WAYS[arm], place, n, 8000 + n) for n in range(INSTANCES)]
+        limits = {
+            words[words.index("--store") + 1]: int(words[words.index("--store-bytes") + 1])
+            for words in commands
+        }
+        assert sum(limits.values()) == 1000, arm
+        assert len(limits) == WAYS[arm].folders
+        assert all(words[words.index("--memory-bytes") + 1] == "1" for words in commands)
+        assert (commands[0][commands[0].index("--prefetch") + 1] != "off") == (arm == AHEAD)
+    assert "--store" not in command_of(WAYS[NO_CACHE], place, 0, 8000)
+
+
+def test_runs_of_another_set_up_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[str, str]] = []
+
+    def measure_arm(setting: Any, name: str, point: Point, capacity: float) -> dict[str, Any]:
+        measured.append((name, point.stream))
+        return _run(name, float(len(measured)), point.stream, point.factor)
+
+    monkeypatch.setattr(serving, "measure_arm", measure_arm)
+    monkeypatch.setattr(serving, "measure_shares", lambda setting, rounds: [])
+    monkeypatch.setattr(
+        serving,
+        "measure_capacity",
+        lambda setting, requests: {"requests": 8, "per_second": 4.0, "full_prefill": 0.4},
+    )
+    out = tmp_path / "serving.json"
+    words = ["--quick", "--json", str(out)]
+    assert serving.main([*words, "--arms", NO_CACHE]) == 0
+    assert serving.main([*words, "--arms", AHEAD]) == 0
+    report = json.loads(out.read_text())
+    assert [one["arm"] for one in report["runs"]] == [NO_CACHE, AHEAD]
+    assert serving.main([*words, "--keep"]) == 0
+    assert [name for name, _ in measured] == [NO_CACHE, AHEAD, OWN, SHARED]
+    assert "1.2x shared" in capsys.readouterr().out
+    assert serving.main([*words, "--keep", "--device", "cpu"]) == 2
+    assert "is about another set-up" in capsys.readouterr().err
+    assert serving.main(["--quick", "--corpus", str(tmp_path / "absent.jsonl")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------- the model, the documents
+def test_documents_are_joined_within_their_title(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    rows = [("A", "x" * 70), ("A", "y" * 70), ("A", "z" * 70), ("B", "u" * 70), ("B", "v" * 70)]
+    file.write_text("".join(json.dumps({"title": t, "text": text}) + "\n" for t, text in rows))
+    assert joined(file, 100) == ["x" * 70 + "\n" + "y" * 70, "u" * 70 + "\n" + "v" * 70]
+    with pytest.raises(ValueError, match="no 1000 characters"):
+        joined(file, 1000)
+
+
+def test_generated_documents_differ_and_are_long_enough() -> None:
+    found = generated(5, 400, seed=3)
+    assert len(set(found)) == 5
+    assert all(400 <= len(text) <= 420 for text in found)
+    assert generated(5, 400, seed=3) == found
+
+
+def test_answers_are_as_long_as_asked_and_files_as_large_as_computed(tmp_path: Path) -> None:
+    texts = generated(6, 400)
+    tokenizer = save_model(TINY, texts, tmp_path / "model")
+    store = DiskStore(tmp_path / "kv", durable=False)
+    engine = Engine.from_pretrained(tmp_path / "model", store=store, device="cpu")
+    assert engine.model.dtype == torch.bfloat16
+    for policy in (None, FullRecompute()):
+        answer = engine.generate("what?", texts[:2], policy=policy, max_new_tokens=16)
+        assert answer.metrics.generated_tokens == 16
+        assert answer.finish_reason == "length"
+    (key,) = engine.add(texts[2:3])
+    template = engine.template
+    written = f"{template.chunk_start}{texts[2]}{template.chunk_end}"
+    assert len(tokenizer(written)["input_ids"]) == key.tokens
+    assert store.path(key).stat().st_size == pytest.approx(nbytes_of(TINY, key.tokens), rel=0.02)
