@@ -259,7 +259,7 @@ async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> No
 
 async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_not() -> None:
     computed, generated = asyncio.Event(), asyncio.Event()
-    generator = Handle([generated, None])
+    generator = Handle([generated, True])
     ahead = Ahead(generator, after=0.0)
     subject = backend(Handle([computed, Started(0.0), DONE]), ahead=ahead)
     task = asyncio.create_task(events(subject.answer(WORK)))

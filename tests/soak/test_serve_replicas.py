@@ -352,6 +352,7 @@ async def test_every_request_is_answered_while_a_replica_is_killed(tmp_path: Pat
     assert twice == {}
     assert run.prefetched > 0
     assert len(survivor) == 1
-    assert own[1] <= 1.05 * own[0], "the replica that lived on grew"
-    # The new process is younger than the one it replaces: it is compared when it runs as they did.
+    # The new process is younger than the one it replaces.  The one that lived on answered for both
+    # meanwhile, in batches of shapes that it had not seen: some growth, and then no more.
     assert last <= 1.05 * second
+    assert own[1] <= 1.10 * own[0], "the replica that lived on grew"

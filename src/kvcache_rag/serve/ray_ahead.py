@@ -27,7 +27,7 @@ class Watched:
     """A work that waits.
 
     Attributes:
-        is_prefetched: Whether the generator has finished with it.
+        is_prefetched: Whether the generator has computed or loaded what it needs.
         task: What waits for the threshold, then for the generator.
     """
 
@@ -73,7 +73,7 @@ class Ahead:
             self.counts["started"] += 1
             response = self._generator.prefetch.remote(work)
             try:
-                await response
+                is_prefetched = bool(await response)
             except asyncio.CancelledError:
                 self.counts["cancelled"] += 1
                 response.cancel()
@@ -83,4 +83,4 @@ class Ahead:
                 LOG.warning("a prefetch failed: %s", type(error).__name__)
                 return
             self.counts["finished"] += 1
-            watched.is_prefetched = True
+            watched.is_prefetched = is_prefetched

@@ -88,9 +88,14 @@ class Replica:
         """Spans of the request's prompt."""
         return await self._backend.explain(work)
 
-    async def prefetch(self, work: Work) -> None:
-        """Compute and store what the request will need; it is not queued here."""
-        await self._backend.prefetch(work)
+    async def prefetch(self, work: Work) -> bool:
+        """Compute and store what the request will need; it is not queued here.
+
+        Returns:
+            Whether it was computed or loaded, where the backend says so.
+        """
+        prefetch: Any = self._backend.prefetch
+        return await prefetch(work) is not False
 
     async def stats(self) -> dict[str, Any]:
         """Counters of this process, with its name and process id."""
