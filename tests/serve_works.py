@@ -17,6 +17,7 @@ from kvcache_rag.serve.work import Failed, Finished, Piece, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.queueing import Job
@@ -119,6 +120,23 @@ class Valve:
         self.open.clear()
 
 
+class Inbox:
+    """Events of one request, and when the last one came."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.over = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, (Finished, Failed)):
+            self.over.set()
+
+    def last(self) -> Event:
+        assert self.over.wait(PATIENCE)
+        return self.events[-1]
+
+
 class Desk:
     """A server without a model: notes who was answered, and waits when it is told to."""
 
@@ -132,8 +150,13 @@ class Desk:
         self.seconds: Callable[[int], float] = lambda size: 0.001 * size
         self.fails = False
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Nothing to warm."""
+        return True
+
+    def explain(self, job: Job, explained: Future[Any]) -> None:
+        self.answered.append([f"explain {job.work.id}"])
+        explained.set_result({})
 
     def one(self, job: Job, begun: Started) -> Served:
         return self._serve([job], [begun])

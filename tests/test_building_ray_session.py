@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,36 @@ def test_a_started_ray_asks_for_a_token_and_is_not_reached_from_elsewhere(ray: R
     assert not ray.folder.exists()
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_folders_of_killed_sessions_go_and_no_others(
+    ray: Ray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_place", lambda: str(tmp_path))
+
+    def make(name: str, *, mode: int = 0o700, age: float = 3600.0, mark: str = "alive") -> Path:
+        folder = tmp_path / name
+        (folder / "r").mkdir(parents=True)
+        (folder / mark).touch()
+        os.utime(folder / mark, (time.time() - age,) * 2)
+        folder.chmod(mode)
+        return folder
+
+    dead = make("ray-dead")
+    others = [
+        make("ray-public", mode=0o755),
+        make("ray-young", age=1.0),
+        make("ray-unmarked", mark="other"),
+        make("other-dead"),
+    ]
+    with ray_session():
+        first = ray.folder
+        assert not dead.exists()
+        os.utime(first / "alive", (0, 0))
+        with ray_session():
+            assert first.is_dir(), "a session that lasts was removed"
+    assert all(one.is_dir() for one in others)
+    assert not first.exists()
 
 
 def test_a_cluster_is_joined_with_the_users_own_token(ray: Ray) -> None:

@@ -273,6 +273,32 @@ def test_a_batch_equals_its_singles(policy: Any) -> None:
     assert engine.generate_batch([]) == []
 
 
+@pytest.mark.parametrize("stop", [[" not"], [">"], ["not", " found"], ["d", "ou"], ["a> not"]])
+def test_law_a_batch_with_stops_equals_its_singles(stop: list[str]) -> None:
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    asked = [
+        ("Where is the red lamp?", ["The red lamp stands in the hall of the house."]),
+        ("What is broken?", ["The blue lamp is broken and lies in the yard."]),
+        (
+            "Who founded Drenko?",
+            ["Drenko was founded by Osha Grell.", "The Mobrit costs 412 euros."],
+        ),
+    ]
+    singles = [engine.generate(*one, max_new_tokens=8, stop=stop) for one in asked]
+    batch = engine.generate_batch(asked, max_new_tokens=8, stop=stop)
+    for one, other in zip(batch, singles, strict=True):
+        assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+        assert one.token_ids == other.token_ids
+        assert one.metrics.generated_tokens == other.metrics.generated_tokens
+
+
+def test_a_prompt_without_tokens_is_a_mistake() -> None:
+    engine = Engine.from_pretrained("tiny", device="cpu")
+    for prompt in ("", " ", "\n\t "):
+        with pytest.raises(InvalidInputError, match="prompt"):
+            engine.complete(prompt, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("given", "same_as"),
     [

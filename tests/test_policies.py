@@ -27,6 +27,7 @@ from kvcache_rag import (
 )
 from kvcache_rag.policies import POLICY_NAMES
 from kvcache_rag.policies.auto import at_ratio
+from kvcache_rag.policies.union import MOST_PARTS
 from kvcache_rag.stitch import StitchedPrompt
 
 PROMPT = StitchedPrompt.of(10, [100, 100, 100, 100], 20)
@@ -316,3 +317,15 @@ def test_names_that_are_none(text: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message) as caught:
         policy_by_name(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_union_has_a_bounded_number_of_parts() -> None:
+    parts = [CacheBlend(ratio=(1 + number) / 1000) for number in range(MOST_PARTS + 1)]
+    assert len(Union(*parts[:-1]).policies) == MOST_PARTS
+    assert Union(*[parts[0]] * 1000).policies == (parts[0],), "equal ones count once"
+    with pytest.raises(InvalidInputError, match=f"at most {MOST_PARTS}"):
+        Union(*parts)
+    with pytest.raises(InvalidInputError, match=f"at most {MOST_PARTS}"):
+        policy_by_name("|".join(["cacheblend:0.5"] * (MOST_PARTS + 1)))
+    names = "|".join(f"cacheblend:{part.ratio}" for part in parts[:-1])
+    assert policy_by_name(names) == Union(*parts[:-1])

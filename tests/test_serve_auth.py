@@ -106,6 +106,7 @@ def test_keys_are_in_no_repr_and_in_no_log(file: Path, caplog: pytest.LogCapture
         (f"{KEY} acme näme\n", "name 'näme'"),
         ("sha256:abc acme\n", "64 hexadecimal"),
         (f"{KEY} acme\n{KEY} globex\n", "line 2: this key stands there already"),
+        (f"{KEY} acme web\n{OTHER} globex web\n", "line 2: the name 'web' is that of a key of"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, said: str) -> None:
@@ -115,6 +116,14 @@ def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, said: str) -
     with pytest.raises(InvalidInputError, match=re.escape(said)) as raised:
         keys.ApiKeys.load(path)
     assert KEY not in str(raised.value)
+
+
+def test_keys_of_one_namespace_may_have_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} acme web\n{OTHER} acme web\n")
+    path.chmod(0o600)
+    found = keys.ApiKeys.load(path)
+    assert found.caller(KEY) == found.caller(OTHER) == Caller("acme", "web")
 
 
 def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:

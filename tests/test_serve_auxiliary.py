@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_works import make_work
 
-from kvcache_rag import CacheClip, Engine
+from kvcache_rag import Auxiliary, CacheClip, Engine, LegoLink, auto
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
 from kvcache_rag.serve.wiring import open_engine
@@ -63,3 +63,22 @@ def test_what_one_tenant_had_scored_another_has_not(engine: Engine) -> None:
     assert one.delete_namespace() > 0
     scoring = one.auxiliary.engine
     assert not any(scoring.store.contains(key) for key in scoring.keys(TEXTS))
+
+
+@pytest.mark.parametrize("form", ["clip", "union", "auto"])
+def test_an_engines_own_policy_scores_for_its_tenant_only(form: str) -> None:
+    plain = Engine.from_pretrained("tiny", device="cpu")
+    scoring = Auxiliary(Engine(plain.model, plain.tokenizer))
+    clip = CacheClip(scoring, ratio=0.5, threshold=None)
+    policy = {"clip": clip, "union": LegoLink(2) | clip, "auto": auto(1.0, LegoLink(2) | clip)}[
+        form
+    ]
+    engine = Engine(plain.model, plain.tokenizer, policy=policy)
+    one = engine.in_namespace("one")
+    one.generate(make_work().question, TEXTS, max_new_tokens=1)
+    moved = one.policy.auxiliary
+    assert isinstance(moved, Auxiliary)
+    assert {key.namespace for key in moved.engine.keys(TEXTS)} == {"one"}
+    assert not any(map(scoring.engine.store.contains, scoring.engine.keys(TEXTS)))
+    assert engine.policy.auxiliary is scoring, "the first one's is left alone"
+    assert type(one.policy) is type(policy)

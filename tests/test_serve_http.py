@@ -103,6 +103,7 @@ def test_a_title_is_no_part_of_a_chunk() -> None:
         (None, None),
         ({}, None),
         ({"policy": "legolink"}, "legolink"),
+        ({"policy": " legolink "}, "legolink"),
         ({"policy": "legolink:4|cacheblend:0.1"}, "legolink:4|cacheblend:0.1"),
         ({"policy": "cacheblend", "ratio": 0.2}, "cacheblend:0.2"),
         ({"policy": "CacheClip", "ratio": 1}, "CacheClip:1.0"),
@@ -119,6 +120,17 @@ async def test_the_servers_policy_is_the_default_and_may_get_another_ratio() -> 
         ({"policy": "full"}, "full"),
     ):
         assert (await asked(chat(kvcache=given), policy="cacheblend")).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("default", "policy"),
+    [
+        ("cacheblend:0.2", "cacheblend:0.5"),
+        ("cacheclip:0.2,4", "cacheclip:0.5,4"),  # what stands behind the ratio stays
+    ],
+)
+async def test_a_ratio_replaces_the_one_of_the_servers_policy(default: str, policy: str) -> None:
+    assert (await asked(chat(kvcache={"ratio": 0.5}), policy=default)).policy == policy
 
 
 @pytest.mark.parametrize(

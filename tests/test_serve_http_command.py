@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,7 +22,7 @@ from serve_fakes import DEADLINE, chat
 from kvcache_rag.cli import main
 from kvcache_rag.commands import serve
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.serve import wiring
+from kvcache_rag.serve import retrieval, wiring
 from kvcache_rag.serve.settings import Limits, ServerSettings, is_loopback
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
@@ -74,6 +75,7 @@ def test_arguments_become_settings() -> None:
         --chroma db --collection c --embed hash --top-k 3 --codec int8
         --max-documents 5 --max-concurrency 6 --max-total-concurrency 7
         --allowed-host a --allowed-host b --memory-bytes 1 --served-name m
+        --template written --revision v2 --max-body-seconds 8
     """
     given = settings_of(*words.split())
     assert given == ServerSettings(
@@ -94,7 +96,9 @@ def test_arguments_become_settings() -> None:
         allowed_hosts=("a", "b"),
         memory_bytes=1,
         served_name="m",
-        limits=Limits(documents=5, concurrency=6, total_concurrency=7),
+        template="written",
+        revision="v2",
+        limits=Limits(documents=5, body_seconds=8, concurrency=6, total_concurrency=7),
     )
     assert given.name == "m"
     assert settings_of("--model", "other").model == "other"
@@ -151,7 +155,7 @@ def test_without_the_extra_the_install_line_is_said(monkeypatch: Any) -> None:
 def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
     plain = wiring.open_store(ServerSettings("tiny", memory_bytes=5))
     assert isinstance(plain, MemoryStore)
-    assert plain.max_bytes == 5
+    assert plain.max_bytes == 4, "the rest is for combinations"
     folder = wiring.open_store(
         ServerSettings("tiny", store=str(tmp_path / "kv"), store_bytes=7, codec="int8")
     )
@@ -159,10 +163,28 @@ def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
     memory, disk = folder.tiers
     assert isinstance(memory, MemoryStore)
     assert isinstance(disk, DiskStore)
-    assert (disk.max_bytes, disk.codec.name) == (7, "int8-kc-vt")
+    assert (disk.max_bytes, disk.codec.name) == (6, "int8-kc-vt")
     remote = wiring.open_store(ServerSettings("tiny", store="memory://bucket/kv"))
     assert isinstance(remote, TieredStore)
     assert isinstance(remote.tiers[1], RemoteStore)
+
+
+def test_a_template_is_named_as_for_build(tmp_path: Path) -> None:
+    file = tmp_path / "prompt_template.json"
+    with pytest.raises(InvalidInputError, match=r"no prompt_template.json in .*check --tem"):
+        ServerSettings("tiny", template=str(tmp_path)).prompt_template()
+    file.write_text('{"system": "S ", "chunk_start": "<", "chunk_end": ">"}')
+    assert ServerSettings("tiny").prompt_template() is None
+    for place in (tmp_path, file):
+        given = ServerSettings("tiny", template=str(place))
+        found = given.prompt_template()
+        assert found is not None
+        assert found.wrap("a") == "<a>"
+        assert retrieval._template(given) == found  # so rows read as the chunks that it writes
+    assert retrieval._template(ServerSettings("tiny")) != found
+    assert wiring.open_engine(replace(given, device="cpu")).template == found
+    told = replace(given, device="cpu", system_prompt="T ")
+    assert wiring.open_engine(told).template == replace(found, system="T ")
 
 
 def test_the_instruction_before_the_chunks_is_the_servers() -> None:

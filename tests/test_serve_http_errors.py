@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve_fakes import chat, client, data_of, scripted
+from serve_fakes import chat, client, data_of, scripted, settings, tiny_backend
 
+from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.settings import Limits
 from kvcache_rag.serve.work import Event, Failed, Piece, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+    from kvcache_rag.serve.local import LocalBackend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Who?"}
@@ -51,12 +55,15 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
         ({"stop": list("abcde")}, "stop", "at most 4"),
         ({"stop": ""}, "stop", "at least 1"),
+        ({"stop": "a" * 257}, "stop", "at most 256"),
+        ({"stop": ["a", "b" * 257]}, "stop[1]", "at most 256"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "streams only"),
         ({"polciy": 1}, "polciy", "there is no field polciy"),
         ({"model": None}, "model", "string"),
         ({"kvcache": {"policy": "cacheblnd"}}, "kvcache.policy", "did you mean cacheblend"),
         ({"kvcache": {"policy": "nonsense"}}, "kvcache.policy", "legolink"),
+        ({"kvcache": {"policy": "reuse" + " " * 200}}, "kvcache.policy", "at most 200"),
         ({"kvcache": {"policy": "legolink", "ratio": 0.2}}, "kvcache.ratio", "cacheblend"),
         ({"kvcache": {"policy": "cacheblend:0.1", "ratio": 0.2}}, "kvcache.ratio", "has none"),
         ({"kvcache": {"ratio": 0.2}}, "kvcache.ratio", "none is named"),
@@ -89,6 +96,27 @@ async def test_what_cannot_be_honoured_is_named(changes: Any, param: str, says: 
         error = error_of(await http.post(CHAT, json={**chat(), **changes}), 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
+    assert not backend.works
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        (CHAT, {"messages": [USER]}),
+        (COMPLETIONS, {"prompt": "Who?"}),
+        ("/v1/rag", {"question": "Who?"}),
+        ("/v1/explain", {"messages": [USER], "documents": []}),
+    ],
+)
+async def test_texts_that_cost_by_their_length_are_short_everywhere(path: str, asks: Any) -> None:
+    app, backend = scripted()
+    async with client(app) as http:
+        for field, wrong in (
+            ("kvcache", {"policy": "|".join(["cacheblend:0.5"] * 20)}),
+            ("stop", ["a" * 257]),
+        ):
+            body = {"model": "tiny", **asks, field: wrong}
+            assert error_of(await http.post(path, json=body), 400)["param"].startswith(field)
     assert not backend.works
 
 
@@ -226,6 +254,22 @@ async def test_a_failure_before_the_first_token_has_its_status(streaming: bool) 
     error = error_of(reply, 503)
     assert (error["type"], error["message"]) == ("overloaded", "too many wait")
     assert reply.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/explain"])
+@pytest.mark.parametrize("words", [4_000, 100_000])
+def test_too_long_a_prompt_has_openais_code(path: str, words: int) -> None:
+    """Clients shorten a conversation when they read it."""
+    body = chat(documents=["a lamp " * words])
+
+    async def ask(backend: LocalBackend) -> Any:
+        async with client(build_app(backend, settings())) as http:
+            return await http.post(path, json=body)
+
+    with tiny_backend() as backend:
+        error = error_of(asyncio.run(ask(backend)), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "context window" in error["message"]
 
 
 async def test_a_failure_behind_it_is_an_event_and_the_end() -> None:

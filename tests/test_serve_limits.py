@@ -11,7 +11,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.serve.context import Caller
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.limits import Places, RequestLimiter
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.settings import Limits, ServerSettings
 from kvcache_rag.serve.work import Work
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ def full(places: Places, caller: Caller) -> ApiError:
     return raised.value
 
 
-def test_a_key_has_so_many_places_and_others_have_theirs() -> None:
+def test_a_namespace_has_so_many_places_and_others_have_theirs() -> None:
     places = Places(Limits(concurrency=2))
     with places.place(ACME):
         with places.place(ACME):
             error = full(places, ACME)
             assert (error.status, error.code) == (429, "rate_limit_exceeded")
-            assert "2 requests of this caller" in error.message
+            assert "2 requests of this namespace" in error.message
             assert "limit concurrency" in error.message
             assert error.headers["retry-after"] == "1"
             with places.place(GLOBEX):
@@ -117,6 +117,20 @@ def test_a_key_has_so_many_places_and_others_have_theirs() -> None:
         with places.place(ACME):  # the place is free again
             pass
     assert places.taken == 0
+
+
+def test_keys_of_one_namespace_share_its_places() -> None:
+    places = Places(Limits(concurrency=2))
+    with places.place(Caller("acme", "acme-web")), places.place(Caller("acme", "acme-jobs")):
+        error = full(places, Caller("acme", "acme-third"))
+        assert error.status == 429
+        assert "2 requests of this namespace" in error.message
+
+
+def test_one_namespace_cannot_fill_the_server() -> None:
+    limits = Limits()
+    assert limits.total_concurrency >= 4 * limits.concurrency
+    assert limits.total_concurrency > ServerSettings("tiny").max_waiting
 
 
 def test_a_server_has_so_many_places() -> None:
@@ -135,7 +149,7 @@ def test_places_are_given_back_whatever_happens() -> None:
     places = Places(Limits(concurrency=1))
     with pytest.raises(ZeroDivisionError), places.place(ACME):
         raise ZeroDivisionError
-    assert not places._taken  # no entry per key that ever called
+    assert not places._taken  # no entry per namespace that ever called
 
 
 async def test_a_prompt_that_cannot_be_written_is_the_users_mistake() -> None:

@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve_fakes import DEADLINE, chat, client, says_nothing, scripted, settings, tiny_backend
+from serve_fakes import (
+    DEADLINE,
+    Scripted,
+    chat,
+    client,
+    says_nothing,
+    scripted,
+    settings,
+    tiny_backend,
+)
 
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
 from kvcache_rag.serve.bodies import DEEPEST
 from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.shell import Shell
+from kvcache_rag.streaming import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -22,6 +34,8 @@ if TYPE_CHECKING:
 
     import httpx
     from fastapi import FastAPI
+
+    from kvcache_rag.serve.work import Work
 
 CHAT = "/v1/chat/completions"
 SOON = 3.0  # seconds of computing: more than any refusal takes
@@ -151,7 +165,7 @@ async def test_too_many_at_a_time_are_told_when_to_come_back(
         reply = await http.post(CHAT, json=chat(), headers=acme)
         assert reply.status_code == 429
         assert reply.headers["retry-after"] == "1"
-        assert "1 requests of this caller" in error_of(reply)["message"]
+        assert "1 requests of this namespace" in error_of(reply)["message"]
         backend.has_begun.clear()
         other = asyncio.create_task(http.post(CHAT, json=chat(), headers=globex))
         assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
@@ -181,6 +195,108 @@ async def test_a_place_is_held_while_a_body_is_still_on_its_way() -> None:
         go_on.set()
         assert (await first).status_code == 200
         assert (await http.post(CHAT, json=chat())).status_code == 200
+
+
+async def test_a_body_that_does_not_come_is_given_up_and_its_place_is_free() -> None:
+    app, backend = scripted(limits=Limits(concurrency=1, body_seconds=1))
+
+    async def never() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:  # something comes all the time
+            yield b" "
+            await asyncio.sleep(0)
+
+    json_ = {"content-type": "application/json"}
+    async with client(app) as http:
+        for slow in (never, endless):
+            post = http.post(CHAT, content=slow(), headers=json_)
+            reply = await asyncio.wait_for(post, DEADLINE)
+            assert reply.status_code == 408
+            error = error_of(reply)
+            assert "limit body_seconds" in error["message"]
+            assert error["code"] == "request_timeout"
+            assert reply.headers["connection"] == "close"  # what is still sent is not read
+            assert not backend.works
+            assert (await http.post(CHAT, json=chat())).status_code == 200
+            backend.works.clear()
+
+
+async def test_once_a_body_is_there_an_answer_may_take_its_time() -> None:
+    """Whoever listens for the client's end afterwards listens without a deadline."""
+    loop, left, sent = asyncio.get_running_loop(), asyncio.Event(), []
+    messages = iter([{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        message = next(messages)
+        if message["type"] == "http.disconnect":
+            loop.call_later(0.1, left.set)
+            await left.wait()
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def listens(scope: Any, receive: Any, send: Any) -> None:
+        for expected in ("http.request", "http.disconnect"):
+            assert (await receive())["type"] == expected
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    await Shell(listens, body_bytes=9, body_seconds=0.01)(scope, receive, send)
+    assert left.is_set()
+    assert sent == ["http.response.start"]
+
+
+async def test_what_has_no_body_needs_no_place() -> None:
+    app, backend = scripted(says_nothing, limits=Limits(concurrency=1))
+    async with client(app) as http:
+        held = asyncio.create_task(http.post(CHAT, json=chat()))
+        assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
+        assert (await http.post(CHAT, json=chat())).status_code == 429
+        for path in ("/v1/models", "/v1/models/tiny"):
+            assert (await http.get(path)).status_code == 200
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+async def test_a_place_is_held_until_the_tokens_are_counted_whoever_left() -> None:
+    limits = Limits(concurrency=1, prompt_tokens=100)
+    backend = Counting()
+    app = build_app(backend, settings(limits=limits))
+    async with client(app) as http:
+        left = asyncio.create_task(http.post(CHAT, json=chat()))
+        assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
+        left.cancel()
+        # The thread that counts goes on, so nobody gets its place.
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (await http.post(CHAT, json=chat())).status_code == 429
+        assert not left.done()
+        backend.go_on.set()
+        await asyncio.wait_for(asyncio.gather(left, return_exceptions=True), DEADLINE)
+        assert left.cancelled()
+        assert (await http.post(CHAT, json=chat())).status_code == 200
+    assert len(backend.works) == 1
+
+
+class Counting(Scripted):
+    """Counts tokens in a thread, once it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    async def count(self, work: Work) -> int:
+        return await in_thread(self._count, work)
+
+    def _count(self, work: Work) -> int:
+        self.has_begun.set()
+        if not self.go_on.wait(DEADLINE):
+            raise TimeoutError
+        return len(work.question)
 
 
 async def test_a_body_is_counted_while_it_is_read_whatever_its_length_says() -> None:

@@ -91,6 +91,19 @@ def test_what_the_gate_lets_nobody_reuse_is_not_computed(prefills: Prefills) -> 
     prefetcher.close()
 
 
+def test_nothing_is_computed_for_what_will_be_refused(
+    prefetcher: Prefetcher, prefills: Prefills
+) -> None:
+    window = reader().context_window
+    texts = [f"{number} lamp " + "the lamp " * (window // 8) for number in range(20)]
+    assert sum(key.tokens for key in reader().keys(texts)) > window
+    wanted = prefetcher.want(texts)
+    assert wanted is not None
+    assert not result(wanted.done)
+    assert not prefills.counts
+    assert not prefetcher.turn(wanted)
+
+
 def test_what_lies_in_a_slower_tier_is_brought_nearer(tmp_path: Path, prefills: Prefills) -> None:
     keys = reader(store=DiskStore(tmp_path)).add(TEXTS)
     store = TieredStore(MemoryStore(), DiskStore(tmp_path))

@@ -152,6 +152,40 @@ def test_a_database_that_fails_is_503_and_says_nothing_of_it(tmp_path: Path) -> 
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("part", ["embed", "text_of"])
+def test_an_embedding_or_a_text_that_fails_is_503_as_well(tmp_path: Path, part: str) -> None:
+    write_rows(tmp_path, "docs")
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("/mnt/secret is gone")
+
+    parts: dict[str, Any] = {part: fails}
+    with pytest.raises(ApiError) as raised:
+        replace(opened(tmp_path), **parts).retrieve(QUESTION, 1, "")
+    assert raised.value.status == 503
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scores_of_an_inner_product_are_numbers(tmp_path: Path) -> None:
+    """Its distances are one minus the product, which has no least value."""
+    rows = database(tmp_path).create_collection(
+        "docs", embedding_function=None, metadata={"hnsw:space": "ip"}
+    )
+    vectors: Any = [[100.0 * value for value in hash_vector(text)] for text in TEXTS]
+    rows.add(ids=list("abc"), documents=list(TEXTS), embeddings=vectors)
+
+    def embed(text: str) -> list[float]:
+        return [100.0 * value for value in hash_vector(text)]
+
+    found = replace(opened(tmp_path), embed=embed).retrieve(QUESTION, 3, "")
+    assert found[0].text == TEXTS[0]
+    scores = [one.score for one in found]
+    assert all(score is not None and math.isfinite(score) for score in scores)
+    assert scores == sorted(scores, key=lambda one: -(one or 0))
+    assert retrieval.score(math.nan) is None
+
+
 def test_a_database_may_be_reached_over_http(tmp_path: Path) -> None:
     with chroma_server(tmp_path / "served") as (host, port):
         collection = chromadb.HttpClient(host, port).create_collection(

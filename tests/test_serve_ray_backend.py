@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
+import sys
+import threading
 import warnings
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -14,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag import Answer, Metrics
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError, KVCacheRagError
 from kvcache_rag.ray_session import _SETTINGS, _environment, _import
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.ray_ahead import Ahead
-from kvcache_rag.serve.ray_backend import RayBackend
+from kvcache_rag.serve.ray_backend import RETRIEVALS, RayBackend
 from kvcache_rag.serve.ray_errors import failed_of, raised_of
 from kvcache_rag.serve.ray_launch import Shares, _reason
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Source, Started, Turn, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,10 +37,11 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(scope="module")
 def ray() -> Any:
     """Ray's exceptions; imported as `ray_session` does, which a later test may want to start."""
-    pytest.importorskip("grpc")
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("the extra ray is not installed")
     with _environment(_SETTINGS, ()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Ray about itself
-        found = _import(needs_token=True)
+        found = sys.modules.get("ray") or _import(needs_token=True)
         importlib.import_module("ray.serve")
     return found
 
@@ -241,20 +244,74 @@ async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> No
             asked.append((query, top_k, namespace))
             if query == "nothing":
                 raise ApiError(404, "there are no documents in the collection", code="empty")
-            return [Source("1", "One."), Source("2", "Two.")]
+            return [Source("1", "One."), Source("0", "Zero."), Source("2", "Two.")]
 
     handle = Handle([died(ray)], [Started(0.0), DONE])
     subject = backend(handle, retriever=Retriever())
     found = await events(subject.answer(Work("w", "Q?", ("Zero.",), query="q", top_k=2)))
     assert asked == [("q", 2, "")]
     assert isinstance(found[0], Started)
-    assert [source.id for source in found[0].sources] == ["1", "2"]
+    assert [source.id for source in found[0].sources] == ["1", "0", "2"]
     assert [work.chunks for work in handle.works] == [("Zero.", "One.", "Two.")] * 2
     assert handle.works[0].query == ""
     (failed,) = await events(subject.answer(Work("w", "Q?", query="nothing", top_k=2)))
     assert failed == Failed(
         404, "invalid_request_error", "there are no documents in the collection"
     )
+
+
+async def test_retrievals_that_hang_hold_up_nobody_else_and_fail_in_time() -> None:
+    released = threading.Event()
+
+    class Hanging:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+            released.wait(60)
+            return []
+
+    subject = backend(Handle(), retriever=Hanging(), retrieval=0.2)
+    try:
+        asked = Work("w", "Q?", query="q", top_k=2)
+        tasks = [asyncio.create_task(events(subject.answer(asked))) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert await subject.ready()
+        for (failed,) in await asyncio.gather(*tasks):
+            assert isinstance(failed, Failed)
+            assert (failed.status, failed.retry_after) == (503, 10.0)
+        assert await subject.ready()
+        hanging = [one for one in threading.enumerate() if one.name == "kvcache-rag-retrieve"]
+        assert len(hanging) == RETRIEVALS
+    finally:
+        released.set()
+
+
+async def test_requests_that_wait_look_together_whether_a_replica_runs() -> None:
+    asked: list[float] = []
+    computed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def running() -> int:
+        asked.append(loop.time())
+        if len(asked) == 3:
+            loop.call_soon_threadsafe(computed.set)
+        return 1
+
+    handle = Handle(*[[computed, Started(0.0), DONE] for _ in range(50)])
+    subject = backend(handle, running, look=0.2)
+    found = await asyncio.gather(*(events(subject.answer(WORK)) for _ in range(50)))
+    assert all(one[-1] == DONE for one in found)
+    assert len(asked) < 10, "each of them asked by itself"
+
+
+async def test_a_cluster_that_does_not_say_has_no_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcache_rag.serve.ray_backend.STATS_WAIT", 0.05)
+    released = threading.Event()
+    subject = backend(Handle(), lambda: 2 if released.wait(60) else 0)
+    assert not await subject.ready()
+    released.set()
+    while not await subject.ready():
+        await asyncio.sleep(0)
 
 
 async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_not() -> None:
@@ -277,6 +334,26 @@ async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_no
     assert isinstance(started, Started)
     assert not started.prefetched
     assert generator.works == [WORK]
+
+
+async def test_what_is_prefetched_after_the_turn_came_too_late(ray: Any) -> None:
+    turn, generated, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    generator = Handle([generated, True])
+    ahead = Ahead(generator, after=0.0)
+    handle = Handle([turn, Turn(), died(ray)], [Turn(), answered, Started(0.0), DONE])
+    task = asyncio.create_task(events(backend(handle, ahead=ahead).answer(WORK)))
+    while not generator.works:
+        await asyncio.sleep(0)
+    turn.set()
+    while not generator.responses[0].cancelled:  # long before the first text
+        await asyncio.sleep(0)
+    generated.set()
+    answered.set()
+    started, *rest = await task
+    assert isinstance(started, Started)
+    assert not started.prefetched
+    assert rest == [DONE], "the turn is not told, nor does it count as begun text"
+    assert ahead.counts["cancelled"] == 1
 
 
 async def test_a_prefetch_ends_when_the_request_begins_or_goes_and_its_failure_costs_nothing(
@@ -343,6 +420,8 @@ def test_no_exception_of_ray_shows_through(ray: Any, caplog: Any) -> None:
     refused = failed_of(wrapped(ray, ApiError(429, "too much", kind="k", retry_after=2.0)))
     assert refused == Failed(429, "k", "too much", 2.0)
     assert failed_of(wrapped(ray, InvalidInputError("no"))).status == 400
+    ours = failed_of(wrapped(ray, CorruptChunkError("/a/path is damaged")))
+    assert (ours.status, "path" in ours.message) == (500, False)
     for error in (died(ray), BackPressureError(9, 8), wrapped(ray, ValueError("secret"))):
         raised = raised_of(error)
         assert isinstance(raised, KVCacheRagError)

@@ -14,7 +14,7 @@ from kvcache_rag.serve import ray_replica, wiring
 from kvcache_rag.serve.ray_launch import _absolute, _visible, launch
 from kvcache_rag.serve.ray_replica import Replica
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.work import Finished, Piece, Started, Work
+from kvcache_rag.serve.work import Finished, Piece, Started, Turn, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -38,8 +38,9 @@ class Local:
     async def ready(self) -> bool:
         return self.readiness.pop(0) if self.readiness else True
 
-    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+    async def followed(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
         try:
+            yield Turn()
             yield Started(0.5, batch=2)
             yield Piece(work.question)
             yield DONE
@@ -52,8 +53,9 @@ class Local:
     async def explain(self, work: Work) -> dict[str, Any]:
         return {"question": work.question}
 
-    async def prefetch(self, work: Work) -> None:
+    async def prefetch(self, work: Work) -> bool:
         self.prefetched.append(work)
+        return len(self.prefetched) == 1
 
     async def stats(self) -> dict[str, Any]:
         return {"replicas": [{"replica": "", "waiting": 3}]}
@@ -94,11 +96,12 @@ async def test_a_model_that_never_answers_is_given_up(
 
 async def test_events_say_which_process_they_come_from(replica: Replica, local: Local) -> None:
     events = [event async for event in replica.answer(WORK)]
-    started = events[0]
+    turn, started, *rest = events
+    assert turn == Turn()
     assert isinstance(started, Started)
     assert started.replica.endswith(f":{os.getpid()}")
     assert (started.queue_wait, started.batch) == (0.5, 2)
-    assert events[1:] == [Piece("Who?"), DONE]
+    assert rest == [Piece("Who?"), DONE]
     assert local.was_closed
 
 
@@ -122,8 +125,8 @@ async def test_cancelling_a_call_closes_the_answer(replica: Replica, local: Loca
 async def test_the_rest_is_handed_on(replica: Replica, local: Local) -> None:
     assert await replica.count(WORK) == 1
     assert await replica.explain(WORK) == {"question": "Who?"}
-    await replica.prefetch(WORK)
-    assert local.prefetched == [WORK]
+    assert [await replica.prefetch(WORK) for _ in range(2)] == [True, False]
+    assert local.prefetched == [WORK, WORK]
     stats = await replica.stats()
     assert (stats["waiting"], stats["pid"]) == (3, os.getpid())
     assert stats["replica"].endswith(f":{os.getpid()}")
@@ -140,10 +143,11 @@ def test_a_replica_finds_files_wherever_it_works(
 ) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = _absolute(ServerSettings("model", store="kv", gate="verdict.json"))
+    found = _absolute(ServerSettings("model", store="kv", gate="verdict.json", template="t"))
     assert found.model == str(tmp_path / "model")
     assert found.store == str(tmp_path / "kv")
     assert found.gate == str(tmp_path / "verdict.json")
+    assert found.template == str(tmp_path / "t")
     kept = ServerSettings("org/name", store="s3://bucket/kv")
     assert _absolute(kept) == kept
 

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve_works import PATIENCE, Desk, make_work, serve_threads
+from serve_works import PATIENCE, Desk, Inbox, make_work, serve_threads
 
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.queueing import Job
@@ -17,24 +17,7 @@ from kvcache_rag.serve.work import Failed, Finished, Source, Started
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.serve.work import Event, Work
-
-
-class Inbox:
-    """Events of one request, and when the last one came."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.over = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, (Finished, Failed)):
-            self.over.set()
-
-    def last(self) -> Event:
-        assert self.over.wait(PATIENCE)
-        return self.events[-1]
+    from kvcache_rag.serve.work import Work
 
 
 @pytest.fixture

@@ -179,6 +179,27 @@ async def test_a_batch_gives_the_answers_of_singles(
         assert last.answer.metrics.prompt_tokens == single.metrics.prompt_tokens
 
 
+async def test_a_batch_ends_at_stops_where_singles_do(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = await answer_of(backend, make_work(0, max_new_tokens=12))
+    # It stands in what the prompt and the answer are together, not in the answer alone.
+    stop = (f" {free.text.split()[0]}", f">{free.text[:3]}", free.text.split()[-1])
+    works = [make_work(number, stop=stop, max_new_tokens=12) for number in range(4)]
+    works[1] = make_work(1, stop=stop, max_new_tokens=12, chunks=TEXTS[1:])
+    alone = [await answer_of(backend, work) for work in works]
+    assert alone[0].text == free.text[: free.text.index(stop[2])] != ""
+    prefer_batches(backend, works[0])
+    tasks = await asked_together(backend, Valve(backend._engines.base.model, monkeypatch), works)
+    for task, single in zip(tasks, alone, strict=True):
+        begun, last = await task
+        assert isinstance(begun, Started)
+        assert isinstance(last, Finished)
+        assert begun.batch == 4
+        assert (last.answer.text, last.answer.token_ids) == (single.text, single.token_ids)
+        assert last.answer.finish_reason == single.finish_reason
+
+
 async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from kvcache_rag import (
     TieredStore,
     policy_by_name,
 )
+from kvcache_rag.serve.asking import joined
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.work import Finished, Piece, Source, Started, Work
 
@@ -327,3 +329,13 @@ async def test_a_foreign_instruction_stands_before_the_question(backend: LocalBa
     own = backend._engines.base.template.system
     answer = await answer_of(backend, make_work(1, system=own))
     assert not answer.metrics.prefix_mismatch
+
+
+def test_turns_of_one_role_are_joined_however_many_there_are() -> None:
+    turns = [("user", "a"), ("user", "  "), ("user", "b"), ("assistant", "c"), ("user", "d")]
+    assert joined(turns) == [("user", "a\n\nb"), ("assistant", "c"), ("user", "d")]
+    assert joined([("user", " ")]) == []
+    text = "x" * 2000
+    started = time.monotonic()
+    assert joined([("user", text)] * 4000) == [("user", "\n\n".join([text] * 4000))]
+    assert time.monotonic() - started < 5, "joined once, not copied for every turn"

@@ -90,6 +90,11 @@ def test_pieces_join_to_the_text_before_the_first_stop(raw: bytes, stop: list[st
     assert decoder.stopped == (cut < len(whole))
 
 
+def push_all_but_the_end(decoder: TextDecoder, text: str) -> None:
+    for value in text.encode():
+        decoder.push([token_of_byte(value)])
+
+
 def test_an_incomplete_character_is_held_back() -> None:
     decoder = TextDecoder(byte_tokenizer())
     assert push_all(decoder, "a€😀b".encode()) == [
@@ -109,6 +114,44 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert pieces[:8] == ["a", "", "", "EN-", "", "", "\n\nz", ""]
     assert decoder.text == "aEN-\n\nz"
     assert decoder.stopped
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
+def test_what_is_held_back_is_the_longest_end_that_begins_a_stop(
+    text: str, stop: list[str]
+) -> None:
+    decoder = TextDecoder(byte_tokenizer(), stop)
+    push_all_but_the_end(decoder, text)
+    if not decoder.stopped:
+        ends = (
+            n
+            for n in range(len(text) + 1)
+            if any(o.startswith(text[len(text) - n :]) for o in stop)
+        )
+        held = max(ends, default=0)
+        assert decoder.text == text[: len(text) - held]
+
+
+def test_a_long_stop_is_not_read_anew_for_every_token() -> None:
+    class Counted(str):
+        read = 0
+
+        def __getitem__(self, place: Any) -> str:
+            found = super().__getitem__(place)
+            Counted.read += len(found)
+            return found
+
+    class Letters:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "a" * len(ids)
+
+    tokens = 2000
+    decoder = TextDecoder(Letters(), [Counted("a" * 5000 + "b")] * 2)
+    for _ in range(tokens):
+        assert decoder.push([1]) == ""
+    assert Counted.read < 20 * tokens, "characters of the stops that were looked at"
+    assert decoder.finish() == "a" * tokens
 
 
 def test_of_overlapping_stops_the_first_in_the_text_counts() -> None:

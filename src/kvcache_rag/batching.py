@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from kvcache_rag.holding import Holder, attending, held_cache
-from kvcache_rag.models.generate import generate
+from kvcache_rag.models.generate import generate, uses_beams
 from kvcache_rag.streaming import TextDecoder
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def answer_batch(
         ids[row, width - len(whole) :] = torch.tensor(whole)
         mask[row, width - len(whole) :] = 1
     options = dict(request.options)
-    if request.stop:
-        options["stop_strings"] = list(request.stop)
+    if request.stop and not uses_beams(options):  # of beams, the best is known at the end only
+        stops = _RowStops(runner, request.stop, len(prompts), width)
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), stops]
     before = time.perf_counter()
     with attending(runner.model, request.policy, rows):
         generated = generate(
@@ -94,6 +95,27 @@ def answer_batch(
         trimmed = replace(generated, rows=kept)
         answers.append(runner.result(prompt, decoder, trimmed, rows[row], (started, before), row))
     return answers
+
+
+class _RowStops:
+    """Ends each row of a batch where its answer alone would end.
+
+    transformers' own `stop_strings` would also find what begins in the prompt.
+    """
+
+    def __init__(self, runner: Answerer, stop: Sequence[str], rows: int, width: int) -> None:
+        """Look for `stop` in `rows` answers behind `width` columns."""
+        self._decoders = [TextDecoder(runner.tokenizer, stop) for _ in range(rows)]
+        self._seen = width
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Which rows end; `(rows,)` bool."""
+        fresh = input_ids[:, self._seen :].tolist()
+        self._seen = input_ids.shape[1]
+        for decoder, ids in zip(self._decoders, fresh, strict=True):
+            decoder.push(ids)
+        ended = [decoder.stopped for decoder in self._decoders]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 def _fill(

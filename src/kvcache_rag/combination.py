@@ -176,10 +176,22 @@ class Combinations:
         with self._lock:
             self._members.clear()
             self._ids.clear()
-        # Memory is of this process alone: nobody else can delete what lies in it.
-        is_own = isinstance(self.store, MemoryStore) and self.store is not plain.store
-        if is_own and now > self.store.epoch(plain.namespace):
-            self.store.delete_namespace(plain.namespace)
+        if self._is_stale(now):
+            try:
+                self.store.delete_namespace(plain.namespace)
+            except OSError:  # as a remote that is down; tried again at the next look
+                self._watch.undone(plain.namespace)
+
+    def _is_stale(self, now: int) -> bool:
+        """Whether the chunks were deleted later than the combinations; `now` is their epoch."""
+        plain = self._plain.prefiller
+        if self.store is plain.store:
+            return False
+        if isinstance(self.store, MemoryStore):  # of this process alone: nobody else deletes there
+            return now > self.store.epoch(plain.namespace)
+        # What is deleted in the memory of one process is still there for all others.
+        deleted, last = (_shared_epoch(one, plain.namespace) for one in (plain.store, self.store))
+        return deleted > last
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
         """Drop at once every combination of which a chunk was released.
@@ -195,3 +207,11 @@ class Combinations:
                 self._ids.pop(key, None)
         for key in found:
             self.store.delete(key)
+
+
+def _shared_epoch(store: ChunkStore, namespace: str) -> int:
+    """The largest of the tiers that other processes see, 0 without any."""
+    tiers = (
+        tier for tier in getattr(store, "tiers", (store,)) if not isinstance(tier, MemoryStore)
+    )
+    return max((tier.epoch(namespace) for tier in tiers), default=0)

@@ -8,6 +8,7 @@ where these are too short to tell, by a trial that takes no longer than the load
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
 from itertools import combinations
@@ -147,7 +148,7 @@ class Costs:
             if not rates:
                 return None
             latency, slope = 0.0, DEARER * min(rates)
-        return max(int((seconds - latency) / max(slope, 1e-12)), 0)
+        return max(int(min((seconds - latency) / max(slope, 1e-12), sys.maxsize)), 0)
 
     def trial(self, nbytes: int, tokens: int) -> int:
         """How many tokens to prefill for the measurement alone; 0 for no trial.

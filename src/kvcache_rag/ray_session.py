@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 _LOOPBACK: Final = "127.0.0.1"
 _LONGEST_PLACE: Final = 40  # characters, of the 107 that the path of a socket in it may have
+_PREFIX: Final = "ray-"
+_ALIVE: Final = "alive"  # a file that is locked as long as the session lasts
+_YOUNG: Final = 60.0  # seconds in which a session may not have locked it yet, or Ray still ends
 # Ray reads some of it when it is imported, all of it in each of its processes.
 _SETTINGS: Final = {
     "RAY_AUTH_MODE": "token",
@@ -73,9 +79,7 @@ def ray_session(
             with _initialised(ray, address, {"log_to_driver": False, **options}):
                 yield ray
         return
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", dir=_place(), ignore_cleanup_errors=True
-    ) as own:
+    with _folder() as own:
         token = Path(own, "token")
         token.touch(0o600)
         token.write_text(_TOKEN, encoding="ascii")
@@ -94,6 +98,50 @@ def ray_session(
             }
             with _initialised(ray, "local", own_options):
                 yield ray
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A private folder for one session; those of sessions that were killed are removed."""
+    place = _place()
+    _remove_dead(place)
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place, ignore_cleanup_errors=True) as own,
+        open(os.path.join(own, _ALIVE), "wb") as file,
+    ):
+        _lock(file)  # until this process ends, however that is
+        yield own
+
+
+def _remove_dead(place: str) -> None:
+    """Remove private folders of this user that no process holds any more."""
+    with suppress(OSError):
+        for entry in os.scandir(place):
+            with suppress(OSError):
+                if entry.name.startswith(_PREFIX) and _is_private(entry.path):
+                    with open(os.path.join(entry.path, _ALIVE), "rb") as file:
+                        _lock(file)
+                        if time.time() - os.fstat(file.fileno()).st_mtime > _YOUNG:
+                            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_private(path: str) -> bool:
+    found = os.lstat(path)
+    is_ours = hasattr(os, "getuid") and found.st_uid == os.getuid()
+    return is_ours and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file at once.
+
+    Raises:
+        OSError: If another process, or another session of this one, holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no folder is private there (`_is_private`), so none is removed
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _place() -> str:

@@ -258,11 +258,11 @@ class Planner:
             ContextTooLongError: If it does not fit the context window.
         """
         started = time.perf_counter()
-        if not isinstance(prompt, str) or not prompt:
+        ids = self.renderer.text_ids(prompt) if isinstance(prompt, str) and prompt else ()
+        if not ids:  # some tokenizers have no token for space alone
             raise InvalidInputError("the prompt is empty; write something to continue")
         check_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
-        ids = self.renderer.text_ids(prompt)
         if len(ids) + max_new_tokens > self.window:
             raise ContextTooLongError(
                 f"the prompt has {len(ids)} tokens and the context window is {self.window}, "

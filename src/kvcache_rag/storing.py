@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from kvcache_rag.answering import Answerer
 from kvcache_rag.chunk import ChunkKey
 from kvcache_rag.combination import Combinations
-from kvcache_rag.errors import (
-    ChunkNotFoundError,
-    FingerprintMismatchError,
-    InvalidInputError,
-)
+from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError, InvalidInputError
 from kvcache_rag.gate import identity
+from kvcache_rag.policies.auto import with_auxiliary
 from kvcache_rag.prefill import PendingChunk, Prefiller
 from kvcache_rag.rotary import forget_scratch
 
@@ -44,12 +41,14 @@ class StoreMethods:
         combinations: Where chunks that were computed together are kept.
         auxiliary: Scores chunks by an auxiliary model, or None.
         namespace: Tenant.
+        policy: What is reused when a call does not say.
     """
 
     store: ChunkStore
     combinations: ChunkStore
     auxiliary: Scorer | None
     namespace: str
+    policy: ReusePolicy
     _adapter: TransformersModel
     _answerer: Answerer
     _planner: Planner
@@ -85,8 +84,11 @@ class StoreMethods:
         """
         other = copy.copy(self)
         other.namespace = namespace
-        moving = getattr(self.auxiliary, "in_namespace", None)
-        other.auxiliary = self.auxiliary if moving is None else moving(namespace)
+        other.auxiliary = _scorer_of(self.auxiliary, namespace)
+        own = self.policy.auxiliary
+        if own is not None:
+            moved = other.auxiliary if own is self.auxiliary else _scorer_of(own, namespace)
+            other.policy = with_auxiliary(self.policy, moved or own)
         answerer, loader = self._answerer, self._answerer.loader
         if loader is not None:
             joint = loader.combinations and _moved(loader.combinations, namespace)
@@ -287,3 +289,9 @@ class StoreMethods:
 def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:
     """A loader of the same store for another tenant."""
     return replace(loader, prefiller=loader.prefiller.in_namespace(namespace))
+
+
+def _scorer_of(scorer: Scorer | None, namespace: str) -> Scorer | None:
+    """A scorer for another tenant, if it stores anything."""
+    moving = getattr(scorer, "in_namespace", None)
+    return scorer if moving is None else moving(namespace)

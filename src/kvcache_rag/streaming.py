@@ -61,6 +61,7 @@ class TextDecoder:
         """Decode with `tokenizer`; end the text before the first of the `stop` strings."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._openings = [_Opening(one) for one in self._stop]
         self._ids: list[int] = []
         self._given = 0
         self.text = ""
@@ -98,13 +99,39 @@ class TextDecoder:
 
     def _open(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        lengths = (
-            length
-            for stop in self._stop
-            for length in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
+        return max((opening.length(text) for opening in self._openings), default=0)
+
+
+class _Opening:
+    """How much of a string the end of a growing text is (Knuth, Morris and Pratt).
+
+    Every character of the text is looked at once, however long the string is.
+    """
+
+    def __init__(self, string: str) -> None:
+        """Look for the beginning of `string`, which is not empty and not yet in the text."""
+        self._string = string
+        self._borders = [0]  # of each beginning, its longest end that begins the string too
+        self._text, self._length = "", 0
+
+    def length(self, text: str) -> int:
+        """Length of the longest end of `text` that begins the string."""
+        if not text.startswith(self._text):
+            self._length, self._text = 0, ""  # what came last has changed what came before
+        for character in text[len(self._text) :]:
+            self._length = self._after(self._length, character)
+        self._text = text
+        return self._length
+
+    def _after(self, length: int, character: str) -> int:
+        while length and (length == len(self._string) or self._string[length] != character):
+            length = self._border(length)
+        return length + (self._string[length] == character)
+
+    def _border(self, length: int) -> int:
+        while len(self._borders) < length:
+            self._borders.append(self._after(self._borders[-1], self._string[len(self._borders)]))
+        return self._borders[length - 1]
 
 
 class AnswerStream(Iterator[str]):

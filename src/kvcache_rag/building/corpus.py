@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.documents import document_text, fields_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -126,8 +127,9 @@ class Reading:
 class JsonLines:
     """A file with one JSON object per line: `{"text": ...}`, or `{"documents": [...]}`.
 
-    A document is a text, or an object with one.  An `id` names it in messages; all else, a title
-    too, is not part of the chunk, as where documents come with a request.
+    A document is a text, an object with one, or `{"data": ...}` with a text or named fields, which
+    read as they do where documents come with a request.  An `id` names it in messages; all else, a
+    title beside a text too, is not part of the chunk, as there.
 
     Attributes:
         path: The file, UTF-8.
@@ -171,13 +173,19 @@ def _line_items(name: str, line: bytes) -> Iterator[Item]:
 
 def _document(name: str, document: object) -> Item:
     if isinstance(document, str) and ", document " in name:
-        return Item(name, document)
+        return Item(name, document_text(document))
     if not isinstance(document, dict):
-        return Item(name, problem='it is not an object with a "text"')
+        return Item(name, problem='it is not an object with a "text" or "data"')
     known = document.get("id")
     if isinstance(known, (str, int)):
         name = f"{name} ({str(known)[:80]})"
-    text = document.get("text")
-    if not isinstance(text, str):
+    text, data = document.get("text"), document.get("data")
+    if isinstance(text, str):
+        return Item(name, document_text(text))
+    if "text" in document or "data" not in document:
         return Item(name, problem='it has no "text", or one that is not a string')
-    return Item(name, text)
+    if isinstance(data, str):
+        return Item(name, document_text(data))
+    if isinstance(data, dict):
+        return Item(name, fields_text(data))
+    return Item(name, problem='its "data" is neither a string nor an object')

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
 
 
+LOST_IN_A_ROW = 3
+"""Tasks after which it is no passing fault any more that the store keeps nothing."""
+
+
 def _nothing() -> None:
     pass
 
@@ -51,6 +55,7 @@ class Worker:
         """
         self.engine: Engine = settings.open_engine()
         self._where = settings.place
+        self._lost_in_a_row = 0
 
     def build(self, texts: Sequence[Text], on_missing: Callable[[], None] = _nothing) -> Report:
         """Look texts up and prefill what is missing; each is tokenised once to be looked up.
@@ -73,7 +78,7 @@ class Worker:
         fresh = [key for key in batch.missing if batch.keys[key].index not in failed]
         # Another process may have computed some of them meanwhile.
         prefilled = min(len(fresh), after.puts - before.puts)
-        is_useless = bool(lost) and not fresh
+        is_useless = self._is_useless(batch, lost, fresh)
         return Report(
             indices=tuple(text.index for text in texts),
             prefilled=prefilled,
@@ -85,6 +90,16 @@ class Worker:
             spec=self.engine.spec,
             refusal=f"nothing can be stored in {self._where}: {reason}" if is_useless else "",
         )
+
+    def _is_useless(self, batch: _Batch, lost: set[ChunkKey], fresh: Sequence[ChunkKey]) -> bool:
+        """Whether the store keeps nothing at all; one failure may pass, as a remote's timeout."""
+        if fresh:
+            self._lost_in_a_row = 0
+        if fresh or not lost:
+            return False
+        self._lost_in_a_row += 1
+        is_new = len(lost) > 1 and len(batch.keys) == len(batch.missing)
+        return is_new or self._lost_in_a_row >= LOST_IN_A_ROW
 
     def _looked_up(self, texts: Sequence[Text]) -> _Batch:
         batch = _Batch()

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_place(parser.add_argument_group("where, and for whom"))
     _add_waiting(parser.add_argument_group("requests that wait"))
     add_retrieval_arguments(parser.add_argument_group("documents for /v1/rag"))
-    _add_limits(parser.add_argument_group("limits of one request, and of one API key"))
+    _add_limits(parser.add_argument_group("limits of one request, and of one namespace"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,6 +56,8 @@ def add_model_arguments(group: Any) -> None:
     group.add_argument("--memory-bytes", type=int, metavar="N", help="limit of the memory before")
     group.add_argument("--codec", metavar="NAME", help="native, int8 or int4: chunks in the store")
     group.add_argument("--context-window", type=int, metavar="N", help="longest prompt and answer")
+    group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
+    group.add_argument("--template", metavar="DIR", help="folder with a prompt_template.json")
     group.add_argument("--system-prompt", metavar="TEXT", help="instruction before the chunks")
     group.add_argument("--policy", help="of requests that name none, such as cacheblend:0.2")
     group.add_argument("--gate", metavar="FILE", help="verdict of kvcache-rag verify")
@@ -109,10 +111,11 @@ def _add_limits(group: Any) -> None:
         ("documents", "documents"),
         ("document-bytes", "bytes of one document"),
         ("body-bytes", "bytes of the body"),
+        ("body-seconds", "seconds in which the body has to come"),
         ("prompt-tokens", "tokens of the prompt"),
         ("answer-tokens", "tokens of the answer"),
-        ("concurrency", "requests of one key at a time"),
-        ("total-concurrency", "requests of all keys at a time"),
+        ("concurrency", "requests of one namespace at a time"),
+        ("total-concurrency", "requests of all at a time"),
     ):
         group.add_argument(f"--max-{name}", type=int, metavar="N", help=help_)
 

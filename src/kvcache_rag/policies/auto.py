@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import AttentionScaling, ReusePolicy, Scorer
@@ -138,7 +138,22 @@ def at_ratio(policy: ReusePolicy, ratio: float) -> ReusePolicy:
     return replace(changed, ratio=ratio) if _dials(policy) else policy
 
 
+def with_auxiliary(policy: ReusePolicy, auxiliary: Scorer) -> ReusePolicy:
+    """A policy that brings a scorer of its own, with another one; in a union, in every part."""
+    if policy.auxiliary is None:
+        return policy
+    if isinstance(policy, Union):
+        return Union(*(with_auxiliary(part, auxiliary) for part in policy.policies))
+    if isinstance(policy, Auto):
+        return Auto(policy.budget, with_auxiliary(policy.policy, auxiliary))
+    return replace(policy, auxiliary=auxiliary) if _has(policy, "auxiliary") else policy
+
+
 def _dials(policy: Any) -> bool:
     if isinstance(policy, Union):
         return any(map(_dials, policy.policies))
-    return is_dataclass(policy) and any(field.name == "ratio" for field in fields(policy))
+    return _has(policy, "ratio")
+
+
+def _has(policy: Any, name: str) -> TypeGuard[Any]:
+    return is_dataclass(policy) and any(field.name == name for field in fields(policy))

@@ -13,7 +13,7 @@ from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import FullRecompute, Reuse
 from kvcache_rag.policies.joint import Combination
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.policies.union import Union
+from kvcache_rag.policies.union import MOST_PARTS, Union
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,8 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
     """
     if not isinstance(text, str):
         raise InvalidInputError(f'a policy\'s name is a text such as "cacheblend", not {text!r}')
+    if text.count("|") >= MOST_PARTS:
+        raise InvalidInputError(f"at most {MOST_PARTS} policies can be joined; name fewer")
     parts = [_one(part.strip(), auxiliary) for part in text.split("|")]
     return parts[0] if len(parts) == 1 else Union(*parts)
 

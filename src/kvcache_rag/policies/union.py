@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+MOST_PARTS = 64
+"""Of a union: each one chooses tokens for every question."""
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class Union(ReusePolicy):
@@ -30,9 +33,9 @@ class Union(ReusePolicy):
         policies: Its parts; a union among them is taken apart, and equal ones count once.
 
     Raises:
-        InvalidInputError: If there is none, or they exclude each other: different `positions`,
-            auxiliary models or attention scaling, chunks computed together, or chunks that overlap
-            the query's place (`Ape`) and tokens to be computed again.
+        InvalidInputError: If there is none, or more than `MOST_PARTS`, or they exclude each other:
+            different `positions`, auxiliary models or attention scaling, chunks computed together,
+            or chunks that overlap the query's place (`Ape`) and tokens to be computed again.
     """
 
     name: ClassVar[str] = "union"
@@ -48,6 +51,8 @@ class Union(ReusePolicy):
                 )
             parts = policy.policies if isinstance(policy, Union) else (policy,)
             flat += [part for part in parts if part not in flat]
+            if len(flat) > MOST_PARTS:
+                raise InvalidInputError(f"a union joins at most {MOST_PARTS} different policies")
         if not flat:
             raise InvalidInputError("a union needs at least one policy, such as LegoLink()")
         object.__setattr__(self, "policies", tuple(flat))

@@ -66,7 +66,8 @@ def build_app(
         app.include_router(module.router(context))
     errors.install(app)
     # Each surrounds those before it.
-    app.add_middleware(Shell, body_bytes=settings.limits.body_bytes)
+    bounds = settings.limits
+    app.add_middleware(Shell, body_bytes=bounds.body_bytes, body_seconds=bounds.body_seconds)
     guard.install(app, settings, authenticate)
     telemetry.install(app, counting)
     _declare_own_errors(app)

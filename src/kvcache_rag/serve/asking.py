@@ -6,6 +6,8 @@ before the chunks; without any, it is an ordinary conversation.
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvcache_rag.errors import InvalidInputError
@@ -49,14 +51,9 @@ def plain_prompt(engine: Engine, work: Work) -> str:
 
 def joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Turns that have text; consecutive ones of one role are one, as chat templates want it."""
-    found: list[tuple[str, str]] = []
-    for role, text in turns:
-        if not text.strip():
-            continue
-        if found and found[-1][0] == role:
-            text = f"{found.pop()[1]}\n\n{text}"
-        found.append((role, text))
-    return found
+    written = (turn for turn in turns if turn[1].strip())
+    runs = groupby(written, key=itemgetter(0))
+    return [(role, "\n\n".join(text for _, text in run)) for role, run in runs]
 
 
 def _rendered(engine: Engine, turns: list[tuple[str, str]]) -> str:

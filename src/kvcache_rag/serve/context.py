@@ -30,9 +30,7 @@ class Limiter(Protocol):
     """Refuses what is too much (`serve/limits.py`)."""
 
     def admitted(self, caller: Caller, work: Work) -> AbstractAsyncContextManager[None]:
-        """Hold one of the caller's places while a request is answered.
-
-        Entering checks documents, bytes, tokens and concurrency.
+        """Let a request in; entering checks documents, bytes and tokens.
 
         Raises:
             ApiError: 4xx that says which limit, and how much was asked for.

@@ -56,6 +56,12 @@ class Engines:
             self._last = engine
         return engine
 
+    def explained(self, namespace: str) -> None:
+        """Keep no memory of a prompt that was only explained; for the thread that answers."""
+        engine = self.of(namespace)
+        if engine is not self._last:
+            engine.forget_buffer()
+
 
 def twin(engine: Engine, device: str) -> Engine:
     """A second engine over the same stores, with the same weights on a device of choice.

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from kvcache_rag.errors import KVCacheRagError
+from kvcache_rag.errors import ContextTooLongError, KVCacheRagError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 LOG: Final = logging.getLogger("kvcache_rag.serve")
 INVALID: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
+TOO_LONG: Final = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long, at which clients shorten a conversation."""
+# Every ContextTooLongError says it; of an error from another process only its sentence comes.
+_WINDOW: Final = "context window"
 
 # Fields of OpenAI's API that a request may carry only with the value that changes nothing.
 _UNSUPPORTED: Final = {
@@ -81,6 +85,14 @@ class ApiError(KVCacheRagError):
         self.status, self.kind = status, kind
         self.code, self.retry_after = code, retry_after
 
+    def __reduce__(self) -> Any:
+        # Exceptions are made anew of their message alone; this one crosses processes too.
+        return (
+            _unpickled,
+            (self.status, self.message, self.kind, self.param, self.code),
+            {"retry_after": self.retry_after},
+        )
+
     @property
     def body(self) -> dict[str, Any]:
         """The error object."""
@@ -102,6 +114,12 @@ class ApiError(KVCacheRagError):
         return JSONResponse(self.body, self.status, {**(headers or {}), **self.headers})
 
 
+def _unpickled(
+    status: int, message: str, kind: str, param: str | None, code: str | None
+) -> ApiError:
+    return ApiError(status, message, kind=kind, param=param, code=code)
+
+
 def response(error: ApiError) -> JSONResponse:
     """The answer to a request that is refused."""
     return error.response()
@@ -109,12 +127,22 @@ def response(error: ApiError) -> JSONResponse:
 
 def failed(event: Failed) -> ApiError:
     """What a backend says, as an error of the request."""
-    return ApiError(event.status, event.message, kind=event.kind, retry_after=event.retry_after)
+    is_long = event.status == HTTPStatus.BAD_REQUEST and _WINDOW in event.message
+    return ApiError(
+        event.status,
+        event.message,
+        kind=event.kind,
+        code=TOO_LONG if is_long else None,
+        retry_after=event.retry_after,
+    )
 
 
 def mistake(error: KVCacheRagError) -> ApiError:
     """A user's mistake that the library found."""
-    return error if isinstance(error, ApiError) else ApiError(400, " ".join(str(error).split()))
+    if isinstance(error, ApiError):
+        return error
+    code = TOO_LONG if isinstance(error, ContextTooLongError) else None
+    return ApiError(400, " ".join(str(error).split()), code=code)
 
 
 def fault(error: BaseException, request_id: str) -> ApiError:
@@ -192,7 +220,8 @@ def _routing(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "another method")
         return ApiError(405, f"{asked} is not allowed; use {allowed}", code="method_not_allowed")
-    return ApiError(error.status_code, " ".join(str(error.detail).split()))
+    code = "request_timeout" if error.status_code == HTTPStatus.REQUEST_TIMEOUT else None
+    return ApiError(error.status_code, " ".join(str(error.detail).split()), code=code)
 
 
 def _sendable(text: str) -> str:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ANY: Final = "*"
 # Written or not; in front of a server without TLS there may be a proxy that has it.
 _USUAL_PORTS: Final = (None, 80, 443)
+BODILESS: Final = ("GET", "HEAD")
+"""Methods whose requests have no body and ask nothing of the model, so they need no place."""
 _SHOWN = 100  # letters of a name in messages
 
 
@@ -121,7 +123,7 @@ class Guard:
             if scope["type"] == "http":
                 try:
                     caller = self._check(scope)
-                    if caller is not None:
+                    if caller is not None and scope["method"] not in BODILESS:
                         held.enter_context(self._places.place(caller))
                 except ApiError as error:
                     await response(error)(scope, receive, send)

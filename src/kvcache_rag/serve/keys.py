@@ -5,9 +5,9 @@
     a-key-in-clear-of-16-or-more-letters  globex
 
 One key a line, fields divided by blanks, `#` starts a comment.  A key stands there as its SHA-256
-(what `new_key` writes) or in clear.  Several keys may have the same namespace; a server reads the
-file when it starts.  Keys are never logged; metrics know a key by the name in its line, or by the
-first digits of its digest.
+(what `new_key` writes) or in clear.  Several keys may have the same namespace, and then the same
+name as well; a server reads the file when it starts.  Keys are never logged; metrics know a key by
+the name in its line, or by the first digits of its digest.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.serve.context import Caller
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 METRICS_NAMESPACE: Final = "@metrics"
@@ -84,6 +85,7 @@ class ApiKeys:
             key = _parse(fields, f"{path}, line {number}")
             if key.digest in found:
                 raise InvalidInputError(f"{path}, line {number}: this key stands there already")
+            _check_name(key.caller, found.values(), f"{path}, line {number}")
             found[key.digest] = key
         if not found:
             raise InvalidInputError(
@@ -154,6 +156,16 @@ def _parse(fields: list[str], place: str) -> ApiKey:
             f"{place}: the name {name!r} may have letters, digits, '.', '_' and '-' only"
         )
     return ApiKey(digest, Caller(namespace, name))
+
+
+def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
+    """Metrics and logs know keys by their names: one name is of one namespace."""
+    for one in before:
+        if one.caller.key_id == caller.key_id and one.caller.namespace != caller.namespace:
+            raise InvalidInputError(
+                f"{place}: the name {caller.key_id!r} is that of a key of another namespace; give "
+                "this one a name of its own"
+            )
 
 
 def _check_namespace(namespace: str, place: str) -> None:

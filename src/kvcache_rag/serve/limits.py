@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.errors import TOO_LONG, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Coroutine, Iterator
 
     from kvcache_rag.serve.context import Caller
     from kvcache_rag.serve.settings import Limits
@@ -36,14 +37,15 @@ class Places:
 
     @contextmanager
     def place(self, caller: Caller) -> Iterator[None]:
-        """Hold one of the caller's places.
+        """Hold one of the places of the caller's namespace, whichever of its keys is used.
 
         Raises:
             ApiError: 429 that names the limit.
         """
+        namespace, limits = caller.namespace, self._limits
         for name, taken, allowed, whose in (
-            ("concurrency", self._taken[caller.key_id], self._limits.concurrency, "this caller"),
-            ("total_concurrency", self.taken, self._limits.total_concurrency, "this server"),
+            ("concurrency", self._taken[namespace], limits.concurrency, "this namespace"),
+            ("total_concurrency", self.taken, limits.total_concurrency, "this server"),
         ):
             if taken >= allowed:
                 raise ApiError(
@@ -54,13 +56,13 @@ class Places:
                     code="rate_limit_exceeded",
                     retry_after=RETRY_AFTER,
                 )
-        self._taken[caller.key_id] += 1
+        self._taken[namespace] += 1
         try:
             yield
         finally:
-            self._taken[caller.key_id] -= 1
-            if not self._taken[caller.key_id]:
-                del self._taken[caller.key_id]
+            self._taken[namespace] -= 1
+            if not self._taken[namespace]:
+                del self._taken[namespace]
 
 
 class RequestLimiter:
@@ -128,9 +130,22 @@ class RequestLimiter:
         allowed = self.limits.prompt_tokens
         if allowed is None:
             return
-        tokens = await self._backend.count(work)
+        tokens = await _whole(self._backend.count(work))
         if tokens > allowed:
             raise _too_many("prompt_tokens", tokens, allowed, "tokens of the prompt", None)
+
+
+async def _whole(counting: Coroutine[Any, Any, int]) -> int:
+    """What is counted; who leaves before waits for it, since its thread cannot be stopped.
+
+    So the request keeps its place, and nobody fills the threads by asking and leaving.
+    """
+    task = asyncio.ensure_future(counting)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 def _too_large(name: str, asked: int, allowed: int, of: str) -> ApiError:
@@ -147,5 +162,5 @@ def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -
         400,
         f"{asked} {of} are more than the limit {name} of {allowed}; ask for fewer",
         param=param,
-        code="context_length_exceeded" if name == "prompt_tokens" else "limit_exceeded",
+        code=TOO_LONG if name == "prompt_tokens" else "limit_exceeded",
     )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from concurrent.futures import Future, InvalidStateError
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.serve.asking import grounded, plain_prompt
 from kvcache_rag.serve.engines import Engines, ensure_same_keys, twin
+from kvcache_rag.serve.errors import failed
+from kvcache_rag.serve.lengths import ensure_fits, is_doubtful
 from kvcache_rag.serve.prefetcher import Prefetcher
+from kvcache_rag.serve.queue_retrieving import DEADLINE
 from kvcache_rag.serve.scheduler import Scheduler
-from kvcache_rag.serve.serving import Server, policy_of
+from kvcache_rag.serve.serving import Server, failure, policy_of
 from kvcache_rag.serve.tiers import TierCounters
-from kvcache_rag.serve.work import Failed, Finished
+from kvcache_rag.serve.work import Failed, Finished, Turn
 from kvcache_rag.streaming import in_thread
 
 if TYPE_CHECKING:
@@ -42,6 +47,7 @@ class LocalBackend:
         prefetch_after: float = 0.05,
         max_batch: int = 8,
         max_waiting: int = 256,
+        retrieve_within: float = DEADLINE,
         replica: str = "",
     ) -> None:
         """Serve `engine`; nothing is started yet.
@@ -56,6 +62,7 @@ class LocalBackend:
             prefetch_after: Seconds that a request waits before that begins.
             max_batch: Most requests that are answered together.
             max_waiting: Requests that may wait; one more is refused.
+            retrieve_within: Seconds after which a request whose documents have not come is refused.
             replica: Name of this process.
 
         Raises:
@@ -66,7 +73,7 @@ class LocalBackend:
         self._name = name or str(getattr(engine.model.config, "_name_or_path", "")) or "model"
         self._prefetcher = Prefetcher(_second(engine, prefetch))
         self._tiers = TierCounters([engine.store, engine.combinations])
-        self._replica = replica
+        self._replica, self._retrieve_within = replica, retrieve_within
         self._scheduler = Scheduler(
             Server(self._engines, replica),
             prefetcher=None if prefetch == PREFETCH_OFF else self._prefetcher,
@@ -78,28 +85,49 @@ class LocalBackend:
 
     async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
         """Answer a request, event by event; see `Backend.answer`."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        async with aclosing(self.followed(work)) as events:
+            async for event in events:
+                if not isinstance(event, Turn):
+                    yield event
 
-        def deliver(event: Event) -> None:
+    async def followed(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
+        """Like `answer`, with a `Turn` when the model takes the request; not of a refused one."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event | Turn] = asyncio.Queue()
+
+        def deliver(event: Event | Turn) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits for it any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self._scheduler.submit(work, deliver)
+        try:
+            await self._ensure_fits(work)
+        except Exception as error:
+            yield failure(error, f"request {work.id}")
+            return
+        job = self._scheduler.submit(work, deliver, partial(deliver, Turn()))
         is_over = False
+        timer = None
+        if job is not None and work.query:
+            timer = loop.call_later(self._retrieve_within, self._scheduler.give_up, job)
         try:
             while not is_over:
                 event = await events.get()
                 is_over = isinstance(event, Finished | Failed)
                 yield event
         finally:
+            if timer is not None:
+                timer.cancel()
             if job is not None and not is_over:
                 self._scheduler.cancel(job)
 
-    async def prefetch(self, work: Work) -> None:
-        """Compute or load what a request will need that is answered elsewhere.
+    async def prefetch(self, work: Work) -> bool:
+        """Compute what a request will need that is answered elsewhere.
 
         Cancelling it stops that, as does `close`.
+
+        Returns:
+            Whether something was computed, and all that the request needs is there; what is only
+            loaded here is of no use elsewhere.
 
         Raises:
             KVCacheRagError: If the request names an unknown policy.
@@ -108,17 +136,24 @@ class LocalBackend:
             work.chunks, namespace=work.namespace, policy=policy_of(work)
         )
         if wanted is None:
-            return
+            return False
         try:
             await asyncio.shield(asyncio.wrap_future(wanted.done))
         except asyncio.CancelledError:
             self._prefetcher.drop(wanted)
             raise
-        self._prefetcher.turn(wanted)
+        return self._prefetcher.turn(wanted) and wanted.computed > 0
 
     async def count(self, work: Work) -> int:
         """Tokens of the request's prompt; see `Backend.count`."""
+        await self._ensure_fits(work)
         return await in_thread(self._count, work)
+
+    async def _ensure_fits(self, work: Work) -> None:
+        """Refuse, without holding anybody up, what is much too long."""
+        engine = self._engines.base
+        if is_doubtful(engine, work):
+            await in_thread(ensure_fits, engine, work)
 
     def _count(self, work: Work) -> int:
         engine = self._engines.of(work.namespace)
@@ -128,14 +163,31 @@ class LocalBackend:
         return len(ids.prefix) + sum(map(len, ids.chunks)) + len(ids.query)
 
     async def explain(self, work: Work) -> Mapping[str, Any]:
-        """The prompt's spans and tokens; see `Backend.explain`."""
-        return await in_thread(self._explain, work)
+        """The prompt's spans and tokens; see `Backend.explain`.
 
-    def _explain(self, work: Work) -> Mapping[str, Any]:
-        engine = self._engines.of(work.namespace)
-        question = grounded(engine, work)[0]
-        found = engine.explain(question, work.chunks, policy=policy_of(work), history=work.history)
-        return found.to_dict()
+        It waits for its turn as an answer does.  Cancelling it takes the request back, unless its
+        turn has come.
+
+        Raises:
+            ApiError: If too many requests wait, or the server shuts down.
+        """
+        policy_of(work)
+        await self._ensure_fits(work)
+        explained: Future[Mapping[str, Any]] = Future()
+        explained.set_running_or_notify_cancel()  # it is taken back below
+
+        def refuse(event: Event) -> None:
+            if isinstance(event, Failed):
+                with suppress(InvalidStateError):  # it was explained just now
+                    explained.set_exception(failed(event))
+
+        job = self._scheduler.submit(work, refuse, explained=explained)
+        try:
+            return await asyncio.wrap_future(explained)
+        except asyncio.CancelledError:
+            if job is not None:
+                self._scheduler.cancel(job)
+            raise
 
     async def ready(self) -> bool:
         """Whether the model has answered with a token; the first one is waited for a moment."""
@@ -143,7 +195,7 @@ class LocalBackend:
         warmed = asyncio.wrap_future(self._scheduler.warmed)
         await asyncio.wait([warmed], timeout=MOMENT)
         is_warm = warmed.done() and warmed.result()
-        return is_warm and not self._scheduler.is_closed
+        return is_warm and self._scheduler.is_alive and not self._scheduler.is_closed
 
     async def stats(self) -> Mapping[str, Any]:
         """Counters of this process; see `Backend.stats`."""

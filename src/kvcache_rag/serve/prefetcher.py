@@ -56,6 +56,7 @@ class Prefetch:
         turn_in: Tells in how many seconds its turn will come.
         done: Done when nothing more will be computed or loaded for it; its result says whether all
             that is needed is there.
+        computed: Chunks and combinations that were computed for it.
     """
 
     chunks: tuple[str, ...]
@@ -64,6 +65,7 @@ class Prefetch:
     due: float
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
+    computed: int = 0
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
@@ -247,6 +249,8 @@ class Prefetcher:
         policy = prefetch.policy or engine.policy
         chunks = prefetch.chunks
         keys = engine.needed(chunks, policy)
+        if sum(key.tokens for key in keys) > engine.context_window:
+            return "failed"  # its answer will be refused
         is_joint = 0 < len(keys) < len(chunks)
         store = engine.combinations if is_joint else engine.store
         for key, text in dict(zip(keys, chunks, strict=False)).items():
@@ -271,4 +275,5 @@ class Prefetcher:
         with self._changed:
             self._counts["started"] += not prefetch._is_begun
             prefetch._is_begun = True
+            prefetch.computed += count if name == "computed" else 0
             self._counts[name] += count

@@ -10,9 +10,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
+    from typing import Any
 
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.serve.prefetcher import Prefetch
     from kvcache_rag.serve.work import Event, Source, Work
 
@@ -25,6 +27,10 @@ class Stage(Enum):
     ENDED = 3
 
 
+def nothing() -> None:
+    """Where nobody wants to be told."""
+
+
 @dataclass(eq=False)
 class Job:
     """A request on its way through the queue; changed under the scheduler's lock only.
@@ -34,27 +40,33 @@ class Job:
         deliver: Takes its events, from any thread, and never blocks.
         arrived: When it came, on the monotonic clock.
         number: Its place in the order of arrival.
+        policy: What the request names; None for the engine's own.
+        explained: Takes what its prompt would become, instead of an answer; None for an answer.
         sources: What was retrieved for it.
         stage: Whether it waits, runs or has ended.
         cancelled: Set when nobody wants its answer any more.
-        retrieving: Its retrieval, if it has one.
         prefetch: What is computed ahead for it, if anything is.
+        on_turn: Called when the model takes it, from any thread; never blocks.
     """
 
     work: Work
     deliver: Callable[[Event], None]
     arrived: float
     number: int
+    policy: ReusePolicy | None = None
+    explained: Future[Mapping[str, Any]] | None = None
     sources: tuple[Source, ...] = ()
     stage: Stage = Stage.WAITING
     cancelled: threading.Event = field(default_factory=threading.Event)
-    retrieving: Future[None] | None = None
     prefetch: Prefetch | None = None
+    on_turn: Callable[[], None] = nothing
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Texts that it is answered over: those it brought, then those retrieved."""
-        return (*self.work.chunks, *(source.text for source in self.sources))
+        """Texts that it is answered over: those it brought, then those retrieved, each once."""
+        brought = self.work.chunks
+        found = dict.fromkeys(source.text for source in self.sources if source.text not in brought)
+        return (*brought, *found)
 
 
 class Turns:
@@ -70,6 +82,13 @@ class Turns:
 
     def __len__(self) -> int:
         return self._count
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._queues.get(job.work.namespace, ())
+
+    def jobs(self) -> list[Job]:
+        """All that wait."""
+        return [job for queue in self._queues.values() for job in queue]
 
     def add(self, job: Job) -> None:
         """Take a job in, at its place by arrival."""
@@ -89,7 +108,11 @@ class Turns:
 
     def head(self) -> Job | None:
         """Whose turn it is; None if nobody waits."""
-        return next(iter(self._queues.values()))[0] if self._queues else None
+        return next(self.heads(), None)
+
+    def heads(self) -> Iterator[Job]:
+        """The first of each tenant, in turn."""
+        return (queue[0] for queue in self._queues.values())
 
     def place(self, job: Job) -> int:
         """About how many are answered before a job that waits."""
@@ -113,19 +136,26 @@ class Turns:
         if namespace in self._queues:
             self._queues.move_to_end(namespace)
 
-    def crowding(self, namespace: str) -> Job | None:
+    def crowding(self, namespace: str, others: Iterable[Job] = ()) -> Job | None:
         """Who has to give way when there is no room left for a job of `namespace`.
 
         It is the last one of the tenant with most jobs, unless that is hardly more than the
         newcomer would have: a tenant that fills the queue keeps nobody else out.
+
+        Args:
+            namespace: Tenant of the newcomer.
+            others: Jobs that take room and do not wait here.
         """
-        longest = max(self._queues.values(), key=len, default=[])
-        own = len(self._queues.get(namespace, ()))
-        return longest[-1] if len(longest) > own + 1 else None
+        tenants: dict[str, list[Job]] = {}
+        for job in (*self.jobs(), *others):
+            tenants.setdefault(job.work.namespace, []).append(job)
+        longest = max(tenants.values(), key=len, default=[])
+        own = len(tenants.get(namespace, ()))
+        return max(longest, key=_number) if len(longest) > own + 1 else None
 
     def drain(self) -> list[Job]:
         """Take out everything."""
-        left = [job for queue in self._queues.values() for job in queue]
+        left = self.jobs()
         self._queues.clear()
         self._count = 0
         return left

@@ -24,7 +24,7 @@ from kvcache_rag.serve.replies import (
     now,
     plain,
 )
-from kvcache_rag.serve.schema import Asking, KVCacheOptions
+from kvcache_rag.serve.schema import Asking, KVCacheOptions, StopText
 from kvcache_rag.serve.work import Source, Started, Work
 from kvcache_rag.serve.working import work_of
 from kvcache_rag.template import Message
@@ -80,7 +80,7 @@ class RagRequest(BaseModel):
     )
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
-    stop: Annotated[list[SomeText], Field(max_length=4)] | None = None
+    stop: Annotated[list[StopText], Field(max_length=4)] | None = None
 
     def asking(self, served: str) -> Asking:
         """What of it every API has, for the model `served` unless another is named."""

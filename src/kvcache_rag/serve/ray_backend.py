@@ -18,14 +18,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.ray_calls import Blocking, Running
 from kvcache_rag.serve.ray_errors import (
+    LATE,
+    START,
     LostError,
     NoReplicaError,
     failed_of,
     is_lost,
     raised_of,
 )
-from kvcache_rag.serve.work import NOT_READY, OVERLOADED, Failed, Finished, Started
+from kvcache_rag.serve.work import NOT_READY, OVERLOADED, Failed, Finished, Started, Turn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -42,7 +45,11 @@ PATIENCE: Final = 60.0
 LOOK: Final = 5.0
 """Seconds of silence after which is looked whether a replica runs at all."""
 STATS_WAIT: Final = 5.0
-"""Seconds that a replica has to give its counters."""
+"""Seconds that a replica has to give its counters, and the cluster to say which replicas run."""
+RETRIEVALS: Final = 16
+"""Requests for which documents are retrieved at a time: they wait for a database."""
+RETRIEVAL_WAIT: Final = 30.0
+"""Seconds that a request waits for its documents."""
 
 
 class RayBackend:
@@ -59,6 +66,7 @@ class RayBackend:
         retriever: Retriever | None = None,
         patience: float = PATIENCE,
         look: float = LOOK,
+        retrieval: float = RETRIEVAL_WAIT,
     ) -> None:
         """Use a deployment of `Replica` that runs.
 
@@ -71,9 +79,12 @@ class RayBackend:
             retriever: Finds documents, in threads of this process; None for none.
             patience: Seconds that requests wait when no replica runs.
             look: Seconds of silence after which is looked whether one runs.
+            retrieval: Seconds that a request waits for its documents.
         """
         self._handle, self._stream = handle, handle.options(stream=True)
-        self._name, self._replicas, self._running = name, replicas, running
+        self._name, self._replicas = name, replicas
+        self._running = Running(running, STATS_WAIT)
+        self._retrievals = Blocking("kvcache-rag-retrieve", RETRIEVALS, retrieval)
         self._ahead, self._retriever = ahead, retriever
         self._patience, self._look = patience, look
         self._counts: Counter[str] = Counter(handed_on=0, lost=0)
@@ -84,6 +95,10 @@ class RayBackend:
         arrived = time.monotonic()
         try:
             work, sources = await self._retrieved(work)
+        except asyncio.TimeoutError:
+            LOG.warning("the documents of request %s did not come in time", work.id)
+            yield Failed(NOT_READY, OVERLOADED, LATE, START)
+            return
         except Exception as error:
             yield failed_of(error)
             return
@@ -91,9 +106,11 @@ class RayBackend:
         try:
             async with aclosing(self._handed(work, arrived)) as events:
                 async for event in events:
+                    if watched is not None:
+                        watched.stop()  # with the turn at the latest nothing is ahead any more
+                    if isinstance(event, Turn):
+                        continue
                     if isinstance(event, Started):
-                        if watched is not None:
-                            watched.stop()
                         ahead = watched is not None and watched.is_prefetched
                         yield replace(
                             event,
@@ -122,7 +139,7 @@ class RayBackend:
         """
         if self._closed:
             return False
-        running = await self._count_running()
+        running = await self._running.count()
         self._was_ready |= running >= self._replicas
         return self._was_ready and running > 0
 
@@ -152,13 +169,14 @@ class RayBackend:
         """The work with what was found for its query, before it is queued."""
         if not work.query or self._retriever is None:
             return work, ()
-        found = await asyncio.to_thread(
+        found: list[Source] = await self._retrievals.call(
             self._retriever.retrieve, work.query, work.top_k, work.namespace
         )
-        chunks = (*work.chunks, *(source.text for source in found))
+        texts = dict.fromkeys(source.text for source in found if source.text not in work.chunks)
+        chunks = (*work.chunks, *texts)
         return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
 
-    async def _handed(self, work: Work, arrived: float) -> AsyncGenerator[Event, None]:
+    async def _handed(self, work: Work, arrived: float) -> AsyncGenerator[Event | Turn, None]:
         """Events of the first replica that begins with the work."""
         for attempt in range(1, ATTEMPTS + 1):
             if self._closed:
@@ -182,7 +200,7 @@ class RayBackend:
                     return
             self._counts["handed_on"] += 1
 
-    async def _events(self, work: Work) -> AsyncGenerator[Event, None]:
+    async def _events(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
         """Events of one replica; closing this takes the request back there."""
         response, is_over = self._stream.answer.remote(work), False
         try:
@@ -208,7 +226,8 @@ class RayBackend:
         task.add_done_callback(_retrieve)
         try:
             while not (await asyncio.wait({task}, timeout=self._look))[0]:
-                without = 0.0 if await self._count_running() else without + self._look
+                is_any = await self._running.count(self._look) > 0
+                without = 0.0 if is_any else without + self._look
                 if without >= self._patience:
                     raise NoReplicaError
         finally:
@@ -216,13 +235,6 @@ class RayBackend:
         if task.cancelled():
             raise LostError
         return task.result()
-
-    async def _count_running(self) -> int:
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(self._running), STATS_WAIT)
-        except Exception as error:
-            LOG.warning("the cluster does not say which replicas run: %r", error)
-            return 0
 
     async def _ask(self, method: str, work: Work) -> Any:
         """A value from any replica; from another one if that dies."""
@@ -241,9 +253,9 @@ class RayBackend:
         raise ApiError(NOT_READY, "the server is shutting down", kind=OVERLOADED)
 
 
-async def _next(response: Any) -> Event:
+async def _next(response: Any) -> Event | Turn:
     """The next event of a streaming call."""
-    event: Event
+    event: Event | Turn
     async for event in response:
         return event
     raise LostError  # it ended without an answer

@@ -9,9 +9,8 @@ import logging
 
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.serving import failure
 from kvcache_rag.serve.work import (
-    BAD_REQUEST,
-    INVALID,
     NOT_READY,
     OVERLOADED,
     SERVER_ERROR,
@@ -25,6 +24,7 @@ RETRY_AFTER, START = 1.0, 10.0
 """Seconds after which to repeat a request: another replica takes it; or one has to start."""
 LOST = "the replica that was answering has ended; repeat the request"
 NONE = "no replica is running; repeat the request later"
+LATE = "the documents were not retrieved in time; repeat the request later"
 FULL = "too many requests wait; repeat the request later"
 
 
@@ -88,8 +88,8 @@ def failed_of(error: BaseException) -> Failed:
         return Failed(NOT_READY, OVERLOADED, FULL, RETRY_AFTER)
     if isinstance(cause, ApiError):
         return Failed(cause.status, cause.kind, cause.message, cause.retry_after)
-    if isinstance(cause, KVCacheRagError):
-        return Failed(BAD_REQUEST, INVALID, str(cause))
+    if isinstance(cause, KVCacheRagError):  # the user's mistakes are told, as in one process
+        return failure(cause, "a replica")
     LOG.error("a replica failed", exc_info=error)
     return Failed(SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why")
 

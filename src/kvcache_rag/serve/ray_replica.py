@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from kvcache_rag.serve.settings import ServerSettings
-    from kvcache_rag.serve.work import Event, Work
+    from kvcache_rag.serve.work import Event, Turn, Work
 
 WARMING: Final = 120.0
 """Seconds in which a loaded model has to generate its first token."""
@@ -74,9 +74,9 @@ class Replica:
         self._was_well = True
         await asyncio.to_thread(_give_back)
 
-    async def answer(self, work: Work) -> AsyncIterator[Event]:
-        """Events of a request; cancelling the call takes the request back."""
-        async with aclosing(self._backend.answer(work)) as events:
+    async def answer(self, work: Work) -> AsyncIterator[Event | Turn]:
+        """Events of a request, and its `Turn`; cancelling the call takes the request back."""
+        async with aclosing(self._backend.followed(work)) as events:
             async for event in events:
                 yield replace(event, replica=_name()) if isinstance(event, Started) else event
 
@@ -92,10 +92,9 @@ class Replica:
         """Compute and store what the request will need; it is not queued here.
 
         Returns:
-            Whether it was computed or loaded, where the backend says so.
+            Whether something was computed, and all is there now.
         """
-        prefetch: Any = self._backend.prefetch
-        return await prefetch(work) is not False
+        return await self._backend.prefetch(work)
 
     async def stats(self) -> dict[str, Any]:
         """Counters of this process, with its name and process id."""

@@ -193,12 +193,13 @@ _MEANING = {
     403: "This host, origin or key may not.",
     404: "There is no such model.",
     405: "Another method is meant.",
+    408: "The body did not come in time.",
     413: "More documents or bytes than the server takes.",
-    429: "Too many requests of this key at a time.",
+    429: "Too many requests of this namespace at a time.",
     500: "The server failed; its log says why.",
     503: "Too many requests wait, or the server is not ready; repeat it later.",
 }
-ANSWERING = (400, 401, 403, 404, 413, 429, 500, 503)
+ANSWERING = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 """Errors of the routes that answer questions."""
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PLACE: Final = "{namespace}"
 NOTED: Final = ".kvcache-rag.json"
 RETRY_AFTER: Final = 2.0  # seconds: a server of documents that restarts is back after some
+_NEAREST: Final = -700.0  # exp(709) is the largest that a float holds
 # What LlamaIndex writes beside a node, and which says nothing to a reader.
 _OF_LLAMA_INDEX: Final = frozenset({"doc_id", "ref_doc_id"})
 
@@ -72,11 +73,11 @@ class ChromaRetriever:
         if not query.strip():
             raise ApiError(400, "there is nothing to look for; ask something", param="question")
         name = self.collection.replace(PLACE, namespace)
-        vector = self.embed(query)
         try:
+            vector = self.embed(query)
             found = self.client.get_collection(name, embedding_function=None)
-            rows = Rows(found).nearest(vector, top_k)
-        except Exception as error:  # Chroma raises whatever its parts raise
+            sources = [self._source(row) for row in Rows(found).nearest(vector, top_k)]
+        except Exception as error:  # Chroma and models raise whatever their parts raise
             if is_gone(error):
                 raise _empty(name) from error
             LOG.exception("the collection %s cannot be searched", name)
@@ -87,12 +88,20 @@ class ChromaRetriever:
                 code="retrieval_failed",
                 retry_after=RETRY_AFTER,
             ) from error
-        if not rows:
+        if not sources:
             raise _empty(name)
-        return [source for row in rows if (source := self._source(row)).text.strip()]
+        return [source for source in sources if source.text.strip()]
 
     def _source(self, row: Row) -> Source:
-        return Source(row.id, self.text_of(row), math.exp(-row.distance), shown(row.metadata))
+        return Source(row.id, self.text_of(row), score(row.distance), shown(row.metadata))
+
+
+def score(distance: float) -> float | None:
+    """`exp(-distance)`, as a number that JSON has; None for a distance that is no number.
+
+    Distances of inner products are negative and have no bound; beyond -700 all have one score.
+    """
+    return None if math.isnan(distance) else math.exp(-max(distance, _NEAREST))
 
 
 def shown(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,10 +225,17 @@ def _absolute(name: str) -> str:
 
 
 def _template(settings: ServerSettings) -> PromptTemplate:
-    """The template in which the model's chunks are written."""
+    """The template in which the model's chunks are written.
+
+    Raises:
+        InvalidInputError: If the one that was named cannot be used.
+    """
     from kvcache_rag.loading import resolve  # loads transformers
     from kvcache_rag.template import PromptTemplate
 
+    named = settings.prompt_template()
+    if named is not None:
+        return named
     folder = Path(resolve(settings.model))
     found = PromptTemplate.load(folder) if folder.is_dir() else None
     return found or PromptTemplate()

@@ -11,20 +11,21 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.serve.ending import close_at_exit
 from kvcache_rag.serve.pace import Pace
+from kvcache_rag.serve.queue_ahead import Ahead
 from kvcache_rag.serve.queue_retrieving import Retrievals
-from kvcache_rag.serve.queueing import Job, Stage, Turns
-from kvcache_rag.serve.serving import failure, is_alike, policy_of
-from kvcache_rag.serve.work import NOT_READY, OVERLOADED, SERVER_ERROR, Failed, Started
+from kvcache_rag.serve.queueing import Job, Stage, Turns, nothing
+from kvcache_rag.serve.refusals import broken, overdue, overloaded, shut_down
+from kvcache_rag.serve.serving import failure, is_alike, understood
+from kvcache_rag.serve.work import Started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.serve.prefetcher import Prefetcher
     from kvcache_rag.serve.serving import Served, Server
-    from kvcache_rag.serve.work import Event, Retriever, Source, Work
+    from kvcache_rag.serve.work import Event, Failed, Retriever, Source, Work
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,13 +63,11 @@ class Scheduler:
         """
         self.max_waiting = max_waiting
         self.warmed: Future[bool] = Future()
-        self._server, self._prefetcher = server, prefetcher
-        self._retrievals = Retrievals(retriever)
-        self._after = prefetch_after
+        self._server, self._ahead = server, Ahead(prefetcher, prefetch_after)
+        self._retrievals = Retrievals(retriever, self._retrieved)
         self._pace = Pace(max_batch)
         self._changed = threading.Condition()
         self._turns = Turns()
-        self._retrieving: set[Job] = set()
         self._running: list[Job] = []
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter()
@@ -86,26 +85,41 @@ class Scheduler:
                 close_at_exit(self)
                 self._thread.start()
 
-    def submit(self, work: Work, deliver: Callable[[Event], None]) -> Job | None:
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs that answers."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(
+        self,
+        work: Work,
+        deliver: Callable[[Event], None],
+        on_turn: Callable[[], None] = nothing,
+        explained: Future[Mapping[str, Any]] | None = None,
+    ) -> Job | None:
         """Let a request wait for its turn.
 
         Args:
             work: The request.
             deliver: Takes its events, from any thread, and never blocks.
+            on_turn: Called when the model takes it, from any thread; never blocks.
+            explained: Takes what would become of its prompt, in place of an answer.
 
         Returns:
             What to give to `cancel`; None if it was refused, which was delivered.
         """
         self.start()
+        policy, mistake = understood(work)  # which takes its time, so without the lock
         with self._changed:
-            refusal = self._refusal(work)
+            self._counts["failed"] += mistake is not None
+            refusal = mistake or self._refusal(work)
             if refusal is not None:
                 deliver(refusal)
                 return None
-            job = Job(work, deliver, time.monotonic(), next(self._numbers))
+            now, number = time.monotonic(), next(self._numbers)
+            job = Job(work, deliver, now, number, policy, explained, on_turn=on_turn)
             if work.query:
-                self._retrieving.add(job)
-                job.retrieving = self._retrievals.begin(work, partial(self._retrieved, job))
+                self._retrievals.add(job)
             else:
                 self._admit(job)
         return job
@@ -113,30 +127,33 @@ class Scheduler:
     def _refusal(self, work: Work) -> Failed | None:
         """Why a request cannot wait; whoever crowds the queue gives way to others."""
         if self.is_closed:
-            return _shut_down()
+            return shut_down()
         refusal = self._retrievals.refusal(work)
-        if refusal is not None or len(self._turns) + len(self._retrieving) < self.max_waiting:
+        if refusal is not None or self._waiting < self.max_waiting:
             return refusal
-        last = self._turns.crowding(work.namespace)
+        last = self._turns.crowding(work.namespace, self._retrievals.jobs())
         if last is None:
             self._counts["refused"] += 1
             return self._overloaded()
-        self._turns.remove(last)
+        self._leave(last)
         self._end(last, "refused", self._overloaded())
         return None
 
+    @property
+    def _waiting(self) -> int:
+        return len(self._turns) + len(self._retrievals)
+
     def _overloaded(self) -> Failed:
-        waiting = len(self._turns) + len(self._retrieving)
-        return Failed(
-            NOT_READY,
-            OVERLOADED,
-            f"{waiting} requests wait already; repeat this one later",
-            retry_after=self._pace.retry_after(waiting),
-        )
+        return overloaded(self._waiting, self._pace.retry_after(self._waiting))
+
+    def _leave(self, job: Job) -> None:
+        """A job waits no more, neither for its turn nor for documents."""
+        self._turns.remove(job)
+        self._retrievals.remove(job)
 
     def _retrieved(self, job: Job, found: Sequence[Source], failed: Failed | None) -> None:
         with self._changed:
-            self._retrieving.discard(job)
+            self._retrievals.ended(job)
             if job.stage is not Stage.WAITING:
                 return
             job.sources = tuple(found)
@@ -145,31 +162,25 @@ class Scheduler:
             else:
                 self._end(job, "failed", failed)
 
+    def give_up(self, job: Job) -> None:
+        """End a job that still waits for documents, as it has waited long enough."""
+        with self._changed:
+            if job.stage is Stage.WAITING and job in self._retrievals:
+                self._leave(job)
+                self._end(job, "failed", overdue())
+
     def _admit(self, job: Job) -> None:
         self._turns.add(job)
         self._changed.notify_all()
-        work = job.work
-        if self._prefetcher is None or work.is_plain or work.is_chat:
-            return
-        try:
-            policy = policy_of(work)
-        except InvalidInputError:
-            return  # as its answer will say
-        job.prefetch = self._prefetcher.want(
-            job.chunks,
-            namespace=work.namespace,
-            policy=policy,
-            after=self._after,
-            turn_in=partial(self._pace.turn_in, self._turns.place(job), self._pace.taken),
-        )
+        pace = self._pace
+        self._ahead.begin(job, partial(pace.turn_in, self._turns.place(job), pace.taken))
 
     def cancel(self, job: Job) -> None:
         """Take a request back: it leaves the queue, or stops at its next token."""
         with self._changed:
             job.cancelled.set()
             if job.stage is Stage.WAITING:
-                self._turns.remove(job)
-                self._retrieving.discard(job)
+                self._leave(job)
                 self._end(job, "cancelled", None)
             elif job.stage is Stage.RUNNING:
                 self._counts["cancelled"] += 1
@@ -178,10 +189,7 @@ class Scheduler:
         """A job that waited ends; counted as `name`."""
         job.stage = Stage.ENDED
         self._counts[name] += 1
-        if job.retrieving is not None:
-            job.retrieving.cancel()
-        if job.prefetch is not None and self._prefetcher is not None:
-            self._prefetcher.drop(job.prefetch)
+        self._ahead.drop(job)
         if event is not None:
             job.deliver(event)
 
@@ -190,49 +198,55 @@ class Scheduler:
         with self._changed:
             names = ("answered", "failed", "cancelled", "refused")
             return {
-                "waiting": len(self._turns) + len(self._retrieving),
+                "waiting": self._waiting,
                 "running": len(self._running),
                 **{name: self._counts[name] for name in names},
                 **self._pace.stats(),
             }
 
     def close(self) -> None:
-        """Stop: what waits gets `Failed`, what runs stops at its next token; wait for the end."""
+        """Stop: what waits gets `Failed`, what runs ends at its next token; wait for that one."""
         with self._changed:
-            self.is_closed = True
-            for job in [*self._turns.drain(), *self._retrieving]:
-                job.cancelled.set()
-                self._end(job, "failed", _shut_down())
-            self._retrieving.clear()
-            for job in self._running:
-                if not job.cancelled.is_set():
-                    job.cancelled.set()
-                    job.deliver(_shut_down())
+            self._abandon(shut_down())
             thread = self._thread
             self._changed.notify_all()
-        self._retrievals.close()
+        self._retrievals.join()
         if thread is not None:
             thread.join()
         elif not self.warmed.done():
             self.warmed.set_result(False)
 
+    def _abandon(self, why: Failed) -> None:
+        """Answer nobody any more."""
+        self.is_closed = True
+        for job in [*self._turns.drain(), *self._retrievals.drain()]:
+            job.cancelled.set()
+            self._end(job, "failed", why)
+        for job in self._running:
+            if not job.cancelled.is_set():
+                job.cancelled.set()
+                job.deliver(why)
+
     def _work(self) -> None:
+        self.warmed.set_result(self._server.warm_up())
         try:
-            self._server.warm_up()
-            self.warmed.set_result(True)
-        except Exception:
-            _LOG.exception("the model could not generate a first token")
-            self.warmed.set_result(False)
-        while jobs := self._next():
-            try:
-                self._serve(jobs)
-            except Exception as error:  # a fault of our own must not end the thread
-                for job in jobs:
-                    job.deliver(failure(error, f"request {job.work.id}"))
+            while jobs := self._next():
+                self._answer(jobs)
+        except BaseException:  # whoever waits has to be told
+            _LOG.exception("the thread that answers has ended")
             with self._changed:
-                for job in jobs:
-                    job.stage = Stage.ENDED
-                self._running = []
+                self._abandon(broken())
+
+    def _answer(self, jobs: list[Job]) -> None:
+        try:
+            self._serve(jobs)
+        except Exception as error:  # a fault of our own must not end the thread
+            for job in jobs:
+                job.deliver(failure(error, f"request {job.work.id}"))
+        with self._changed:
+            for job in jobs:
+                job.stage = Stage.ENDED
+            self._running = []
 
     def _next(self) -> list[Job]:
         """Whose turn it is now, waiting for somebody; nobody at the end."""
@@ -259,20 +273,20 @@ class Scheduler:
         return alike[: self._pace.size(head.work, len(alike), behind)]
 
     def _serve(self, jobs: list[Job]) -> None:
-        now, server = time.monotonic(), self._server
+        now, server, turn = time.monotonic(), self._server, self._ahead.turn
+        if jobs[0].explained is not None:
+            server.explain(jobs[0], jobs[0].explained)
+            return
         begun = [
-            Started(now - job.arrived, job.sources, self._turn(job), len(jobs), server.replica)
+            Started(now - job.arrived, job.sources, turn(job), len(jobs), server.replica)
             for job in jobs
         ]
+        for job in jobs:
+            job.on_turn()
         is_single = len(jobs) == 1
         served = server.one(jobs[0], begun[0]) if is_single else server.together(jobs, begun)
         with self._changed:
             self._note(jobs, served)
-
-    def _turn(self, job: Job) -> bool:
-        if job.prefetch is None or self._prefetcher is None:
-            return False
-        return self._prefetcher.turn(job.prefetch)
 
     def _note(self, jobs: list[Job], served: Served) -> None:
         wanted = sum(not job.cancelled.is_set() for job in jobs)
@@ -282,8 +296,4 @@ class Scheduler:
 
 
 def _are_alike(head: Job, other: Job) -> bool:
-    return is_alike(head.work, other.work)
-
-
-def _shut_down() -> Failed:
-    return Failed(NOT_READY, SERVER_ERROR, "the server shuts down; repeat the request later", 1.0)
+    return head.explained is other.explained is None and is_alike(head.work, other.work)

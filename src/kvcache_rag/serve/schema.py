@@ -19,6 +19,9 @@ _WITH_RATIO: Final = ("cacheblend", "cacheclip")
 _LARGEST: Final = 2**31 - 1
 _SEEDS: Final = 2**63
 
+StopText = Annotated[SomeText, Field(max_length=256)]
+"""A stop string; what it costs to look for one grows with its length."""
+
 
 def _text_or_list(given: Any) -> str:
     return "(string)" if isinstance(given, str) else "(list)"
@@ -89,6 +92,7 @@ class KVCacheOptions(BaseModel):
 
     policy: Text | None = Field(
         None,
+        max_length=200,
         description="A policy by name, such as reuse, legolink, cacheblend, full; None for the "
         "server's. Numbers may stand behind a colon: cacheblend:0.2.",
     )
@@ -105,9 +109,9 @@ class KVCacheOptions(BaseModel):
         Raises:
             ApiError: If there is no such policy, or it has no ratio.
         """
-        named = self.policy if self.policy is not None else default
+        named = (self.policy if self.policy is not None else default).strip()
         if self.ratio is not None:
-            named = self._with_ratio(named.strip())
+            named = self._with_ratio(named)
         if not named:
             return None
         try:
@@ -117,6 +121,10 @@ class KVCacheOptions(BaseModel):
         return named
 
     def _with_ratio(self, named: str) -> str:
+        rest = ""
+        if self.policy is None:  # the server's own ratio gives way; further numbers stay
+            named, _, numbers = named.partition(":")
+            rest = "".join(numbers.partition(",")[1:])
         if named.lower() not in _WITH_RATIO:
             given = f"{named!r} has none" if named else "none is named"
             raise ApiError(
@@ -125,7 +133,7 @@ class KVCacheOptions(BaseModel):
                 "or leave kvcache.ratio out",
                 param="kvcache.ratio",
             )
-        return f"{named}:{self.ratio!r}"
+        return f"{named}:{self.ratio!r}{rest}"
 
 
 class Asking(BaseModel):
@@ -151,8 +159,8 @@ class Asking(BaseModel):
     seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
     stop: (
         Annotated[
-            Annotated[SomeText, Tag("(string)")]
-            | Annotated[list[SomeText], Field(max_length=4), Tag("(list)")],
+            Annotated[StopText, Tag("(string)")]
+            | Annotated[list[StopText], Field(max_length=4), Tag("(list)")],
             Discriminator(_text_or_list),
         ]
         | None

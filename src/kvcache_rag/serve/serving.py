@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,8 @@ from kvcache_rag.serve.work import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.metrics import Answer
@@ -67,12 +70,22 @@ def failure(error: Exception, what: str) -> Failed:
 
 
 def policy_of(work: Work) -> ReusePolicy | None:
-    """The policy that a request names; None for the engine's own.
+    """The policy that a request names; None for the engine's own, and where nothing is reused.
 
     Raises:
         InvalidInputError: If there is no such policy.
     """
-    return policy_by_name(work.policy) if work.policy else None
+    if work.is_plain or work.is_chat or not work.policy:
+        return None
+    return policy_by_name(work.policy)
+
+
+def understood(work: Work) -> tuple[ReusePolicy | None, Failed | None]:
+    """The policy that a request names, or what its client is told instead of an answer."""
+    try:
+        return policy_of(work), None
+    except InvalidInputError as error:
+        return None, failure(error, f"request {work.id}")
 
 
 def kind_of(work: Work) -> Hashable:
@@ -126,9 +139,14 @@ class Server:
         """Answer with `engines`."""
         self.engines, self.replica = engines, replica
 
-    def warm_up(self) -> None:
-        """Let the model generate one token."""
-        self.engines.base.complete("a", max_new_tokens=1)
+    def warm_up(self) -> bool:
+        """Let the model generate one token; whether it can, the log says why not."""
+        try:
+            self.engines.base.complete("a", max_new_tokens=1)
+        except Exception:
+            _LOG.exception("the model could not generate a first token")
+            return False
+        return True
 
     def one(self, job: Job, begun: Started) -> Served:
         """Answer one job; what goes wrong is told to its client.
@@ -172,7 +190,7 @@ class Server:
                 answer = engine.generate(
                     question,
                     job.chunks,
-                    policy=policy_of(work),
+                    policy=job.policy,
                     history=work.history,
                     prefix_mismatch=mismatch,
                     **options,
@@ -180,6 +198,24 @@ class Server:
         if not is_begun and not job.cancelled.is_set():
             job.deliver(begun)
         return answer
+
+    def explain(self, job: Job, explained: Future[Mapping[str, Any]]) -> None:
+        """Say what would become of a job's prompt; what goes wrong is raised where it is read.
+
+        Args:
+            job: Over texts it brought.
+            explained: Takes it, unless it was refused meanwhile.
+        """
+        work, engine = job.work, self.engines.of(job.work.namespace)
+        question = grounded(engine, work)[0]
+        try:
+            found = engine.explain(question, job.chunks, policy=job.policy, history=work.history)
+            tell = partial(explained.set_result, found.to_dict())
+        except Exception as error:  # whatever it is, the next job has to be answered
+            tell = partial(explained.set_exception, error)
+        with suppress(InvalidStateError):
+            tell()
+        self.engines.explained(work.namespace)
 
     def together(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
         """Answer jobs that are alike in one batch; one by one if it fails, so that each knows why.
@@ -217,7 +253,7 @@ class Server:
         asked = [(grounded(engine, job.work)[0], job.chunks, job.work.history) for job in jobs]
         return engine.generate_batch(
             asked,
-            policy=policy_of(work),
+            policy=jobs[0].policy,
             prefix_mismatch=grounded(engine, work)[1],
             cancelled=cancelled,
             **_options(work),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from kvcache_rag.template import FILE_NAME, PromptTemplate
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
@@ -18,25 +17,29 @@ DEFAULT_PORT: Final = 8000
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one request, and one API key, may ask for; beyond it the answer is a clear 4xx.
+    """How much one request, and one namespace, may ask for; beyond it the answer is a clear 4xx.
 
     Attributes:
         documents: Of one request.
         document_bytes: Of one document's text, as UTF-8.
         body_bytes: Of the body of one request.
+        body_seconds: Within which the whole body has to be there.
         prompt_tokens: Of one prompt; None for what the model's context window holds.
         answer_tokens: Largest `max_tokens` of one request.
-        concurrency: Requests of one key that are answered or wait at a time.
-        total_concurrency: Requests of all keys that are answered or wait at a time.
+        concurrency: Requests of one namespace that are answered or wait at a time, whichever of
+            its keys they come by.
+        total_concurrency: Requests of all namespaces that are answered or wait at a time; several
+            times `concurrency`, so that no namespace fills the server.
     """
 
     documents: int = 64
     document_bytes: int = 1 << 20
     body_bytes: int = 8 << 20
+    body_seconds: int = 15
     prompt_tokens: int | None = None
     answer_tokens: int = 4096
     concurrency: int = 64
-    total_concurrency: int = 256
+    total_concurrency: int = 512
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -63,7 +66,9 @@ class ServerSettings:
             "https://app.example.org".
         served_name: Name of the model in requests; "" for `model` itself.
         policy: Of requests that name none, as `policy_by_name` reads it; "" for the engine's own.
-        system_prompt: Instruction before the chunks; None for the model's own or the default.
+        template: Folder with a `prompt_template.json`, instead of the model's own; None for that.
+        system_prompt: Instruction before the chunks; None for the template's.
+        revision: Commit, branch or tag of a model on the hub; None for its default.
         device: "cpu", "cuda", "cuda:1", ...; None for CUDA if there is one.
         dtype: "auto" for the checkpoint's own.
         codec: Form of the chunks in `store`: "native", "int8", "int4".
@@ -87,7 +92,7 @@ class ServerSettings:
         max_batch: Requests that may be answered in one padded batch.
         max_waiting: Requests that may wait; one more is answered 503.
         heartbeat: Seconds of silence after which a stream sends a comment.
-        limits: Of one request and one key.
+        limits: Of one request and one namespace.
 
     Raises:
         InvalidInputError: If two of them contradict each other.
@@ -105,7 +110,9 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     served_name: str = ""
     policy: str = ""
+    template: str | None = None
     system_prompt: str | None = None
+    revision: str | None = None
     device: str | None = None
     dtype: str = "auto"
     codec: str = "native"
@@ -151,6 +158,21 @@ class ServerSettings:
     def name(self) -> str:
         """Name of the model in requests and answers."""
         return self.served_name or self.model
+
+    def prompt_template(self) -> PromptTemplate | None:
+        """The template that was named; None for the one that the model brings.
+
+        Raises:
+            InvalidInputError: If there is none in its folder, or it cannot be used.
+        """
+        if self.template is None:
+            return None
+        place = Path(self.template)
+        folder = place.parent if place.name == FILE_NAME else place
+        found = PromptTemplate.load(folder)
+        if found is None:
+            raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
+        return found
 
 
 def is_loopback(host: str) -> bool:

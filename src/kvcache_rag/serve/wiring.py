@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.codecs.named import by_name
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.loading import load
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.connections import patient
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.template import PromptTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +36,11 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")
 _BACKLOG: Final = 2048
+_PATIENCE: Final = 15.0  # seconds for which a connection may ask nothing
 _GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
+COMBINATIONS: Final = "combinations"
+"""Folder below the store, and name in metrics, of chunks that were computed together."""
+_PART: Final = 4  # of each limit, a fourth is theirs
 _LOOK: Final = 0.05  # seconds between two questions whether the model is ready
 
 
@@ -98,39 +106,71 @@ def open_engine(settings: ServerSettings) -> Engine:
     Raises:
         InvalidInputError: If one of them cannot be used.
     """
+    given = settings.prompt_template()
     store = open_store(settings)
     auxiliary = None
     if settings.auxiliary is not None:
         auxiliary = Auxiliary.from_pretrained(settings.auxiliary, store=store)
-    common: dict[str, Any] = {
-        "context_window": settings.context_window,
-        "auxiliary": auxiliary,
-    }
-    loading: dict[str, Any] = {
-        "store": store,
-        "dtype": settings.dtype,
-        "device": settings.device,
-    }
-    if settings.system_prompt is None:
-        return Engine.from_pretrained(settings.model, gate=settings.gate, **loading, **common)
-    # Without the gate, which is about the template that follows.
-    engine = Engine.from_pretrained(settings.model, **loading, **common)
-    # It stands before the chunks, so it is part of what they are computed behind.
-    common["template"] = replace(engine.template, system=settings.system_prompt)
-    common["gate"] = settings.gate
-    return Engine(engine.model, engine.tokenizer, store=engine.store, **common)
+    model, tokenizer, brought = load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        options={"revision": settings.revision} if settings.revision else {},
+    )
+    template = given or brought or PromptTemplate()
+    if settings.system_prompt is not None:
+        # It stands before the chunks, so it is part of what they are computed behind.
+        template = replace(template, system=settings.system_prompt)
+    return Engine(
+        model,
+        tokenizer,
+        store=store,
+        combinations=open_combinations(settings),
+        template=template,
+        context_window=settings.context_window,
+        auxiliary=auxiliary,
+        gate=settings.gate,
+    )
 
 
 def open_store(settings: ServerSettings) -> ChunkStore:
-    """Memory in front of a folder or a URL; without either, memory alone."""
-    memory = MemoryStore(settings.memory_bytes)
+    """Memory in front of a folder or a URL; without either, memory alone.
+
+    The limits hold for chunks and combinations together, so these get a part only.
+    """
+    memory = MemoryStore(_rest(settings.memory_bytes))
     if settings.store is None:
         return memory
     codec = by_name(settings.codec)
     if "://" in settings.store:
         return TieredStore(memory, RemoteStore(settings.store, codec=codec))
-    disk = DiskStore(settings.store, max_bytes=settings.store_bytes, codec=codec)
+    limit = settings.store_bytes
+    limit = None if limit is None else _rest(limit)
+    return TieredStore(memory, DiskStore(settings.store, max_bytes=limit, codec=codec))
+
+
+def open_combinations(settings: ServerSettings) -> ChunkStore:
+    """Where chunks go that were computed together: below the store, for all who share that.
+
+    A folder of their own, so that they never push out chunks; no command or sweep of the store
+    around it takes it for a part of that.
+    """
+    memory = MemoryStore(settings.memory_bytes // _PART, tier=COMBINATIONS)
+    if settings.store is None:
+        return memory
+    codec, tier = by_name(settings.codec), f"{COMBINATIONS}-{{}}"
+    if "://" in settings.store:
+        url = f"{settings.store.rstrip('/')}/{COMBINATIONS}"
+        return TieredStore(memory, RemoteStore(url, codec=codec, tier=tier.format("remote")))
+    folder, limit = os.path.join(settings.store, COMBINATIONS), settings.store_bytes
+    limit = None if limit is None else limit // _PART
+    disk = DiskStore(folder, max_bytes=limit, codec=codec, tier=tier.format("disk"))
     return TieredStore(memory, disk)
+
+
+def _rest(limit: int) -> int:
+    """Bytes of a limit that are left for chunks."""
+    return limit - limit // _PART
 
 
 # ---------------------------------------------------------------------- the socket
@@ -225,6 +265,7 @@ async def _serve(
         server_header=False,
         lifespan="off",
         ws="none",
+        http=patient(_PATIENCE),
         timeout_graceful_shutdown=_GRACE,
     )
     waiting = asyncio.create_task(_announce(backend, announce))

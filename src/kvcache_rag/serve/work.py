@@ -96,6 +96,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The model takes a request now; told between processes, never to clients.
+
+    Nothing of the answer is there yet, so it is none of a backend's events.
+    """
+
+
+@dataclass(frozen=True)
 class Piece:
     """Further text of an answer."""
 
