@@ -51,11 +51,11 @@ def server(script: Any, **settings: Any) -> Iterator[tuple[str, Scripted]]:
         yield url, backend
 
 
-def send(url: str, body: dict[str, Any]) -> socket.socket:
+def send(url: str, body: dict[str, Any], path: str = CHAT) -> socket.socket:
     """Send a chat and read nothing."""
-    request = httpx.Request("POST", url + CHAT, json=body)
+    request = httpx.Request("POST", url + path, json=body)
     port = httpx.URL(url).port
-    lines = [f"POST {CHAT} HTTP/1.1", *(f"{name}: {value}" for name, value in
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in
              request.headers.items())]  # fmt: skip
     connection = socket.create_connection(("127.0.0.1", port), DEADLINE)
     connection.sendall("\r\n".join([*lines, "", ""]).encode() + request.content)
@@ -72,6 +72,23 @@ def test_a_client_that_leaves_takes_its_work_back(streaming: bool) -> None:
         assert backend.was_taken_back.wait(DEADLINE)
         metrics = httpx.get(f"{url}/metrics").text
     assert 'kvcache_rag_cancelled_requests_total{route="chat"} 1.0' in metrics
+
+
+def test_a_client_that_leaves_takes_its_explanation_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def explain(backend: Scripted, work: Work) -> dict[str, Any]:
+        backend.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            backend.was_taken_back.set()
+        return {}
+
+    monkeypatch.setattr(Scripted, "explain", explain)
+    with server(says_nothing) as (url, backend):
+        connection = send(url, chat(documents=["A text."]), "/v1/explain")
+        assert backend.has_begun.wait(DEADLINE)
+        connection.close()
+        assert backend.was_taken_back.wait(DEADLINE)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_stream_takes_it_back() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from kvcache_rag.serve.sse import DONE, HEARTBEAT, EventStream, frame
 from kvcache_rag.serve.work import Failed, Finished, Piece, Started
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 
     from fastapi import Request
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.context import AppContext, Caller
     from kvcache_rag.serve.work import Event, Work
 
+_Got = TypeVar("_Got")
 CLIENT_LEFT: Final = 499
 """Status of an answer that nobody reads any more (nginx's number)."""
 
@@ -88,6 +89,33 @@ async def respond(
     finally:
         if not exchange.is_handed_on:
             await exchange.close()
+
+
+async def unless_left(request: Request, call: Coroutine[Any, Any, _Got]) -> _Got:
+    """What a call gives; it is cancelled when the client goes away.
+
+    Args:
+        request: Its body read.
+        call: What the client waits for.
+
+    Raises:
+        ClientLeft: If it went away.
+    """
+    tasks = asyncio.create_task(call), asyncio.create_task(_until_left(request))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientLeft
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
 
 
 class _Exchange:
@@ -156,8 +184,7 @@ class _Exchange:
             self._events.put_nowait(as_api_error(error, self._request_id))
 
     async def _watch(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            continue
+        await _until_left(request)
         if not self._ended:
             self._context.telemetry.left(self._route, self._caller, self._work)
             self._events.put_nowait(ClientLeft())

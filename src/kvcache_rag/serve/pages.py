@@ -21,6 +21,7 @@ from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.chat import chat_work
 from kvcache_rag.serve.context import AppContext, Caller
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.exchange import CLIENT_LEFT, ClientLeft, unless_left
 from kvcache_rag.serve.replies import ANSWERING, error_responses
 from kvcache_rag.serve.schema import ChatRequest
 from kvcache_rag.stitch import SpanKind
@@ -174,7 +175,9 @@ def router(context: AppContext) -> APIRouter:
         operation_id="explain",
     )
     async def explain(
-        body: ChatRequest, caller: Annotated[Caller, Depends(context.authenticate)]
+        request: Request,
+        body: ChatRequest,
+        caller: Annotated[Caller, Depends(context.authenticate)],
     ) -> Response:
         """Takes the body of a chat with documents, and generates nothing.
 
@@ -188,7 +191,11 @@ def router(context: AppContext) -> APIRouter:
                 param="documents",
             )
         work = chat_work(context, caller, body)
-        async with context.limits.admitted(caller, work):
-            return JSONResponse(dict(await context.backend.explain(work)))
+        try:
+            async with context.limits.admitted(caller, work):
+                found = await unless_left(request, context.backend.explain(work))
+        except ClientLeft:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(dict(found))
 
     return routes
