@@ -8,8 +8,7 @@ import numpy as np
 
 from benchmarks.caching import che_ratio, static_ratio
 from benchmarks.hit_ratio import BUDGET, PAPER_GAIN
-from kvcache_rag.errors import MissingExtraError
-from kvcache_rag.evaluation.plot import check_plot
+from kvcache_rag.evaluation.plot import check_plot, figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,27 +31,16 @@ def plot(rows: Sequence[Row], study: Study, file: Path) -> None:
         MissingExtraError: If matplotlib is not installed.
     """
     check_plot(file)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "eval") from error
-    # The same bytes from the same numbers.
-    mpl.rcParams["svg.hashsalt"] = "hit ratio"
-    figure = Figure(figsize=(9.2, 3.8), layout="constrained")
+    figure = figure_class()(figsize=(9.2, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     measured = [row for row in rows if row.side == "store"]
     _hits(left, measured, study)
     _gains(right, measured, study)
     for panel in (left, right):
         panel.set_xlabel("exponent of popularity (0: uniform)", fontsize=9)
-        panel.grid(color="#E5E5E5", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.tick_params(labelsize=8)
         panel.legend(frameon=False, fontsize=8)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
-    figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        plain_panel(panel)
+    save_plot(figure, file, "hit ratio")
 
 
 def _hits(panel: Any, rows: Sequence[Row], study: Study) -> None:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.errors import MissingExtraError
-from kvcache_rag.evaluation.plot import check_plot
+from kvcache_rag.evaluation.plot import check_plot, figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,20 +29,14 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
         MissingExtraError: If matplotlib is not installed.
     """
     check_plot(file)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "eval") from error
     tops = sorted({row["top"] for row in report["rows"]})
-    figure = Figure(figsize=(3.4 * len(tops), 3.4), layout="constrained")
+    figure = figure_class()(figsize=(3.4 * len(tops), 3.4), layout="constrained")
     panels = figure.subplots(1, len(tops), squeeze=False, sharey=True)[0]
     for panel, top in zip(panels, tops, strict=True):
         _draw(panel, [row for row in report["rows"] if row["top"] == top])
         panel.set_title(f"{top} document{'s' if top > 1 else ''} per question", fontsize=9)
     panels[0].set_ylabel("share of the retrievals, %", fontsize=9)
-    with mpl.rc_context({"svg.hashsalt": "locality"}):
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    save_plot(figure, file, "locality")
 
 
 def _draw(panel: Any, rows: list[Mapping[str, Any]]) -> None:
@@ -57,9 +50,5 @@ def _draw(panel: Any, rows: list[Mapping[str, Any]]) -> None:
     panel.set_xlabel("hottest documents, %", fontsize=9)
     panel.set_xlim(0, 100)
     panel.set_ylim(0, 100)
-    panel.grid(color="#E5E5E5", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.tick_params(labelsize=8)
     panel.legend(frameon=False, fontsize=8, loc="lower right")
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    plain_panel(panel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.serving_results import AHEAD, ARMS, MAIN, NO_CACHE, OWN, SHARED, rates, runs_of
-from kvcache_rag.errors import MissingExtraError
+from kvcache_rag.evaluation.plot import figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,32 +30,17 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "eval") from error
-    with mpl.rc_context({"svg.hashsalt": "serving"}):
-        _save(_by_rate(report), folder / "serving-rates.svg")
-        _save(_along(report), folder / "serving-queue.svg")
-        if report.get("shares"):
-            _save(_shares(report["shares"]), folder / "serving-shares.svg")
-
-
-def _save(figure: Any, file: Path) -> None:
-    figure.savefig(file, metadata={"Date": None})
+    save_plot(_by_rate(report), folder / "serving-rates.svg")
+    save_plot(_along(report), folder / "serving-queue.svg")
+    if report.get("shares"):
+        save_plot(_shares(report["shares"]), folder / "serving-shares.svg")
 
 
 def _figure(panels: int, width: float) -> tuple[Any, Sequence[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 3.6), layout="constrained")
+    figure = figure_class()(figsize=(width, 3.6), layout="constrained")
     found = figure.subplots(1, panels, squeeze=False)[0]
     for panel in found:
-        panel.grid(color="#E5E5E5", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        plain_panel(panel)
     return figure, found
 
 

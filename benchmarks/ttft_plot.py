@@ -15,6 +15,7 @@ from benchmarks.ttft_sides import (
     RESIDENT,
     TURBORAG,
 )
+from kvcache_rag.evaluation.plot import figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,10 +56,7 @@ def draw(rows: Sequence[Row], context_file: Path, batch_file: Path, query: int) 
 
 
 def _plot(rows: Sequence[Row], file: Path, place: Callable[[Row], int], label: str) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = figure_class()(figsize=(6.4, 4.2), layout="constrained")
     panel: Any = figure.subplots()
     for side, (colour, marker) in _LOOKS.items():
         found = sorted(
@@ -89,12 +87,6 @@ def _plot(rows: Sequence[Row], file: Path, place: Callable[[Row], int], label: s
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.set_xlabel(label)
     panel.set_ylabel("seconds to the first token")
-    panel.grid(color="#E5E5E5", linewidth=0.6)
-    panel.set_axisbelow(True)
     panel.legend(fontsize=8, frameon=False)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    # Fixed salt and no date: the same rows give the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "kvcache-rag"}):
-        metadata = {"Date": None} if file.suffix == ".svg" else None
-        figure.savefig(file, dpi=150, metadata=metadata)
+    plain_panel(panel)
+    save_plot(figure, file)

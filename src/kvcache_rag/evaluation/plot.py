@@ -32,7 +32,31 @@ def check_plot(file: Path) -> None:
         raise InvalidInputError(f"{file} must end in one of {', '.join(SUFFIXES)}")
     if not file.absolute().parent.is_dir():
         raise InvalidInputError(f"there is no folder for {file}; make it first")
-    _figure_class()
+    figure_class()
+
+
+def plain_panel(panel: Any) -> None:
+    """The look of every plot of the project: a faint grid, no frame but two axes."""
+    panel.grid(color="#E5E5E5", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def save_plot(figure: Any, file: Path, salt: str = "kvcache-rag") -> None:
+    """Write a figure; the same figure gives the same bytes.
+
+    Args:
+        figure: Of matplotlib.
+        file: Its suffix decides the format.
+        salt: What names inside an SVG are made from.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": salt}):
+        metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
+        figure.savefig(file, dpi=150, metadata=metadata)
 
 
 def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> None:
@@ -55,7 +79,7 @@ def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> No
         raise InvalidInputError("no question was timed, so there is nothing to plot; time some")
     across = min(_ACROSS, len(timed))
     down = -(-len(timed) // across)
-    figure = _figure_class()(figsize=(4.4 * across, 3.4 * down + 0.8), layout="constrained")
+    figure = figure_class()(figsize=(4.4 * across, 3.4 * down + 0.8), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).ravel()
     names = list(dict.fromkeys(_name(row) for group in timed for row in group.rows))
     looks = _looks(names, baseline)
@@ -70,10 +94,15 @@ def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> No
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(file, dpi=150)
+    save_plot(figure, file)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """Matplotlib's figure, which needs no display.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -124,11 +153,7 @@ def _draw_group(panel: Any, group: Group, looks: dict[str, tuple[str, str]]) -> 
     panel.set_xlabel("time to first token, ms", fontsize=9)
     panel.set_ylabel(f"{group.metric.replace('_', ' ')}, %", fontsize=9)
     panel.set_xlim(left=0)
-    panel.grid(color="#E5E5E5", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    plain_panel(panel)
 
 
 def _bars(interval: Interval, unit: float) -> list[list[float]]:
