@@ -120,6 +120,15 @@ class Valve:
         self.open.clear()
 
 
+async def held(backend: LocalBackend, patch: Any) -> tuple[Valve, asyncio.Task[list[Event]]]:
+    """A backend whose model is held by a first question; open the valve, then await its answer."""
+    valve = Valve(backend._engines.base.model, patch)
+    valve.close()
+    front = asyncio.create_task(events_of(backend, make_work(0, chunks=(), is_plain=True)))
+    await eventually(valve.held.is_set)
+    return valve, front
+
+
 class Inbox:
     """Events of one request, and when the last one came."""
 
@@ -182,6 +191,7 @@ class Prefills:
     """Counts how often the ids of every chunk were computed, by whatever engine."""
 
     def __init__(self, patch: Any) -> None:
+        reader()  # its probe is over
         self.counts: Counter[tuple[int, ...]] = Counter()
         self.go, self.busy = threading.Event(), threading.Event()
         self.go.set()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from serve_fakes import scripted
@@ -113,12 +113,13 @@ async def test_the_table_of_metrics_is_what_a_server_shows() -> None:
     _, backend = scripted()
     counting = ServerTelemetry(backend)
     found = {}
+    collector: Any  # prometheus-client has no public way to a metric's name and labels
     for collector in list(counting.registry._collector_to_names):
         if isinstance(collector, BackendCollector):
             for family in collector.collect():
                 kind = "_total" if family.type == "counter" else ""
                 found[f"{family.name}{kind}"] = set(getattr(family, "_labelnames", ()))
         else:
-            kind = "_total" if collector._type == "counter" else ""  # type: ignore[attr-defined]
-            found[f"{collector._name}{kind}"] = set(collector._labelnames)  # type: ignore[attr-defined]
+            kind = "_total" if collector._type == "counter" else ""
+            found[f"{collector._name}{kind}"] = set(collector._labelnames)
     assert {name.removeprefix("kvcache_rag_"): labels for name, labels in found.items()} == said

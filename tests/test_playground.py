@@ -122,7 +122,7 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
     plain = (await get("/playground/config")).json()
     assert plain == {"rag": False, "needs_key": False, "top_k": 4}
     made: dict[str, Any] = {"api_keys": keys, "top_k": 7}
-    app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]
+    app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     async with client(app) as http:
         told = await http.get("/playground/config")
     assert told.json() == {"rag": True, "needs_key": True, "top_k": 7}

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402  # may be absent
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402  # skips above without it
+from selenium.webdriver.common.keys import Keys  # noqa: E402  # skips above without it
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402  # as above
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -300,7 +300,7 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
     async def explain(work: Work) -> dict[str, Any]:
         return {"tokens": [], "spans": [], "policy": work.policy, "gate": "", "query_tokens": 0}
 
-    backend.explain = explain  # type: ignore[method-assign]
+    backend.explain = explain  # type: ignore[method-assign]  # nothing to explain
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
         page.find("#ask").click()

@@ -299,7 +299,7 @@ async def test_a_backend_that_cannot_say_is_not_ready(caplog: Any) -> None:
     async def fails() -> bool:
         raise OSError("gone")
 
-    backend.ready = fails  # type: ignore[method-assign]
+    backend.ready = fails  # type: ignore[method-assign]  # a fault is made
     async with client(app) as http:
         assert (await http.get("/ready")).status_code == 503
     assert "gone" in caplog.text

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def prefills(monkeypatch: pytest.MonkeyPatch) -> Prefills:
-    reader()  # its probe is over
     return Prefills(monkeypatch)
 
 

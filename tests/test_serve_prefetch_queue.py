@@ -14,6 +14,7 @@ from serve_works import (
     answer_of,
     events_of,
     eventually,
+    held,
     make_work,
     reader,
     serve_threads,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def prefills(monkeypatch: pytest.MonkeyPatch) -> Prefills:
-    reader()  # its probe is over
     return Prefills(monkeypatch)
 
 
@@ -81,10 +81,7 @@ async def test_retrieved_chunks_are_prefetched_too(
             return [Source(str(number), text) for number, text in enumerate(TEXTS[:top_k])]
 
     backend = LocalBackend(reader(), retriever=Shelf(), prefetch="cpu", prefetch_after=0.0)
-    valve = Valve(backend._engines.base.model, monkeypatch)
-    valve.close()
-    front = asyncio.create_task(events_of(backend, make_work(0, chunks=(), is_plain=True)))
-    await eventually(valve.held.is_set)
+    valve, front = await held(backend, monkeypatch)
     work = make_work(1, chunks=(), query="lighthouse", top_k=2, namespace="a")
     behind = asyncio.create_task(events_of(backend, work))
     await eventually(lambda: backend._prefetcher.stats()["finished"] == 1)
@@ -103,10 +100,7 @@ async def test_a_turn_that_comes_midway_waits_for_the_chunk_and_computes_the_res
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = LocalBackend(reader(), prefetch="cpu", prefetch_after=0.0)
-    valve = Valve(backend._engines.base.model, monkeypatch)
-    valve.close()
-    front = asyncio.create_task(events_of(backend, make_work(0, chunks=(), is_plain=True)))
-    await eventually(valve.held.is_set)
+    valve, front = await held(backend, monkeypatch)
     prefills.go.clear()
     behind = asyncio.create_task(events_of(backend, make_work(1)))
     await eventually(prefills.busy.is_set)  # the second engine holds the first chunk
@@ -128,10 +122,7 @@ async def test_a_client_that_goes_away_takes_its_prefetch_along(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = LocalBackend(reader(), prefetch="cpu", prefetch_after=0.0)
-    valve = Valve(backend._engines.base.model, monkeypatch)
-    valve.close()
-    front = asyncio.create_task(events_of(backend, make_work(0, chunks=(), is_plain=True)))
-    await eventually(valve.held.is_set)
+    valve, front = await held(backend, monkeypatch)
     prefills.go.clear()
     leaving = asyncio.create_task(events_of(backend, make_work(1, chunks=TEXTS[:2])))
     staying = asyncio.create_task(events_of(backend, make_work(2, chunks=TEXTS[1:])))

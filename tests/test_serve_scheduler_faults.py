@@ -153,7 +153,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     def head() -> Job:
         raise MemoryError("no memory for a look at the queue")
 
-    scheduler._turns.head = head  # type: ignore[method-assign]
+    scheduler._turns.head = head  # type: ignore[method-assign]  # a fault is made
     desk.go.release()
     failed = waiting.last()
     assert isinstance(failed, Failed)
@@ -174,7 +174,7 @@ async def test_a_backend_whose_thread_has_died_is_not_ready() -> None:
         raise MemoryError
 
     scheduler = backend._scheduler
-    scheduler._turns.head = head  # type: ignore[method-assign]
+    scheduler._turns.head = head  # type: ignore[method-assign]  # a fault is made
     assert failure_of(await events_of(backend, make_work())).status == 500
     assert not await backend.ready()
     await backend.close()

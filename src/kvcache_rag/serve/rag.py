@@ -24,16 +24,14 @@ from kvcache_rag.serve.replies import (
     now,
     plain,
 )
-from kvcache_rag.serve.schema import Asking, KVCacheOptions, StopText
+from kvcache_rag.serve.schema import LARGEST, Asking, Generating, StopText
 from kvcache_rag.serve.work import Source, Started, Work
 from kvcache_rag.serve.working import work_of
 from kvcache_rag.template import Message
 
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
-_LARGEST: Final = 2**31 - 1
-_SEEDS: Final = 2**63
 # What a question has in common with a chat, and is read the same way.
-_SHARED: Final = ("kvcache", "stream", "max_tokens", "temperature", "top_p", "seed", "stop")
+_SHARED: Final = (*Generating.model_fields, "stop")
 
 STREAM: Final = {
     "text/event-stream": {
@@ -53,12 +51,10 @@ class Turn(BaseModel):
     content: Text
 
 
-class RagRequest(BaseModel):
+class RagRequest(Generating):
     """Body of `POST /v1/rag`."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
         json_schema_extra={"examples": [{"question": "Where is the red lamp?", "top_k": 4}]},
     )
 
@@ -68,18 +64,10 @@ class RagRequest(BaseModel):
         description="What to look for, where the question alone does not say it (a follow-up).",
     )
     top_k: int | None = Field(
-        None, ge=1, le=_LARGEST, description="Documents to retrieve; None for the server's number."
+        None, ge=1, le=LARGEST, description="Documents to retrieve; None for the server's number."
     )
     history: list[Turn] | None = Field(None, description="Earlier turns, oldest first.")
     model: Text | None = Field(None, description="Name of the served model; it may be left out.")
-    kvcache: KVCacheOptions | None = None
-    stream: bool | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 or nothing for the likeliest tokens."
-    )
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
     stop: Annotated[list[StopText], Field(max_length=4)] | None = None
 
     def asking(self, served: str) -> Asking:

@@ -16,7 +16,7 @@ from kvcache_rag.serve.errors import ApiError
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 # Policies whose dial is a ratio, and the policy that a ratio alone means.
 _WITH_RATIO: Final = ("cacheblend", "cacheclip")
-_LARGEST: Final = 2**31 - 1
+LARGEST: Final = 2**31 - 1
 _SEEDS: Final = 2**63
 
 StopText = Annotated[SomeText, Field(max_length=256)]
@@ -136,10 +136,23 @@ class KVCacheOptions(BaseModel):
         return f"{named}:{self.ratio!r}{rest}"
 
 
-class Asking(BaseModel):
-    """What chat and completions have in common."""
+class Generating(BaseModel):
+    """How an answer is made, by every API."""
 
     model_config = _STRICT
+
+    kvcache: KVCacheOptions | None = None
+    stream: bool | None = None
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 or nothing for the likeliest tokens."
+    )
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
+
+
+class Asking(Generating):
+    """What chat and completions have in common."""
 
     model: Text = Field(description="Name of the served model, as GET /v1/models gives it.")
     documents: list[Document] | None = Field(
@@ -147,16 +160,8 @@ class Asking(BaseModel):
         description="Each is a chunk before the conversation: reused if it is cached, else "
         "computed and stored. An empty list says that nothing was found.",
     )
-    kvcache: KVCacheOptions | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 or nothing for the likeliest tokens."
-    )
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=1, le=_LARGEST)
-    seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
+    top_k: int | None = Field(None, ge=1, le=LARGEST)
     stop: (
         Annotated[
             Annotated[StopText, Tag("(string)")]
@@ -206,7 +211,7 @@ class ChatRequest(Asking):
 
     messages: list[ChatMessage] = Field(min_length=1, description="The last one is the user's.")
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=_LARGEST, description="Newer name of max_tokens; wins if both are given."
+        None, ge=1, le=LARGEST, description="Newer name of max_tokens; wins if both are given."
     )
     logprobs: Literal[False] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
