@@ -5,7 +5,8 @@
 Fine-tunes the packaged reader under the block mask, and for as many steps under full attention (the
 control), asks three models the same questions under every policy, and writes the page, its plot and
 `benchmarks/results/quality.json`.  Answers are kept in `--work` as they come, so an interrupted run
-goes on.  About three hours on two cores; `--n 200` gives a rough picture in ten minutes.
+goes on.  Several hours on two cores, of which the sweep of top-k takes most; `--n 200` gives a
+rough picture in a tenth of them.
 """
 
 from __future__ import annotations

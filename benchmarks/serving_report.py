@@ -82,7 +82,9 @@ highest rate below.
 def page(report: Mapping[str, Any] | None, locality: Mapping[str, Any] | None) -> str:
     """The whole page, as far as there are measurements."""
     parts = [_HEAD]
-    if report is not None:
+    if report is None:
+        parts.append("## Under load\n\nNot measured yet.\n\n")
+    else:
         parts.append("## What holds and what does not\n\n" + _claims(report))
         parts.append("## How it was measured\n\n" + _ways(report))
         parts.append(_throughput(report))
