@@ -40,7 +40,8 @@ def sweeps(swept: Sequence[Group], shown: Sequence[Group]) -> list[str]:
 def _sweep(task: str, groups: Sequence[tuple[int | None, Group]]) -> str:
     ks = sorted({k for k, _ in groups if k is not None})
     sizes = dict(sorted((found.n, k) for k, found in groups))
-    asked = " and ".join(f"{n} (k = {k})" if k == 6 else f"{n}" for n, k in sizes.items())
+    parts = [f"{n} (k = {k})" if k == 6 else f"{n}" for n, k in sizes.items()]
+    asked = " and ".join(parts) if len(parts) > 1 else f"{groups[0][1].n}, the same at every k"
     lines = [f"### {task.removeprefix('reader_')}\n\nn = {asked}.\n\n"]
     lines.append(f"| model | policy | {' | '.join(f'k = {k}' for k in ks)} |\n")
     lines.append(f"|---|---|{'---|' * len(ks)}\n")
