@@ -212,7 +212,7 @@ async def test_llama_index_memory(
     history = [{"role": role, "content": content} for role, content in said(kept)[:4]]
     expected = engine.generate(NEXT, texts(response), history=history, max_new_tokens=6)
     assert second == expected.text
-    await memory.sql_store._async_engine.dispose()  # type: ignore[attr-defined]
+    await memory.sql_store._async_engine.dispose()  # type: ignore[attr-defined]  # no public way
 
 
 def test_memory_counts_in_the_models_tokens_and_leaves_room(

@@ -171,7 +171,7 @@ def test_stream_fills_its_metrics_when_it_ends(index: VectorStoreIndex, llm: KVC
     streamed = KVCacheQueryEngine.from_index(index, llm, streaming=True).query(QUESTION)
     metadata = streamed.metadata or {}
     assert metadata["kv_cache"] == {}
-    pieces = list(streamed.response_gen)  # type: ignore[union-attr, arg-type]
+    pieces = list(streamed.response_gen)  # type: ignore[union-attr, arg-type]  # it streams
     assert len(pieces) > 1
     assert "".join(pieces) == str(plain)
     assert metadata["kv_cache"]["generated_tokens"] == 6

@@ -74,8 +74,7 @@ def _read(
     items: Generator[_Item, None, None], own: Generator[_Item, None, None]
 ) -> Generator[_Item, None, None]:
     with closing(items), closing(own):
-        # `yield from` would close `items` first.
-        for item in items:  # noqa: UP028
+        for item in items:  # noqa: UP028  # `yield from` would close `items` first
             yield item
 
 
