@@ -92,8 +92,8 @@ FULL_PLAN: Final = Plan(
     (
         Point("zipf", 1.2, 1000),
         Point("zipf", 4.8, 300),
-        Point("uniform", 1.2, 240),
-        Point("zipf", 2.4, 240),
+        Point("uniform", 1.2, 300),
+        Point("zipf", 2.4, 300),
         Point("zipf", 0.6, 60),
     ),
 )

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.locality_page import section
 from benchmarks.report_tables import markdown
+from benchmarks.serving_paired import paired
 from benchmarks.serving_results import (
     AHEAD,
     MAIN,
     NO_CACHE,
     OWN,
     SHARED,
-    against,
     claims,
     rates,
     runs_of,
@@ -89,7 +89,7 @@ def page(report: Mapping[str, Any] | None, locality: Mapping[str, Any] | None) -
         parts.append("## How it was measured\n\n" + _ways(report))
         parts.append(_throughput(report))
         parts.append(_gains(report))
-        parts.append(_intervals(report))
+        parts.append(paired(report))
         if report.get("shares"):
             parts.append(_shares(report))
     if locality is not None:
@@ -213,38 +213,6 @@ def _gains(report: Mapping[str, Any]) -> str:
 
 def _change(new: float, old: float) -> str:
     return f"{100 * (new / old - 1):+.0f} %"
-
-
-def _intervals(report: Mapping[str, Any]) -> str:
-    rows = []
-    for stream, factor in rates(report):
-        runs = runs_of(report, stream, factor)
-        for better, than in ((AHEAD, OWN), (AHEAD, SHARED), (SHARED, OWN), (AHEAD, NO_CACHE)):
-            if not {better, than} <= runs.keys():
-                continue
-            found = against(runs, better, than)
-            saved, alone, ratio = found.saved, found.alone, found.ratio
-            rows.append(
-                [
-                    stream,
-                    f"{factor:g}x",
-                    f"{better} against {than}",
-                    f"{saved.difference:+.3f} [{saved.low:+.3f}, {saved.high:+.3f}]",
-                    f"[{alone.low:+.3f}, {alone.high:+.3f}]",
-                    f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
-                    "yes" if saved.ranked else "no",
-                ]
-            )
-    block = report["setup"]["block"]
-    text = (
-        "Latencies of the same requests in two arms, paired; 95 % intervals by bootstrap. Requests "
-        f"that wait in the same queue fare alike, so blocks of {block} consecutive ones are drawn "
-        "together; beside it the interval of requests drawn one by one, which is too narrow. One "
-        "run of each arm: the intervals say nothing of what another run on another day would "
-        "give.\n\n"
-    )
-    header = ["stream", "rate", "arms", "seconds saved", "one by one", "latency, of the other's"]
-    return f"## Arms, paired\n\n{text}{markdown([*header, 'excludes 0'], rows)}\n\n"
 
 
 def _shares(report: Mapping[str, Any]) -> str:

@@ -309,6 +309,19 @@ def test_blocks_of_neighbours_give_the_wider_interval() -> None:
     assert against(runs, AHEAD, OWN).saved.n == 399, "only pairs are compared"
 
 
+def test_a_few_blocks_give_no_interval() -> None:
+    """Scores end at 1, seconds do not: what bounds a share of wins says nothing about them."""
+    report = _report()
+    for run in report["runs"]:
+        run["latencies"] = run["latencies"][:250]
+    page = serving_report.page(report, None)
+    (row,) = [
+        line for line in page.splitlines() if "| shared + prefetch against no cache |" in line
+    ]
+    assert row.endswith("| too few requests |")
+    assert row.count("[") == 1, "only the one of requests that are drawn one by one"
+
+
 # --------------------------------------------------------------------------------------- the page
 def test_the_page_has_every_figure_of_the_report(tmp_path: Path) -> None:
     report = _report()
@@ -356,7 +369,7 @@ def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixtur
     assert {point.requests for point in few.points} == {10}
     assert wanted_points(FULL_PLAN, None)[0] == Point("zipf", 1.2, 1000)
     assert wanted_points(FULL_PLAN, ["uniform:2.4", "zipf:0.6"]) == [
-        Point("uniform", 2.4, 240),
+        Point("uniform", 2.4, 300),
         Point("zipf", 0.6, 60),
     ]
     with pytest.raises(SystemExit):
