@@ -14,6 +14,8 @@ piece, and one by one).
 - shared              both have one folder, for all of the bytes
 - shared + prefetch   and chunks of waiting requests are computed or loaded ahead
 
+With `--instances 1 --device cpu` one server answers and leaves a core to prefetching.
+
 The baseline's capacity is measured first: answers per second of the two instances when all requests
 are there at once.  Arrivals are open-loop (Poisson): a request is sent when its time has come,
 whatever became of those before it, to the instance with the fewest requests; it waits in that
@@ -120,6 +122,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="measure only what is not there yet")
     parser.add_argument("--requests", type=int, help="of every point, instead of its own")
     parser.add_argument("--device", default="same", help='of prefetching: "same", "cpu", ...')
+    parser.add_argument("--instances", type=int, choices=(1, 2), default=INSTANCES, help="servers")
     parser.add_argument("--streamed", action="store_true", help="streams, which share no batch")
     parser.add_argument("--json", type=Path, help="benchmarks/results/serving.json")
     parsed = parser.parse_args(given)
@@ -176,6 +179,7 @@ def prepared(
         int(total * plan.cached),
         parsed.device,
         parsed.streamed,
+        parsed.instances,
     )
     return setting, {
         "corpus": parsed.corpus.name if parsed.corpus else "generated",
@@ -185,7 +189,7 @@ def prepared(
         "cache_bytes": setting.cache_bytes,
         "top_k": plan.top_k,
         "answer_tokens": plan.answer_tokens,
-        "instances": INSTANCES,
+        "instances": parsed.instances,
         "shape": asdict(plan.shape),
         "prefetch_device": parsed.device,
         "streamed": parsed.streamed,

@@ -15,33 +15,30 @@ if TYPE_CHECKING:
 
 
 def paired(report: Mapping[str, Any]) -> str:
-    """The section: a row per stream, rate and pair of arms."""
-    rows = []
-    for stream, factor in rates(report):
-        runs = runs_of(report, stream, factor)
-        for better, than in ((AHEAD, OWN), (AHEAD, SHARED), (SHARED, OWN), (AHEAD, NO_CACHE)):
-            if not {better, than} <= runs.keys():
-                continue
-            found = against(runs, better, than)
-            saved, alone, ratio = found.saved, found.alone, found.ratio
-            rows.append(
-                [
-                    stream,
-                    f"{factor:g}x",
-                    f"{better} against {than}",
-                    *_cells(saved, alone, ratio),
-                ]
-            )
+    """The section about all pairs of arms."""
     block = report["setup"]["block"]
     text = (
         "Latencies of the same requests in two arms, paired; 95 % intervals by bootstrap. Requests "
         f"that wait in the same queue fare alike, so blocks of {block} consecutive ones are drawn "
         f"together (no interval from fewer than {LEAST_DIFFERING}); beside it the interval of "
         "requests drawn one by one, which is too narrow. One run of each arm: the intervals say "
-        "nothing of what another run on another day would give.\n\n"
+        "nothing of what another run on another day would give."
     )
+    return f"## Arms, paired\n\n{text}\n\n{table(report)}\n\n"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """A row per stream, rate and pair of arms that were run."""
+    rows = []
+    for stream, factor in rates(report):
+        runs = runs_of(report, stream, factor)
+        for better, than in ((AHEAD, OWN), (AHEAD, SHARED), (SHARED, OWN), (AHEAD, NO_CACHE)):
+            if {better, than} <= runs.keys():
+                found = against(runs, better, than)
+                cells = _cells(found.saved, found.alone, found.ratio)
+                rows.append([stream, f"{factor:g}x", f"{better} against {than}", *cells])
     header = ["stream", "rate", "arms", "seconds saved", "one by one", "latency, of the other's"]
-    return f"## Arms, paired\n\n{text}{markdown([*header, 'excludes 0'], rows)}\n\n"
+    return markdown([*header, "excludes 0"], rows)
 
 
 def _cells(saved: Comparison, alone: Comparison, ratio: Interval) -> list[str]:

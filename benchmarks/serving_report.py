@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.locality_page import section
 from benchmarks.report_tables import markdown
-from benchmarks.serving_paired import paired
+from benchmarks.serving_paired import paired, table
 from benchmarks.serving_results import (
     AHEAD,
     MAIN,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "serving-benchmarks.md"
+NAMES: Final = ("serving", "serving-spare", "locality")
 DRIFT: Final = 0.1  # of the machine's speed, from which a comparison of arms is marked
 _HEAD: Final = """# Serving benchmarks
 
@@ -77,9 +78,22 @@ whatever it could do. What an arm could do shows at rates at which it, too, has 
 highest rate below.
 
 """
+_SPARE: Final = """## Prefetching on a processor to spare
+
+Two servers on two cores leave nothing idle, and prefetching uses what is idle. Here one server of \
+one torch thread answers, and a second copy of its model computes chunks of waiting requests on \
+the other core (`--prefetch {prefetch_device}`: the paper's configuration B). Its baseline's \
+capacity is {capacity:.2f} answers per second; all else is as above ({date}; `python -m \
+benchmarks.serving --instances 1 --device {prefetch_device}`).
+
+"""
 
 
-def page(report: Mapping[str, Any] | None, locality: Mapping[str, Any] | None) -> str:
+def page(
+    report: Mapping[str, Any] | None,
+    locality: Mapping[str, Any] | None,
+    spare: Mapping[str, Any] | None = None,
+) -> str:
     """The whole page, as far as there are measurements."""
     parts = [_HEAD]
     if report is None:
@@ -92,6 +106,9 @@ def page(report: Mapping[str, Any] | None, locality: Mapping[str, Any] | None) -
         parts.append(paired(report))
         if report.get("shares"):
             parts.append(_shares(report))
+    if spare is not None:
+        facts = {**spare["setup"], **spare["about"], "capacity": spare["capacity"]["per_second"]}
+        parts.append(_SPARE.format_map(facts) + f"{_arms(spare)}\n\n{table(spare)}\n\n")
     if locality is not None:
         parts.append(section(locality))
     return "".join(parts).rstrip() + "\n"
@@ -144,6 +161,13 @@ def _drift(report: Mapping[str, Any]) -> str:
 
 def _throughput(report: Mapping[str, Any]) -> str:
     """Figures 10 and 11."""
+    text = _THROUGHPUT.format(factor=MAIN[1]) + _arms(report)
+    plots = "![By rate](serving-rates.svg)\n\n![In the queue](serving-queue.svg)"
+    return f"## Throughput and latency by rate (figures 10 and 11)\n\n{plots}\n\n{text}\n\n"
+
+
+def _arms(report: Mapping[str, Any]) -> str:
+    """A row per stream, rate and arm that was run."""
     rows = []
     for stream, factor in rates(report):
         for arm, run in runs_of(report, stream, factor).items():
@@ -177,9 +201,7 @@ def _throughput(report: Mapping[str, Any]) -> str:
         "peak cache MB",
         "full prefill before, after s",
     ]
-    text = _THROUGHPUT.format(factor=MAIN[1]) + markdown(header, rows)
-    plots = "![By rate](serving-rates.svg)\n\n![In the queue](serving-queue.svg)"
-    return f"## Throughput and latency by rate (figures 10 and 11)\n\n{plots}\n\n{text}\n\n"
+    return markdown(header, rows)
 
 
 def _gains(report: Mapping[str, Any]) -> str:
@@ -240,11 +262,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parsed = parser.parse_args(arguments)
-    files = {name: parsed.results / f"{name}.json" for name in ("serving", "locality")}
+    files = {name: parsed.results / f"{name}.json" for name in NAMES}
     found = {
         name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.is_file()
     }
-    if not found:
+    if not found.keys() & {"serving", "locality"}:
         print(f"{parsed.results} holds neither serving.json nor locality.json", file=sys.stderr)
         return 1
     from benchmarks.locality_plot import plot
@@ -255,7 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(found["serving"], folder)
     if "locality" in found:
         plot(found["locality"], folder / "locality.svg")
-    parsed.page.write_text(page(found.get("serving"), found.get("locality")), encoding="utf-8")
+    text = page(found.get("serving"), found.get("locality"), found.get("serving-spare"))
+    parsed.page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.serving_client import Load, Outcome, ask, run_load
 from benchmarks.serving_load import Asked, draw_requests, question_of
 from benchmarks.serving_results import NO_CACHE, SHARED, columns, summary
-from benchmarks.serving_servers import FULL, REUSE, WAYS, Place, running
+from benchmarks.serving_servers import FULL, INSTANCES, REUSE, WAYS, Place, running
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,7 @@ class Setting:
         cache_bytes: Of all caches of an arm together.
         device: Where chunks are prefetched.
         streamed: Whether answers come piece by piece.
+        instances: Servers of each arm.
     """
 
     model: Path
@@ -44,6 +45,11 @@ class Setting:
     cache_bytes: int
     device: str
     streamed: bool
+    instances: int = INSTANCES
+
+    def place(self, work: str) -> Place:
+        """An empty folder, as the place of an arm."""
+        return Place(self.model, Path(work), self.cache_bytes, self.device, self.instances)
 
     def load(self, asked: Sequence[Asked], policy: str) -> Load:
         """Requests as the client sends them."""
@@ -77,7 +83,7 @@ def measure_arm(setting: Setting, name: str, point: Point, capacity: float) -> d
     )
     arm = WAYS[name]
     with tempfile.TemporaryDirectory() as work:
-        place = Place(setting.model, Path(work), setting.cache_bytes, setting.device)
+        place = setting.place(work)
         with running(arm, place) as instances:
             before = alike(setting, instances.ports)
             busy, wall = time.process_time(), time.perf_counter()
@@ -146,7 +152,7 @@ def measure_capacity(setting: Setting, requests: int) -> dict[str, float]:
     asked = draw_requests("zipf", requests, 1.0, len(setting.documents), setting.top_k, seed=1)
     at_once = [replace(one, at=0.0) for one in asked]
     with tempfile.TemporaryDirectory() as work:
-        place = Place(setting.model, Path(work), setting.cache_bytes, setting.device)
+        place = setting.place(work)
         with running(WAYS[NO_CACHE], place) as instances:
             seconds = alike(setting, instances.ports)
             outcomes = asyncio.run(run_load(instances.ports, setting.load(at_once, FULL)))
@@ -163,7 +169,7 @@ def measure_shares(setting: Setting, rounds: int) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        place = Place(setting.model, Path(work), 4 * setting.cache_bytes, setting.device)
+        place = replace(setting.place(work), cache_bytes=4 * setting.cache_bytes)
         with running(WAYS[SHARED], place) as instances:
             port = instances.ports[0]
             alike(setting, instances.ports)

@@ -1,4 +1,4 @@
-"""The servers of one arm: two `kvcache-rag serve` processes of one thread each, on loopback."""
+"""The servers of one arm: `kvcache-rag serve` processes of one thread each, on loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from benchmarks.serving_client import HOST
 from benchmarks.serving_results import AHEAD, NO_CACHE, OWN, SHARED
@@ -36,21 +36,21 @@ class Arm:
     Attributes:
         name: One of `ARMS`.
         policy: Of every request.
-        folders: Different folders of cached chunks; 0 keeps nothing.
+        caches: What is cached where: "none", "own" (a folder per instance), "shared" (one for all).
         prefetch: Whether chunks of waiting requests are computed or loaded ahead.
     """
 
     name: str
     policy: str
-    folders: int
+    caches: Literal["none", "own", "shared"]
     prefetch: bool
 
 
 WAYS: Final = {
-    NO_CACHE: Arm(NO_CACHE, FULL, 0, prefetch=False),
-    OWN: Arm(OWN, REUSE, INSTANCES, prefetch=False),
-    SHARED: Arm(SHARED, REUSE, 1, prefetch=False),
-    AHEAD: Arm(AHEAD, REUSE, 1, prefetch=True),
+    NO_CACHE: Arm(NO_CACHE, FULL, "none", prefetch=False),
+    OWN: Arm(OWN, REUSE, "own", prefetch=False),
+    SHARED: Arm(SHARED, REUSE, "shared", prefetch=False),
+    AHEAD: Arm(AHEAD, REUSE, "shared", prefetch=True),
 }
 
 
@@ -63,16 +63,22 @@ class Place:
         work: Empty folder for the caches and the servers' logs.
         cache_bytes: Of all caches of the arm together.
         device: Where chunks are prefetched: "same", or a device with a copy of the model.
+        instances: Servers.
     """
 
     model: Path
     work: Path
     cache_bytes: int
     device: str = "same"
+    instances: int = INSTANCES
 
-    def store(self, arm: Arm, instance: int) -> Path | None:
-        """The folder of an instance's cache."""
-        return self.work / f"store-{instance % arm.folders}" if arm.folders else None
+    def cache(self, arm: Arm, instance: int) -> tuple[Path, int] | None:
+        """The folder of an instance's cache, and the most bytes that it may hold."""
+        if arm.caches == "none":
+            return None
+        if arm.caches == "shared":
+            return self.work / "store-0", self.cache_bytes
+        return self.work / f"store-{instance}", self.cache_bytes // self.instances
 
     def held(self) -> int:
         """Bytes of the cached chunks on disk now."""
@@ -114,9 +120,9 @@ def command_of(arm: Arm, place: Place, instance: int, port: int) -> list[str]:
     words += ["--port", str(port), "--max-waiting", str(_WAITING)]
     words += ["--max-concurrency", str(_WAITING), "--max-total-concurrency", str(_WAITING)]
     words += ["--memory-bytes", "1"]  # one tier, the folder, so that bytes are equal
-    store = place.store(arm, instance)
-    if store is not None:
-        words += ["--store", str(store), "--store-bytes", str(place.cache_bytes // arm.folders)]
+    cache = place.cache(arm, instance)
+    if cache is not None:
+        words += ["--store", str(cache[0]), "--store-bytes", str(cache[1])]
     words += ["--prefetch", place.device if arm.prefetch else "off"]
     if arm.prefetch:
         words += ["--prefetch-after", str(_PREFETCH_AFTER)]
@@ -132,7 +138,7 @@ def running(arm: Arm, place: Place) -> Iterator[Instances]:
     """
     with ExitStack() as stack:
         started = []
-        for instance in range(INSTANCES):
+        for instance in range(place.instances):
             port = _free_port()
             log = place.work / f"instance-{instance}.log"
             command = command_of(arm, place, instance, port)

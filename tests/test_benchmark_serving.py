@@ -343,6 +343,22 @@ def test_the_page_has_every_figure_of_the_report(tmp_path: Path) -> None:
     assert all(f"]({name})" in text for name in _PLOTS)
 
 
+def test_prefetching_on_a_processor_to_spare_has_its_own_section(tmp_path: Path) -> None:
+    spare = {**_report(), "capacity": {"requests": 8, "per_second": 1.25, "full_prefill": 0.4}}
+    spare["setup"] = {**spare["setup"], "instances": 1, "prefetch_device": "cpu"}
+    spare["runs"] = [_run(arm, 1.0, factor=2.4) for arm in (SHARED, AHEAD)]
+    (tmp_path / "serving.json").write_text(json.dumps(_report()))
+    (tmp_path / "serving-spare.json").write_text(json.dumps(spare))
+    file = tmp_path / "page.md"
+    assert serving_report.main(["--results", str(tmp_path), "--page", str(file)]) == 0
+    section = file.read_text().partition("## Prefetching on a processor to spare")[2]
+    assert "(`--prefetch cpu`" in section
+    assert "capacity is 1.25 answers" in section
+    assert section.count("| zipf | 2.4x | shared + prefetch |") == 1
+    assert section.count("| zipf | 2.4x | shared + prefetch against shared |") == 1
+    assert "1.2x" not in section
+
+
 _PLOTS = ("serving-rates.svg", "serving-queue.svg", "serving-shares.svg")
 
 
@@ -377,16 +393,19 @@ def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixtur
     assert "--points knows" in capsys.readouterr().err
 
 
-def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) -> None:
-    place = Place(tmp_path / "model", tmp_path, 1000)
+@pytest.mark.parametrize("instances", [1, INSTANCES])
+def test_the_caches_of_every_arm_have_the_same_bytes_together(
+    tmp_path: Path, instances: int
+) -> None:
+    place = Place(tmp_path / "model", tmp_path, 1000, instances=instances)
     for arm in (OWN, SHARED, AHEAD):
-        commands = [command_of(WAYS[arm], place, n, 8000 + n) for n in range(INSTANCES)]
+        commands = [command_of(WAYS[arm], place, n, 8000 + n) for n in range(instances)]
         limits = {
             words[words.index("--store") + 1]: int(words[words.index("--store-bytes") + 1])
             for words in commands
         }
         assert sum(limits.values()) == 1000, arm
-        assert len(limits) == WAYS[arm].folders
+        assert len(limits) == (instances if arm == OWN else 1)
         assert all(words[words.index("--memory-bytes") + 1] == "1" for words in commands)
         assert (commands[0][commands[0].index("--prefetch") + 1] != "off") == (arm == AHEAD)
     assert "--store" not in command_of(WAYS[NO_CACHE], place, 0, 8000)
