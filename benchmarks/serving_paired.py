@@ -11,7 +11,7 @@ from kvcache_rag.evaluation.statistics import LEAST_DIFFERING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvcache_rag.evaluation.statistics import Comparison, Interval
+    from benchmarks.serving_results import Against
 
 
 def paired(report: Mapping[str, Any]) -> str:
@@ -34,17 +34,16 @@ def table(report: Mapping[str, Any]) -> str:
         runs = runs_of(report, stream, factor)
         for better, than in ((AHEAD, OWN), (AHEAD, SHARED), (SHARED, OWN), (AHEAD, NO_CACHE)):
             if {better, than} <= runs.keys():
-                found = against(runs, better, than)
-                cells = _cells(found.saved, found.alone, found.ratio)
+                cells = _cells(against(runs, better, than))
                 rows.append([stream, f"{factor:g}x", f"{better} against {than}", *cells])
     header = ["stream", "rate", "arms", "seconds saved", "one by one", "latency, of the other's"]
     return markdown([*header, "excludes 0"], rows)
 
 
-def _cells(saved: Comparison, alone: Comparison, ratio: Interval) -> list[str]:
-    """Differences and intervals; none from too few blocks, where the bootstrap's is too narrow."""
+def _cells(found: Against) -> list[str]:
+    saved, alone, ratio = found.saved, found.alone, found.ratio
     one_by_one = f"[{alone.low:+.3f}, {alone.high:+.3f}]"
-    if saved.differing < LEAST_DIFFERING:
+    if not found.has_interval:
         return [f"{saved.difference:+.3f}", one_by_one, f"{ratio.value:.3f}", "too few requests"]
     return [
         f"{saved.difference:+.3f} [{saved.low:+.3f}, {saved.high:+.3f}]",

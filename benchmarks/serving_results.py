@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.evaluation.statistics import Comparison, Interval, paired_bootstrap, paired_ratio
+from kvcache_rag.evaluation.statistics import (
+    LEAST_DIFFERING,
+    Comparison,
+    Interval,
+    paired_bootstrap,
+    paired_ratio,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,6 +125,11 @@ class Against:
     alone: Comparison
     ratio: Interval
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether enough blocks differ; the bounds of fewer are those of scores, not of seconds."""
+        return self.saved.differing >= LEAST_DIFFERING
+
 
 def against(runs: Mapping[str, Mapping[str, Any]], better: str, than: str) -> Against:
     """Compare two arms of one stream and rate over the requests that both answered.
@@ -179,8 +190,10 @@ def claims(report: Mapping[str, Any]) -> list[Claim]:
     found += _other_rates(report)
     text = "Seconds of latency saved against per-instance caches, Zipf"
     if {OWN, AHEAD} <= main.keys():
-        saved = against(main, AHEAD, OWN).saved
-        text += f" (95 %: {saved.low:.3g} to {saved.high:.3g})"
+        compared = against(main, AHEAD, OWN)
+        saved = compared.saved
+        bounds = f"95 %: {saved.low:.3g} to {saved.high:.3g}"
+        text += f" ({bounds if compared.has_interval else 'too few requests for an interval'})"
         found.append(Claim(text, "> 0", saved.difference, saved.ranked and saved.low > 0))
     else:
         found.append(Claim(text, "> 0", None, None))

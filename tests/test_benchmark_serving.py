@@ -320,6 +320,9 @@ def test_a_few_blocks_give_no_interval() -> None:
     ]
     assert row.endswith("| too few requests |")
     assert row.count("[") == 1, "only the one of requests that are drawn one by one"
+    (saved,) = [claim for claim in claims(report) if "saved" in claim.text]
+    assert "too few requests" in saved.text
+    assert saved.holds is False
 
 
 # --------------------------------------------------------------------------------------- the page
