@@ -14,7 +14,8 @@ piece, and one by one).
 - shared              both have one folder, for all of the bytes
 - shared + prefetch   and chunks of waiting requests are computed or loaded ahead
 
-With `--instances 1 --device cpu` one server answers and leaves a core to prefetching.
+With `--instances 1 --device cpu` one server answers and leaves a core to prefetching, in a report
+of its own.
 
 The baseline's capacity is measured first: answers per second of the two instances when all requests
 are there at once.  Arrivals are open-loop (Poisson): a request is sent when its time has come,
@@ -41,7 +42,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,7 +50,8 @@ import numpy as np
 
 from benchmarks.machine import described
 from benchmarks.serving_load import STREAMS
-from benchmarks.serving_model import MAIN, TINY, Shape, generated, joined, save_model
+from benchmarks.serving_model import Shape, generated, joined, save_model
+from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN, SPARE_PLAN, Plan
 from benchmarks.serving_results import ARMS, BLOCK, claims
 from benchmarks.serving_run import Point, Setting, measure_arm, measure_capacity, measure_shares
 from benchmarks.serving_servers import INSTANCES
@@ -62,46 +64,6 @@ ROOT: Final = Path(__file__).parent.parent
 SEED: Final = 0
 _BYTES: Final = 2  # of a bfloat16
 _HEADER: Final = 4096  # bytes of a chunk's file before its data
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured.
-
-    Attributes:
-        shape: Of the model.
-        points: Streams and rates, the one of the claims first.
-        documents: How many are made up, without a corpus.
-        top_k: Documents of each request.
-        answer_tokens: Of each answer.
-        capacity_requests: By which the baseline's capacity is measured.
-        share_rounds: Requests by which prefill and decoding are told apart.
-        cached: Part of all documents that fits the caches.
-    """
-
-    shape: Shape
-    points: tuple[Point, ...]
-    documents: int = 400
-    top_k: int = 4
-    answer_tokens: int = 16
-    capacity_requests: int = 80
-    share_rounds: int = 6
-    cached: float = 0.5
-
-
-FULL_PLAN: Final = Plan(
-    MAIN,
-    (
-        Point("zipf", 1.2, 1000),
-        Point("zipf", 4.8, 300),
-        Point("uniform", 1.2, 300),
-        Point("zipf", 2.4, 300),
-        Point("zipf", 0.6, 60),
-    ),
-)
-QUICK_PLAN: Final = Plan(
-    TINY, (Point("zipf", 1.2, 24),), documents=24, top_k=2, capacity_requests=8, share_rounds=2
-)
 
 
 def nbytes_of(shape: Shape, tokens: int) -> int:
@@ -124,11 +86,12 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="same", help='of prefetching: "same", "cpu", ...')
     parser.add_argument("--instances", type=int, choices=(1, 2), default=INSTANCES, help="servers")
     parser.add_argument("--streamed", action="store_true", help="streams, which share no batch")
-    parser.add_argument("--json", type=Path, help="benchmarks/results/serving.json")
+    parser.add_argument("--json", type=Path, help="the report")
     parsed = parser.parse_args(given)
     if parsed.json is None:
-        name = "build/serving-quick.json" if parsed.quick else "benchmarks/results/serving.json"
-        parsed.json = ROOT / name
+        name = "serving" if parsed.instances == INSTANCES else "serving-spare"
+        folder = "build/quick" if parsed.quick else "benchmarks/results"
+        parsed.json = ROOT / folder / f"{name}.json"
     if parsed.requests is not None and parsed.requests < 2:
         parser.error("--requests must be at least 2")
     known = {f"{name}:{point.factor:g}" for name in STREAMS for point in plan_of(parsed).points}
@@ -140,7 +103,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def plan_of(parsed: argparse.Namespace) -> Plan:
     """The plan that the command line asks for."""
-    plan = QUICK_PLAN if parsed.quick else FULL_PLAN
+    full = FULL_PLAN if parsed.instances == INSTANCES else SPARE_PLAN
+    plan = QUICK_PLAN if parsed.quick else full
     if parsed.requests is None:
         return plan
     points = tuple(replace(point, requests=parsed.requests) for point in plan.points)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from benchmarks import serving, serving_report
-from benchmarks.serving import FULL_PLAN, QUICK_PLAN, nbytes_of, parse, plan_of, wanted_points
+from benchmarks.serving import nbytes_of, parse, plan_of, wanted_points
 from benchmarks.serving_client import Dispatcher, Load, Outcome, ask, run_load
 from benchmarks.serving_load import Asked, draw_requests
 from benchmarks.serving_model import TINY, generated, joined, save_model
+from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN, SPARE_PLAN
 from benchmarks.serving_results import (
     AHEAD,
     ARMS,
@@ -383,7 +384,10 @@ def test_a_machine_that_changed_is_pointed_out() -> None:
 def test_points_and_arms_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_of(parse([])) is FULL_PLAN
     assert plan_of(parse(["--quick"])) is QUICK_PLAN
-    assert parse(["--quick"]).json.name == "serving-quick.json"
+    assert parse(["--quick"]).json.parent.name == "quick"
+    spare = parse(["--instances", "1", "--device", "cpu"])
+    assert spare.json.name == "serving-spare.json", "the report of two servers is left alone"
+    assert plan_of(spare) is SPARE_PLAN
     few = plan_of(parse(["--requests", "10"]))
     assert {point.requests for point in few.points} == {10}
     assert wanted_points(FULL_PLAN, None)[0] == Point("zipf", 1.2, 1000)
