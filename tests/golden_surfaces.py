@@ -1,0 +1,413 @@
+"""What `tests/golden` freezes of the surfaces: test ids, commands, policies, public names."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import csv
+import dataclasses
+import inspect
+import io
+import re
+import sys
+from collections import Counter
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
+
+import kvcache_rag
+from kvcache_rag import (
+    ReusePolicy,
+    policy_by_name,
+)
+from kvcache_rag.cli import main as command_line
+from kvcache_rag.codecs import CODECS
+from kvcache_rag.policies import POLICY_NAMES
+from tests.golden_cases import GOLDEN, ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+MOVES: Final = ROOT / "tools" / "moves.csv"
+PROJECTS: Final = {
+    "kvcache-rag": ROOT / "pyproject.toml",
+    "langchain-kvcache-rag": ROOT / "integrations/langchain-kvcache-rag/pyproject.toml",
+    "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
+}
+_OURS: Final = ("kvcache_rag", "langchain_kvcache_rag", "llama_index.kvcache_rag")
+
+
+# ---------------------------------------------------------------------- test ids
+def moves() -> dict[str, str]:
+    """New place by old place, of modules and of tests; "" for what is gone on purpose."""
+    if not MOVES.is_file():
+        return {}
+    with MOVES.open(encoding="utf-8", newline="") as file:
+        return {row["old"]: row["new"] for row in csv.DictReader(file)}
+
+
+def moved_id(test: str, places: Mapping[str, str]) -> str:
+    """Where a test is now: the longest row that begins its id says so; "" if it is gone."""
+    parts = test.split("::")
+    for count in range(len(parts), 0, -1):
+        head = "::".join(parts[:count])
+        if head in places:
+            return "::".join([places[head], *parts[count:]]) if places[head] else ""
+    return test
+
+
+def frozen_ids() -> Counter[str]:
+    """Cases of every frozen test, by where it is now."""
+    places, found = moves(), Counter[str]()
+    for line in (GOLDEN / "test_ids.txt").read_text(encoding="utf-8").splitlines():
+        test, _, count = line.rpartition(" ")
+        now = moved_id(test, places)
+        if now:
+            found[now] += int(count)
+    return found
+
+
+class TestTree:
+    """Names of the tests in files, read without importing any of them."""
+
+    __test__ = False
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Read every test file and everything that lies beside one."""
+        self._root = root
+        self._bodies: dict[str, list[ast.stmt]] = {}
+        self._classes: dict[str, ast.ClassDef] = {}
+        for folder in (root / "tests", root / "notebooks", *root.glob("integrations/*/tests")):
+            for path in folder.rglob("*.py"):
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                    if isinstance(node, ast.ClassDef):
+                        self._classes.setdefault(node.name, node)
+
+    def has(self, test: str) -> bool:
+        """Whether there is a test of this id; what a foreign class brings along is believed."""
+        path, *names = test.split("::")
+        body = self._body(path)
+        for name in names[:-1]:
+            found = self._find(body, name)
+            if not isinstance(found, ast.ClassDef):
+                return found is not None  # a class that was assigned, such as a state machine's
+            if self._method(found, names[-1], set()):
+                return True
+            body = found.body
+        return self._find(body, names[-1]) is not None
+
+    def _body(self, path: str) -> list[ast.stmt]:
+        if path not in self._bodies:
+            file = self._root / path
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            self._bodies[path] = ast.parse(text).body
+        return self._bodies[path]
+
+    def _method(self, owner: ast.ClassDef, name: str, seen: set[str]) -> bool:
+        if self._find(owner.body, name) is not None:
+            return True
+        for base in owner.bases:
+            known = self._classes.get(ast.unparse(base).rpartition(".")[2].partition("[")[0])
+            if known is None:
+                return True
+            if known.name not in seen and self._method(known, name, seen | {known.name}):
+                return True
+        return False
+
+    @staticmethod
+    def _find(body: list[ast.stmt], name: str) -> ast.AST | None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if node.name == name:
+                    return node
+            elif isinstance(node, ast.Assign):
+                if any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
+                    return node
+            elif isinstance(node, (ast.If, ast.Try, ast.With)):
+                found = TestTree._find(node.body, name)
+                if found is not None:
+                    return found
+        return None
+
+
+# ---------------------------------------------------------------------- commands
+def help_pages() -> dict[str, str]:
+    """What `--help` prints, by command line, 100 columns wide."""
+    pages = {"kvcache-rag": _help([])}
+    for name in sorted(point.name for point in entry_points(group="kvcache_rag.commands")):
+        pages[f"kvcache-rag {name}"] = _help([name])
+        for action in _actions(name):
+            pages[f"kvcache-rag {name} {action}"] = _help([name, action])
+    return pages
+
+
+def _help(words: list[str]) -> str:
+    printed = io.StringIO()
+    plain = {"COLUMNS": "100", "NO_COLOR": "1"}
+    with (
+        mock.patch.dict("os.environ", plain),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+    ):
+        command_line([*words, "--help"])
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+def _actions(name: str) -> list[str]:
+    point = next(iter(entry_points(group="kvcache_rag.commands", name=name)))
+    parser = argparse.ArgumentParser()
+    point.load().add_arguments(parser)
+    groups = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return [action for group in groups for action in group.choices]
+
+
+def to_pages(text: str) -> dict[str, str]:
+    """The pages of `help.txt`."""
+    parts = re.split(r"(?m)^\$ (.+) --help\n", text)
+    return {name: page.rstrip("\n") for name, page in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def from_pages(pages: Mapping[str, str]) -> str:
+    """`help.txt` of pages."""
+    return "".join(f"$ {name} --help\n{page}\n" for name, page in pages.items())
+
+
+def options_of(page: str) -> list[str]:
+    """Options that a page names, which every version of argparse writes alike."""
+    return sorted(set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", page)))
+
+
+def projects() -> dict[str, Any]:
+    """Names of entry points, requirements and extras, out of each `pyproject.toml`."""
+    found = {}
+    for name, path in PROJECTS.items():
+        project = _toml(path)["project"]
+        groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
+        found[name] = {
+            "name": project["name"],
+            "python": project["requires-python"],
+            "requires": sorted(project["dependencies"]),
+            "extras": {k: sorted(v) for k, v in project.get("optional-dependencies", {}).items()},
+            "entry_points": {k: sorted(v) for k, v in groups.items()},
+        }
+    return found
+
+
+def entry_point_targets() -> Iterator[tuple[str, str, Any]]:
+    """Group, name and object of every entry point that a `pyproject.toml` declares."""
+    for path in PROJECTS.values():
+        project = _toml(path)["project"]
+        groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
+        for group, points in groups.items():
+            for name, target in points.items():
+                module, _, attribute = target.partition(":")
+                value = import_module(module)
+                yield group, name, getattr(value, attribute) if attribute else value
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # pytest brings it
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------- policies and codecs
+POLICIES: Final = (
+    "Ape()",
+    "Ape(temperature=0.7, scale=1.1)",
+    "CacheBlend()",
+    "CacheBlend(ratio=0.3, check_layer=2, positions='composite')",
+    "CacheClip()",
+    "CacheClip(ratio=0.4, window=4, threshold=None)",
+    "Combination()",
+    "FullRecompute()",
+    "LegoLink()",
+    "LegoLink(tokens=4, positions='composite')",
+    "Reuse()",
+    "Reuse(positions='composite')",
+    "Union(LegoLink(tokens=4), CacheBlend(ratio=0.1))",
+    "LegoLink(4) | CacheBlend(0.1) | Reuse()",
+    "auto(0.5)",
+    "auto(budget=1, policy=CacheClip(ratio=0.5))",
+    "auto(0.25, LegoLink(2) | CacheBlend(0.1))",
+)
+"""As a user writes them."""
+NAMED: Final = (
+    "full",
+    "reordered",
+    "reuse",
+    "composite",
+    "legolink",
+    "legolink:8",
+    "cacheblend",
+    "cacheblend:0.3",
+    "cacheclip",
+    "cacheclip:0.3",
+    "cacheclip:0.3,mean",
+    "cacheclip:0.3,4",
+    "ape",
+    "ape:0.8,0.7",
+    "combination",
+    "auto:0.5",
+    "auto:0.5,cacheclip:0.3",
+    "legolink:4|cacheblend:0.1",
+)
+
+
+def written(code: str) -> Any:
+    """The object that a line of Python names, with the public names."""
+    return eval(code, {name: getattr(kvcache_rag, name) for name in kvcache_rag.__all__})
+
+
+def representations() -> dict[str, Any]:
+    """`repr` of policies and codecs, and the names by which they are known."""
+    named = {text: policy_by_name(text) for text in NAMED}
+    return {
+        "policies": {code: _policy(written(code)) for code in POLICIES},
+        "named": {text: _policy(policy) for text, policy in named.items()},
+        "policy_names": list(POLICY_NAMES),
+        "codecs": {
+            name: {"repr": repr(kind()), "name": kind.name, "raw_keys": kind.raw_keys}
+            for name, kind in CODECS.items()
+        },
+    }
+
+
+def _policy(policy: ReusePolicy) -> dict[str, Any]:
+    facts = ("name", "positions", "joint", "adjacent_query", "needs_scorer", "is_full", "is_reuse")
+    return {"repr": repr(policy), **{name: getattr(policy, name) for name in facts}}
+
+
+# ---------------------------------------------------------------------- the public interface
+PACKAGES: Final = (
+    "kvcache_rag",
+    "kvcache_rag.codecs",
+    "kvcache_rag.commands",
+    "kvcache_rag.integration",
+    "kvcache_rag.policies",
+    "kvcache_rag.reader",
+    "kvcache_rag.stores",
+    "llama_index.kvcache_rag",
+    "langchain_kvcache_rag",
+)
+_DUNDERS: Final = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "call", "len", "iter", "next", "aiter", "anext", "or", "contains", "getitem"),
+        *("enter", "exit", "aenter", "aexit", "deepcopy", "getstate", "setstate"),
+    )
+)
+_PATH: Final = re.compile(r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:\.\w+)*\.(?=\w)")
+MODULE: Final = re.compile(r"\bkvcache_rag\.\w+")
+"""A path of a module of ours, or of one of its names."""
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_PRIVATE: Final = re.compile(r"(?<![\w.])_[A-Z]\w*")
+
+
+def interface() -> dict[str, Any]:
+    """Public names of every package, and how each is called."""
+    found: dict[str, Any] = {}
+    for package in PACKAGES:
+        module = import_module(package)
+        names = sorted(getattr(module, "__all__", ()))
+        found[package] = {name: _described(getattr(module, name)) for name in names}
+    return found
+
+
+def _described(value: Any) -> Any:
+    if inspect.isclass(value):
+        return {"bases": _bases(value), **dict(sorted(_members(value)))}
+    if inspect.isroutine(value):
+        return _signature(value)
+    return _plain(repr(value) if not isinstance(value, dict) else repr(sorted(value)))
+
+
+def _bases(kind: type) -> list[str]:
+    """Names of the public and foreign classes it is one of: mixins of ours may come and go."""
+    public = {*kvcache_rag.__all__, "Hit"}
+    return sorted(
+        one.__name__
+        for one in kind.__mro__[1:]
+        if one is not object and (not _is_ours(one) or one.__name__ in public)
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    module = getattr(value, "__module__", "") or ""
+    return any(module == one or module.startswith(f"{one}.") for one in _OURS)
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class and those of our classes below it declare."""
+    ours = [one for one in kind.__mro__ if _is_ours(one)]
+    fields: dict[str, str] = {}
+    for one in reversed(ours):
+        fields.update(inspect.get_annotations(one))
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "model_fields"):
+        plain = {name: _plain(str(text)) for name, text in fields.items()}
+        yield "fields", {name: text for name, text in plain.items() if not name.startswith("_")}
+    names = {name for one in ours for name in vars(one)} - {"model_post_init"}  # pydantic's own
+    for name in sorted(names):
+        if name in fields or (name.startswith("_") and name not in _DUNDERS):
+            continue
+        value = inspect.getattr_static(kind, name)
+        if isinstance(value, property):
+            yield name, f"property -> {_returned(value.fget)}"
+        elif isinstance(value, (classmethod, staticmethod)):
+            yield name, f"{type(value).__name__} {_signature(value.__func__)}"
+        elif inspect.isfunction(value):
+            yield name, _signature(value)
+
+
+def _returned(function: Any) -> str:
+    return _plain(str(inspect.signature(function).return_annotation))
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """A signature with its annotations as they are written."""
+    signature = inspect.signature(function)
+    parts, kinds = [], inspect.Parameter
+    is_keyword = False
+    for index, (name, one) in enumerate(signature.parameters.items()):
+        stars = "*" * ((one.kind is kinds.VAR_POSITIONAL) + 2 * (one.kind is kinds.VAR_KEYWORD))
+        if one.kind is kinds.KEYWORD_ONLY and not is_keyword:
+            parts.append("*")
+        is_keyword = is_keyword or one.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
+        text = f"{stars}{name}"
+        is_own = index == 0 and name in ("self", "cls")
+        if one.annotation is not kinds.empty and not is_own:
+            text += f": {_annotation(one.annotation)}"
+        parts.append(text if one.default is kinds.empty else f"{text} = {one.default!r}")
+    found = f"({', '.join(parts)})"
+    if signature.return_annotation is not signature.empty:
+        found += f" -> {_annotation(signature.return_annotation)}"
+    return _plain(found)
+
+
+def _annotation(value: Any) -> str:
+    return value if isinstance(value, str) else inspect.formatannotation(value)
+
+
+def _plain(text: str) -> str:
+    """A text without paths of our modules, addresses, and names of our type variables."""
+    return _PRIVATE.sub("Self", _ADDRESS.sub("", _PATH.sub("", text)))
+
+
+def differences(golden: Any, now: Any, place: str = "") -> Iterable[str]:
+    """Where two plain values differ, a line each."""
+    if isinstance(golden, dict) and isinstance(now, dict):
+        for name in sorted({*golden, *now}):
+            where = f"{place}/{name}"
+            if name not in now:
+                yield f"{where} is gone"
+            elif name not in golden:
+                yield f"{where} is new"
+            else:
+                yield from differences(golden[name], now[name], where)
+    elif golden != now:
+        yield f"{place}: {golden!r} was frozen, {now!r} is now"

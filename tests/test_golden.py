@@ -1,0 +1,499 @@
+"""What must not change while modules are moved and merged, against the files of `tests/golden`.
+
+`tools/freeze.py` writes those files, from code that is known to be right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvcache_rag import (
+    CorruptChunkError,
+    DiskStore,
+    Engine,
+    Gate,
+    InvalidInputError,
+    MemoryStore,
+    PromptTemplate,
+    Verdict,
+    policy_by_name,
+)
+from kvcache_rag.evaluation.own_questions import read_own_questions
+from kvcache_rag.evaluation.records import RecordFile
+from kvcache_rag.finetune.checkpoint import Work
+from kvcache_rag.integration import Reference
+from kvcache_rag.serve.keys import ApiKeys
+from tests import golden_cases as cases
+from tests import golden_surfaces as surfaces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_rag import ChunkKey
+    from kvcache_rag.stores import Hit
+
+GOLDEN = cases.GOLDEN
+STORES: dict[str, Any] = json.loads((GOLDEN / "store.json").read_text(encoding="utf-8"))
+MADE = {name: rest for name, *rest in cases.made_chunks()}
+HELP = surfaces.to_pages((GOLDEN / "help.txt").read_text(encoding="utf-8"))
+# Two ways to compute the same keys and values on two machines.
+ROUNDING = {"bfloat16": 0.05, "float32": 1e-3}
+
+
+def golden(name: str) -> Any:
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
+
+
+def assert_same(name: str, now: Any) -> None:
+    """Compare plain values with a golden file; says where they differ."""
+    found = list(surfaces.differences(golden(name), json.loads(cases.to_json(now))))
+    assert not found, f"{name} has changed:\n" + "\n".join(found[:40])
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A copy that may be written to; git keeps no modes, so they are those of a fresh folder."""
+    target = tmp_path / name
+    shutil.copytree(GOLDEN / name, target, copy_function=shutil.copyfile)
+    return target
+
+
+# ---------------------------------------------------------------------- test ids
+def test_every_frozen_test_is_still_there() -> None:
+    known, frozen = surfaces.TestTree(), surfaces.frozen_ids()
+    assert len(frozen) > 1000
+    missing = [test for test in frozen if not known.has(test)]
+    assert not missing, f"{len(missing)} tests are gone:\n" + "\n".join(missing[:40])
+
+
+def test_a_missing_test_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "base.py").write_text("class Contract:\n    def test_a(self): ...\n")
+    (tmp_path / "tests" / "test_x.py").write_text(
+        "class TestOurs(Contract): ...\n"
+        "class TestForeign(package.Suite): ...\n"
+        "TestMade = Machine.TestCase\n"
+        "def test_b(): ...\n"
+    )
+    known = surfaces.TestTree(tmp_path)
+    there = ("test_b", "TestOurs::test_a", "TestForeign::test_z", "TestMade::runTest")
+    assert all(known.has(f"tests/test_x.py::{name}") for name in there)
+    for gone in ("test_x.py::test_c", "test_x.py::TestOurs::test_b", "test_y.py::test_b"):
+        assert not known.has(f"tests/{gone}")
+    assert not known.has("tests/test_x.py::TestGone::test_a")
+
+
+def test_the_longest_move_counts() -> None:
+    moves = {"a.py": "b.py", "a.py::One": "c.py::Two", "a.py::f": "", "a.py::One::g": "d.py::h"}
+    assert surfaces.moved_id("a.py::f", moves) == ""
+    assert surfaces.moved_id("a.py::g", moves) == "b.py::g"
+    assert surfaces.moved_id("a.py::One::f", moves) == "c.py::Two::f"
+    assert surfaces.moved_id("a.py::One::g", moves) == "d.py::h"
+    assert surfaces.moved_id("z.py::f", moves) == "z.py::f"
+
+
+# ---------------------------------------------------------------------- stored chunks
+def read_header(path: Path) -> tuple[dict[str, Any], bytes, int]:
+    """Header without what may vary, payload, and where that begins.
+
+    The order of the metadata is safetensors' own, another one each time; `provenance` names the
+    version of this package, and `pad` fills up what is left.
+    """
+    content = path.read_bytes()
+    offset = 8 + struct.unpack("<Q", content[:8])[0]
+    header: dict[str, Any] = json.loads(content[8:offset])
+    for name in ("pad", "provenance"):
+        header["__metadata__"].pop(name)
+    # Tensors come in the order of the file, which json keeps.
+    return (
+        {**header, "order": [name for name in header if name[0] != "_"]},
+        content[offset:],
+        offset,
+    )
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_chunk_of_every_codec_and_dtype_is_read_and_written_as_ever(
+    name: str, tmp_path: Path
+) -> None:
+    codec, key, chunk = MADE[name]
+    frozen = golden("made.json")[name]
+    assert key.digest == frozen["key"]
+    old = DiskStore(copied(f"made/{name}", tmp_path), codec=codec)
+    assert cases.tensors_digest(old.get(key, chunk.layout).chunk) == frozen["tensors"]
+    new = DiskStore(tmp_path / "new", codec=codec)
+    assert new.put(key, chunk)
+    assert cases.tree(new.root) == cases.tree(old.root)
+    assert read_header(new.path(key)) == read_header(old.path(key))
+
+
+@pytest.fixture(scope="module", params=cases.VARIANTS)
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Engine, Path]:
+    """Name of a variant, an engine over a copy of the golden folder, and that copy."""
+    place = copied("store", tmp_path_factory.mktemp("opened"))
+    return request.param, cases.open_engine(place, request.param), place
+
+
+def test_a_folder_is_found_and_read_as_ever(opened: tuple[str, Engine, Path]) -> None:
+    name, engine, place = opened
+    frozen, before = STORES[name], cases.tree(place)
+    assert engine.spec == frozen["spec"], (
+        "the spec has changed: transformers, torch and the processor's rotary frequencies are part "
+        "of it, beside this package"
+    )
+    keys = engine.keys(cases.TEXTS)
+    assert [key.digest for key in keys] == frozen["keys"]
+    assert [key.tokens for key in keys] == frozen["tokens"]
+    assert {key.start for key in keys} == {frozen["start"]}
+    store: Any = engine.store
+    folder = place / frozen["folder"]
+    assert store.path(keys[0]).parent.parent == folder
+    layout = cases.layout_of(json.loads((folder / "spec.json").read_text(encoding="utf-8")))
+    hits: list[Hit] = [store.get(key, layout) for key in keys]
+    assert [cases.tensors_digest(hit.chunk) for hit in hits] == frozen["tensors"]
+    answer = engine.generate(cases.QUESTION, cases.TEXTS, max_new_tokens=8)
+    assert answer.text == frozen["answer"]
+    assert (answer.metrics.hits, answer.metrics.misses) == ({"disk": len(keys)}, 0)
+    assert (store.stats().puts, store.stats().corrupt) == (0, 0)
+    assert cases.tree(place) == before
+
+
+def test_a_new_folder_is_as_the_old_one(opened: tuple[str, Engine, Path], tmp_path: Path) -> None:
+    """The same names; the same headers but for the checksum; values equal but for rounding."""
+    name, engine, place = opened
+    codec, dtype = cases.VARIANTS[name]
+    new = Engine(
+        engine.model,
+        engine.tokenizer,
+        store=DiskStore(tmp_path, codec=engine.store.codec),
+        template=engine.template,
+        cost_aware=False,
+    )
+    new.add(cases.TEXTS, owner=cases.OWNER)
+    folder = STORES[name]["folder"]
+    paths = [tmp_path / folder / one for one in cases.tree(tmp_path / folder)]
+    names = [path.relative_to(tmp_path) for path in paths]
+    assert {one.suffix for one in names} > {".json", ".safetensors"}
+    assert [one for one in names if not (place / one).is_file()] == []
+    for path, one in zip(paths, names, strict=True):
+        if path.suffix == ".json":
+            found, known = (json.loads(p.read_text(encoding="utf-8")) for p in (path, place / one))
+            assert found.pop("created") > known.pop("created")
+            assert found == known
+        elif path.suffix == ".safetensors":
+            (mine, _, at), (theirs, _, there) = read_header(path), read_header(place / one)
+            for header in (mine, theirs):
+                assert len(header["__metadata__"].pop("xxh3_128")) == 32
+            assert (mine, at) == (theirs, there)
+            if codec == "native":
+                assert_near(load_file(path), load_file(place / one), ROUNDING[dtype])
+
+
+def assert_near(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], rounding: float
+) -> None:
+    assert torch.equal(one["tokens"], other["tokens"])
+    torch.testing.assert_close(one["kv"], other["kv"], rtol=rounding, atol=rounding)
+
+
+def test_a_tenant_and_its_owners_are_found(tmp_path: Path) -> None:
+    place = copied("store", tmp_path)
+    tenant = cases.open_engine(place).in_namespace(cases.TENANT)
+    (key,) = tenant.keys(cases.TEXTS[:1])
+    store: Any = tenant.store
+    path: Path = store.path(key)
+    marker = hashlib.sha256(cases.OWNER.encode()).hexdigest()[:16]
+    released = path.with_suffix(f".released-{marker}")
+    assert store.contains(key)
+    assert released.is_file()
+    tenant.add(cases.TEXTS[:1], owner=cases.OWNER)
+    assert store.stats().puts == 0
+    assert not released.exists()
+    assert path.with_suffix(f".owner-{marker}").is_file()
+
+
+def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
+    name = next(iter(MADE))
+    codec, key, chunk = MADE[name]
+    store = DiskStore(copied(f"made/{name}", tmp_path), codec=codec)
+    content = bytearray(store.path(key).read_bytes())
+    content[-1] ^= 1
+    store.path(key).write_bytes(content)
+    with pytest.raises(CorruptChunkError, match="the checksum is wrong"):
+        store.get(key, chunk.layout)
+
+
+# ---------------------------------------------------------------------- Chroma
+def open_llama(place: str, engine: Engine) -> Any:
+    from llama_index.kvcache_rag import KVCacheVectorStore
+
+    return KVCacheVectorStore.from_params(cases.COLLECTIONS[0], persist_dir=place, engine=engine)
+
+
+def open_langchain(place: str, engine: Engine) -> Any:
+    from langchain_kvcache_rag import HashEmbeddings, KVCacheChroma
+
+    embed = HashEmbeddings(cases.DIMENSIONS)
+    return KVCacheChroma(cases.COLLECTIONS[1], embed, persist_directory=place, engine=engine)
+
+
+def texts_of_llama(store: Any) -> dict[str, str]:
+    from llama_index.core.vector_stores.types import VectorStoreQuery
+
+    from llama_index.kvcache_rag import HashEmbedding
+
+    vector = HashEmbedding(dimensions=cases.DIMENSIONS).get_query_embedding(cases.TEXTS[1])
+    found = store.query(VectorStoreQuery(query_embedding=vector, similarity_top_k=5))
+    assert found.ids[0] == "node-1"
+    assert math.isclose(found.similarities[0], 1.0, abs_tol=1e-5)
+    return {node.node_id: node.get_content() for node in found.nodes}
+
+
+def texts_of_langchain(store: Any) -> dict[str, str]:
+    found = store.similarity_search(cases.TEXTS[1], k=5)
+    assert [document.metadata for document in found] == [{"page": 1}, {"page": 0}]
+    return {document.id: document.page_content for document in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "open_store", "texts_of"),
+    [
+        ("llama", open_llama, texts_of_llama),
+        ("langchain", open_langchain, texts_of_langchain),
+    ],
+)
+def test_a_collection_finds_its_chunks_without_prefilling(
+    tmp_path: Path,
+    name: str,
+    open_store: Callable[[str, Engine], Any],
+    texts_of: Callable[[Any], dict[str, str]],
+) -> None:
+    engine = cases.open_engine(copied("store", tmp_path))
+    place = str(copied("chroma", tmp_path))
+    frozen = golden("chroma.json")[name]
+    store = open_store(place, engine)
+    assert store.owner == frozen["id"]
+    assert texts_of(store) == {one: row["document"] for one, row in frozen["rows"].items()}
+    rows = chromadb.PersistentClient(place).get_collection(name).get(include=["metadatas"])
+    metadata = dict(zip(rows["ids"], rows["metadatas"] or [], strict=True))
+    assert metadata == {one: row["metadata"] for one, row in frozen["rows"].items()}
+    for values in metadata.values():
+        assert_resolves(values, engine, frozen["id"])
+    assert store.prefill_missing() == 0
+    assert engine.store.stats().puts == 0
+
+
+def assert_resolves(metadata: Any, engine: Engine, owner: str) -> None:
+    """A row's reference names a file of the store that the collection claims."""
+    reference = Reference.from_metadata(metadata)
+    assert reference is not None
+    assert reference.to_metadata() == {k: v for k, v in metadata.items() if k.startswith("kv_")}
+    key: ChunkKey | None = reference.resolve(engine)
+    assert key is not None
+    store: Any = engine.store
+    assert store.contains(key)
+    claim = hashlib.sha256(owner.encode()).hexdigest()[:16]
+    assert store.path(key).with_suffix(f".owner-{claim}").is_file()
+    answer = engine.generate(cases.QUESTION, [key], max_new_tokens=1)
+    assert (answer.metrics.hits, answer.metrics.misses) == ({"disk": 1}, 0)
+
+
+def test_rows_refer_to_the_texts_that_a_framework_asks_with(tmp_path: Path) -> None:
+    engine = cases.open_engine(copied("store", tmp_path))
+    frozen, (first, second) = golden("chroma.json"), engine.keys(cases.TEXTS)
+    of = {
+        one: row["metadata"]["kv_key"]
+        for name in frozen
+        for one, row in frozen[name]["rows"].items()
+    }
+    assert (of["document-0"], of["document-1"]) == (first.digest, second.digest)
+    (written,) = engine.keys([f"source: golden.txt\n\n{cases.TEXTS[0]}"])
+    assert (of["node-0"], of["node-1"]) == (written.digest, second.digest)
+
+
+# ---------------------------------------------------------------------- verdicts
+@pytest.mark.parametrize("name", ["verdict.json", "verdict_nulls.json"])
+def test_a_verdict_is_read_and_written_as_ever(name: str, tmp_path: Path) -> None:
+    verdict = Verdict.load(GOLDEN / name)
+    assert repr(verdict) == golden("verdicts.json")[name]
+    verdict.save(tmp_path / name)
+    assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
+
+
+@pytest.mark.parametrize("policy", ["reuse", "legolink:4", "cacheblend:0.5"])
+def test_a_gate_accepts_a_verdict(policy: str) -> None:
+    model = cases.open_engine(GOLDEN / "store")
+    known = Gate(GOLDEN / "verdict.json", threshold=0.6, below="error")
+    engine = gated(model, known)
+    found = policy_by_name(policy)
+    answer = engine.generate(cases.QUESTION, cases.TEXTS, policy=found, max_new_tokens=4)
+    assert (answer.metrics.gate, answer.metrics.policy) == ("", repr(found))
+    strict = gated(model, Gate(GOLDEN / "verdict.json", below="error"))
+    with pytest.raises(InvalidInputError, match=r"kept 100\.0 %.*prove only 63\.6 %"):
+        strict.generate(cases.QUESTION, cases.TEXTS, policy=found)
+
+
+def gated(engine: Engine, gate: Gate) -> Engine:
+    store, template = MemoryStore(), engine.template
+    return Engine(engine.model, engine.tokenizer, store=store, template=template, gate=gate)
+
+
+# ---------------------------------------------------------------------- settings
+def test_a_prompt_template_is_read_as_ever(tmp_path: Path) -> None:
+    assert PromptTemplate.load(GOLDEN / "settings") == cases.TEMPLATE
+
+
+def test_api_keys_are_read_as_ever(tmp_path: Path) -> None:
+    shutil.copyfile(GOLDEN / "settings" / "api_keys.txt", tmp_path / "keys")
+    (tmp_path / "keys").chmod(0o600)
+    known = ApiKeys.load(tmp_path / "keys")
+    assert len(known.known) == len(cases.API_KEYS)
+    assert {key: known.caller(key) for key in cases.API_KEYS} == cases.API_KEYS
+    assert known.caller("a-key-that-nobody-knows") is None
+
+
+@pytest.mark.parametrize("name", cases.FINETUNES)
+def test_a_fine_tuning_run_is_taken_up(name: str, tmp_path: Path) -> None:
+    frozen, config = GOLDEN / "settings" / f"finetune-{name}.json", cases.FINETUNES[name]
+    assert config.settings() == json.loads(frozen.read_text(encoding="utf-8"))
+    shutil.copyfile(frozen, tmp_path / "settings.json")
+    (tmp_path / "checkpoint.pt").touch()  # only its being there is looked at
+    with Work(tmp_path).open(config.settings()) as is_going_on:
+        assert is_going_on
+    with Work(tmp_path / "new").open(config.settings()) as is_going_on:
+        assert not is_going_on
+    assert (tmp_path / "new" / "settings.json").read_bytes() == frozen.read_bytes()
+
+
+def test_records_of_an_evaluation_are_read_and_written_as_ever(tmp_path: Path) -> None:
+    frozen = (GOLDEN / "settings" / "records.jsonl").read_bytes()
+    (tmp_path / "old").write_bytes(frozen)
+    old, new = RecordFile(tmp_path / "old"), RecordFile(tmp_path / "new")
+    for name, value in cases.NOTES.items():
+        old.note(name, value)  # another value would be refused
+        new.note(name, value)
+    found = [old.get(record.place, record.digest) for record in cases.RECORDS]
+    assert tuple(found) == cases.RECORDS
+    new.append(cases.RECORDS)
+    assert (tmp_path / "old").read_bytes() == (tmp_path / "new").read_bytes() == frozen
+
+
+def test_questions_of_ones_own_are_read_as_ever() -> None:
+    assert tuple(read_own_questions(GOLDEN / "settings" / "questions.jsonl")) == cases.QUESTIONS
+
+
+def test_what_ingest_noted_is_read_and_written_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_index.kvcache_rag.commands.corpus import Settings
+
+    frozen = GOLDEN / "settings" / "chroma.docs.kvcache-rag.json"
+    monkeypatch.chdir(tmp_path)
+    path = Path(frozen.name)
+    shutil.copyfile(frozen, path)
+    found = Settings.find("chroma", "docs")
+    assert found == Settings(kv="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
+    path.unlink()
+    found.save()
+    assert path.read_bytes() == frozen.read_bytes()
+
+
+def test_settings_of_llama_index_are_as_ever() -> None:
+    from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
+
+    frozen = golden("settings/llama_index.json")
+    assert_same(
+        "settings/llama_index.json",
+        {name: one.to_dict() for name, one in cases.llama_index_objects().items()},
+    )
+    for name, kind in (("embedding", HashEmbedding), ("llm", KVCacheLLM)):
+        again: Any = kind.from_dict(frozen[name])
+        found = json.loads(cases.to_json(again.to_dict()))
+        assert found == frozen[name]
+
+
+def test_settings_of_langchain_are_as_ever() -> None:
+    from langchain_kvcache_rag import ChatKVCache
+
+    assert_same("settings/langchain.json", cases.langchain_values())
+    frozen = golden("settings/langchain.json")["settings"]
+    again = ChatKVCache(**{name: one for name, one in frozen.items() if one is not None})
+    assert again.model_dump(mode="json") == frozen
+
+
+# ---------------------------------------------------------------------- surfaces
+def test_the_schema_of_the_server_is_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    assert_same("openapi.json", cases.openapi(None))
+    assert_same("openapi_keys.json", cases.openapi(GOLDEN / "settings" / "api_keys.txt"))
+
+
+async def test_metrics_are_as_ever() -> None:
+    assert_same("metrics.json", await cases.metric_families())
+
+
+def test_help_is_as_ever() -> None:
+    found = surfaces.to_pages(surfaces.from_pages(surfaces.help_pages()))
+    assert list(found) == list(HELP)
+    for name, page in HELP.items():
+        if sys.version_info[:2] == (3, 11):
+            assert found[name] == page, name
+        else:  # argparse lays out pages in another way
+            assert surfaces.options_of(found[name]) == surfaces.options_of(page), name
+
+
+def test_the_public_interface_is_as_ever() -> None:
+    assert_same("interface.json", surfaces.interface())
+
+
+def test_entry_points_and_extras_are_as_ever() -> None:
+    assert_same("projects.json", surfaces.projects())
+
+
+def test_every_entry_point_leads_somewhere() -> None:
+    found = list(surfaces.entry_point_targets())
+    assert len(found) == 15
+    for group, name, value in found:
+        if group == "kvcache_rag.commands":
+            assert isinstance(value.HELP, str), name
+            assert callable(value.add_arguments), name
+            assert callable(value.run), name
+        else:
+            assert callable(value), name
+
+
+def test_policies_and_codecs_are_written_as_ever() -> None:
+    assert_same("representations.json", surfaces.representations())
+
+
+@pytest.mark.parametrize("code", surfaces.POLICIES)
+def test_a_policy_can_be_pasted_back(code: str) -> None:
+    frozen = golden("representations.json")["policies"][code]["repr"]
+    assert surfaces.written(frozen) == surfaces.written(code)
+
+
+def test_no_golden_file_names_a_module_of_ours() -> None:
+    """Modules move; what is frozen must not."""
+    files = ["interface.json", "openapi.json", "openapi_keys.json", "representations.json"]
+    files += ["help.txt", "store.json", "made.json", "chroma.json", "verdicts.json"]
+    files += [f"settings/{one}.json" for one in ("llama_index", "langchain")]
+    packages = {f'"{one}"' for one in surfaces.PACKAGES}
+    for name in files:
+        text = (GOLDEN / name).read_text(encoding="utf-8")
+        for package in packages:
+            text = text.replace(package, "")
+        assert not surfaces.MODULE.search(text), name

@@ -1,0 +1,290 @@
+"""Write `tests/golden`: what must not change while modules are moved and merged.
+
+Run from the repository root: `python tools/freeze.py PART ...` writes parts anew from the code as
+it is, `python tools/freeze.py --check-ids` collects all tests and compares them with the frozen
+list, counts included.  `tests/test_golden.py` compares everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("ANONYMIZED_TELEMETRY", "False")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests import golden_cases as cases
+from tests import golden_surfaces as surfaces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvcache_rag import Engine
+
+GOLDEN: Final = cases.GOLDEN
+# The comparison itself is no test of the code before the moves.
+_OWN: Final = "tests/test_golden.py"
+
+
+def main() -> int:
+    """Write or check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"all, {', '.join(PARTS)}")
+    parser.add_argument("--check-ids", action="store_true", help="collect and compare all tests")
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - {"all", *PARTS}
+    if unknown or not (arguments.parts or arguments.check_ids):
+        parser.error(f"there is no part {min(unknown)}" if unknown else "name parts, or all")
+    GOLDEN.mkdir(exist_ok=True)
+    for name, write in PARTS.items():
+        if {"all", name} & set(arguments.parts):
+            write()
+            print(f"wrote {name}")
+    return check_ids() if arguments.check_ids else 0
+
+
+# ---------------------------------------------------------------------- test ids
+def check_ids() -> int:
+    """Print what of the frozen tests is missing, or has another number of cases."""
+    frozen, now = surfaces.frozen_ids(), collected()
+    lines = [
+        f"{test}: {count} cases were frozen, {now[test]} are there"
+        for test, count in sorted(frozen.items())
+        if now[test] != count
+    ]
+    new = sum((now - frozen).values())
+    lines.append(f"ids: {len(frozen)} tests frozen, {len(lines)} differ, {new} cases are new")
+    print("\n".join(lines))
+    return 1 if len(lines) > 1 else 0
+
+
+def collected() -> Counter[str]:
+    """Cases of every test that pytest finds, by id without parameters."""
+    found = Counter[str]()
+    for folders in (["tests", "integrations"], ["notebooks"]):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, "-n", "0", *folders], cwd=cases.ROOT, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"pytest cannot collect {' '.join(folders)}:\n{done.stdout[-4000:]}")
+        lines = (line for line in done.stdout.splitlines() if "::" in line)
+        found.update(line.partition("[")[0] for line in lines)
+    return Counter({test: n for test, n in found.items() if not test.startswith(f"{_OWN}::")})
+
+
+def write_ids() -> None:
+    """`test_ids.txt`: a test a line, with its number of cases."""
+    lines = [f"{test} {count}\n" for test, count in sorted(collected().items())]
+    _write("test_ids.txt", "".join(lines))
+
+
+# ---------------------------------------------------------------------- stores
+def write_stores() -> None:
+    """`store`, `chroma` and `made`, which are of one piece, and what is in them as JSON."""
+    for name in ("store", "chroma", "made"):
+        shutil.rmtree(GOLDEN / name, ignore_errors=True)
+    _write("store.json", cases.to_json({name: _variant(name) for name in cases.VARIANTS}))
+    # In a process of its own: the database is whole on disk when it has ended.
+    code = "from tools import freeze; freeze.write_chroma()"
+    subprocess.run([sys.executable, "-c", code], cwd=cases.ROOT, check=True)
+    _write("made.json", cases.to_json(dict(_made())))
+    for name in ("store", "made"):
+        for locks in (GOLDEN / name).rglob("locks"):
+            shutil.rmtree(locks)
+
+
+def _variant(name: str) -> dict[str, Any]:
+    """Fill the folder by an engine; says what it then holds."""
+    import json
+
+    engine = cases.open_engine(GOLDEN / "store", name)
+    keys = engine.add(cases.TEXTS, owner=cases.OWNER)
+    if name == cases.MAIN:
+        tenant = engine.in_namespace(cases.TENANT)
+        released = tenant.add(cases.TEXTS[:1], owner=cases.OWNER)
+        tenant.release(released, cases.OWNER)
+    store: Any = engine.store
+    folder = store.path(keys[0]).parent.parent
+    layout = cases.layout_of(json.loads((folder / "spec.json").read_text(encoding="utf-8")))
+    answer = engine.generate(cases.QUESTION, cases.TEXTS, max_new_tokens=8)
+    return {
+        "spec": engine.spec,
+        "folder": folder.relative_to(GOLDEN / "store").as_posix(),
+        "keys": [key.digest for key in keys],
+        "tokens": [key.tokens for key in keys],
+        "start": keys[0].start,
+        "tensors": [cases.tensors_digest(store.get(key, layout).chunk) for key in keys],
+        "answer": answer.text,
+    }
+
+
+def _made() -> Iterator[tuple[str, dict[str, str]]]:
+    from kvcache_rag import DiskStore
+
+    for name, codec, key, chunk in cases.made_chunks():
+        store = DiskStore(GOLDEN / "made" / name, codec=codec)
+        store.put(key, chunk)
+        read = store.get(key, chunk.layout).chunk
+        yield name, {"key": key.digest, "tensors": cases.tensors_digest(read)}
+
+
+def write_chroma() -> None:
+    """`chroma`, a collection of each framework that refers to `store`, and `chroma.json`."""
+    import chromadb
+    from llama_index.core.schema import TextNode
+
+    from langchain_kvcache_rag import HashEmbeddings, KVCacheChroma
+    from llama_index.kvcache_rag import HashEmbedding, KVCacheVectorStore
+
+    engine: Engine = cases.open_engine(GOLDEN / "store")
+    place = str(GOLDEN / "chroma")
+    llama, langchain = cases.COLLECTIONS
+    embed = HashEmbedding(dimensions=cases.DIMENSIONS)
+    nodes = [
+        TextNode(
+            id_=f"node-{index}",
+            text=text,
+            metadata=cases.LLAMA_METADATA if index == 0 else {},
+            embedding=embed.get_text_embedding(text),
+        )
+        for index, text in enumerate(cases.TEXTS)
+    ]
+    KVCacheVectorStore.from_params(llama, persist_dir=place, engine=engine).add([*nodes])
+    KVCacheChroma(
+        langchain, HashEmbeddings(cases.DIMENSIONS), persist_directory=place, engine=engine
+    ).add_texts(
+        cases.TEXTS,
+        [{"page": index} for index in range(len(cases.TEXTS))],
+        ids=[f"document-{index}" for index in range(len(cases.TEXTS))],
+    )
+    client = chromadb.PersistentClient(place)
+    rows = {
+        name: client.get_collection(name).get(include=["documents", "metadatas"])
+        for name in cases.COLLECTIONS
+    }
+    values = {
+        name: {
+            "id": str(client.get_collection(name).id),
+            "rows": {
+                one: {"document": text, "metadata": metadata}
+                for one, text, metadata in zip(
+                    found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True
+                )
+            },
+        }
+        for name, found in rows.items()
+    }
+    _write("chroma.json", cases.to_json(values))
+
+
+# ---------------------------------------------------------------------- verdicts
+def write_verdicts() -> None:
+    """`verdict.json` by the command `verify`, `verdict_nulls.json` with what is not known."""
+    from dataclasses import replace
+
+    from kvcache_rag import Verdict
+    from kvcache_rag.cli import main as command_line
+    from kvcache_rag.verdict import PolicyScore
+
+    path = GOLDEN / "verdict.json"
+    words = "verify tiny --task reader --n 12 --device cpu --auxiliary tiny --max-new-tokens 8"
+    policies = ["--policies", "reuse", "legolink:4", "cacheblend:0.5", "cacheclip", "ape"]
+    if command_line([*words.split(), *policies, "--out", str(path)]) != 0:
+        raise SystemExit("verify failed")
+    known = Verdict.load(path)
+    rows = (PolicyScore("Reuse()"), replace(known.policies[0], policy="LegoLink(tokens=16)"))
+    unknown = replace(known, policies=rows, auxiliary=None, checks=(), notes=("Ä note.",))
+    unknown.save(GOLDEN / "verdict_nulls.json")
+    found = {
+        file: repr(Verdict.load(GOLDEN / file)) for file in ("verdict.json", "verdict_nulls.json")
+    }
+    _write("verdicts.json", cases.to_json(found))
+
+
+# ---------------------------------------------------------------------- settings
+def write_settings() -> None:
+    """`settings`: every file of settings that the project writes or reads again."""
+    import json
+    from dataclasses import asdict
+
+    from kvcache_rag.evaluation.records import RecordFile
+    from kvcache_rag.finetune.checkpoint import Work
+    from llama_index.kvcache_rag.commands.corpus import Settings
+
+    folder = GOLDEN / "settings"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    texts = {k: v for k, v in asdict(cases.TEMPLATE).items() if isinstance(v, str)}
+    _write("settings/prompt_template.json", cases.to_json(texts))
+    _write("settings/api_keys.txt", cases.api_keys_text())
+    for name, config in cases.FINETUNES.items():
+        with tempfile.TemporaryDirectory() as place, Work(Path(place)).open(config.settings()):
+            shutil.copy(Path(place) / "settings.json", folder / f"finetune-{name}.json")
+    records = RecordFile(folder / "records.jsonl")
+    for name, value in cases.NOTES.items():
+        records.note(name, value)
+    records.append(cases.RECORDS)
+    _write(
+        "settings/questions.jsonl", "".join(f"{json.dumps(row)}\n" for row in cases.QUESTION_ROWS)
+    )
+    settings = Settings(kv="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as place:
+        here = Path.cwd()
+        os.chdir(place)  # so that the file names no folder of this machine
+        settings.save()
+        os.chdir(here)
+        shutil.copy(Path(place) / settings.path, folder)
+    found = {name: one.to_dict() for name, one in cases.llama_index_objects().items()}
+    _write("settings/llama_index.json", cases.to_json(found))
+    _write("settings/langchain.json", cases.to_json(cases.langchain_values()))
+
+
+# ---------------------------------------------------------------------- surfaces
+def write_server() -> None:
+    """`openapi.json`, `openapi_keys.json` and `metrics.json`."""
+    _write("openapi.json", cases.to_json(cases.openapi(None)))
+    keys = GOLDEN / "settings" / "api_keys.txt"
+    _write("openapi_keys.json", cases.to_json(cases.openapi(keys)))
+    _write("metrics.json", cases.to_json(asyncio.run(cases.metric_families())))
+
+
+def write_help() -> None:
+    """`help.txt`, as the argparse of Python 3.11 lays it out."""
+    _write("help.txt", surfaces.from_pages(surfaces.help_pages()))
+
+
+def write_interface() -> None:
+    """`interface.json`, `projects.json` and `representations.json`."""
+    _write("interface.json", cases.to_json(surfaces.interface()))
+    _write("projects.json", cases.to_json(surfaces.projects()))
+    _write("representations.json", cases.to_json(surfaces.representations()))
+
+
+def _write(name: str, text: str) -> None:
+    (GOLDEN / name).write_text(text, encoding="utf-8")
+
+
+PARTS: Final[dict[str, Callable[[], None]]] = {
+    "ids": write_ids,
+    "stores": write_stores,
+    "verdicts": write_verdicts,
+    "settings": write_settings,
+    "server": write_server,
+    "help": write_help,
+    "interface": write_interface,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
