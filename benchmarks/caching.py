@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from kvcache_rag import MemoryStore
-from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

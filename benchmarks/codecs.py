@@ -26,16 +26,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_rag.chunk import (
-    ChunkKey,
-    ChunkKV,
-    ChunkLayout,
-    GroupLayout,
-    chunk_key,
-    spec_digest,
-)
 from kvcache_rag.codecs import CODECS, Codec, by_name
-from kvcache_rag.kvbuffer import KVBuffer
+from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 from kvcache_rag.stores import DiskStore
 
 if TYPE_CHECKING:

@@ -32,17 +32,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import described
-from kvcache_rag.chunk import ChunkKV, GroupLayout
-from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.models.segments import SegmentTable
-from kvcache_rag.rotary import NO_ROTATION, Rotation, rotate_
+from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate_
+from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from kvcache_rag.models.deferred_kernel import Turned
+    from kvcache_rag.models.deferred.kernel import Turned
 
 CHUNK, LAYERS, WIDTH = 512, 8, 128
 HEADS = {"llama-3.1-8b": (32, 8), "qwen2-7b": (28, 4)}
@@ -141,7 +141,7 @@ class Call:
 
     def attend(self, side: str, place: int) -> Tensor:
         """Output of one layer, `(rows, queries, heads, width)`."""
-        from kvcache_rag.models.deferred_kernel import deferred_attend
+        from kvcache_rag.models.deferred.kernel import deferred_attend
 
         forced: dict[str, Turned] = {"query": "query", "keys": "keys"}
         keys, values = self.tail[0], self.tail[1]

@@ -38,16 +38,16 @@ from benchmarks.machine import described
 from benchmarks.shapes import build_model, build_tokenizer, words
 from benchmarks.timing import PREFIX, chunk_of
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.codecs import Int8, Native
-from kvcache_rag.kvbuffer import KVBuffer
-from kvcache_rag.stores.layered import deliver_layers
+from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
+from kvcache_rag.stores.device import deliver_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV
     from kvcache_rag.codecs import Codec
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.stores import ChunkStore
 
     Rotation = Literal["copied", "deferred"]

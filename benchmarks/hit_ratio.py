@@ -38,7 +38,7 @@ from benchmarks.caching import (
     static_ratio,
     store_hits,
 )
-from kvcache_rag.evaluation.statistics import Interval, mean_interval, paired_ratio
+from kvcache_rag.scoring.statistics import Interval, mean_interval, paired_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

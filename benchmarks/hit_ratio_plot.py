@@ -8,14 +8,14 @@ import numpy as np
 
 from benchmarks.caching import che_ratio, static_ratio
 from benchmarks.hit_ratio import BUDGET, PAPER_GAIN
-from kvcache_rag.evaluation.plot import check_plot, figure_class, plain_panel, save_plot
+from kvcache_rag.evaluation.report import check_plot, figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from benchmarks.hit_ratio import Row, Study
-    from kvcache_rag.evaluation.statistics import Interval
+    from kvcache_rag.scoring.statistics import Interval
 
 # Okabe and Ito's colours, as in the project's other plots.
 _COLOURS: Final = {5: "#009E73", 20: "#D55E00"}

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from benchmarks.locality_retrieval import RETRIEVERS, Data, read
-from kvcache_rag.evaluation.statistics import Interval
+from kvcache_rag.scoring.statistics import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

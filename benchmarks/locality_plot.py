@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.evaluation.plot import check_plot, figure_class, plain_panel, save_plot
+from kvcache_rag.evaluation.report import check_plot, figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

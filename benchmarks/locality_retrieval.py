@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.integration.hashing import hash_vector
+from kvcache_rag.integration.embedding import hash_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

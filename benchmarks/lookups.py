@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.timing import Row, chunk_of, row_of
-from kvcache_rag.chunk import ChunkKey, ChunkLayout, GroupLayout
+from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout
 from kvcache_rag.stores import DiskStore
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from transformers import DynamicCache
 from benchmarks.machine import described
 from benchmarks.shapes import CHUNK, PREFIX, SHAPES, build_model, build_tokenizer, words
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate
-from kvcache_rag.models.attention import PACKED
+from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.models.cache import layer_tensors
 from kvcache_rag.prefill import PendingChunk, batches
 

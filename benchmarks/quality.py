@@ -26,8 +26,7 @@ import transformers
 from benchmarks.quality_page import page
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.engine import Engine
-from kvcache_rag.evaluation.plot import draw
-from kvcache_rag.evaluation.report import summarise, to_json
+from kvcache_rag.evaluation.report import draw, summarise, to_json
 from kvcache_rag.evaluation.runner import evaluate, make_cells
 from kvcache_rag.evaluation.tasks import task_by_name
 from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
@@ -37,8 +36,8 @@ from kvcache_rag.reader import model_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.evaluation.records import Records
     from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.scoring.ask import Records
 
 NOISE: Final = ("reader_noise_20", "reader_noise_40", "reader_noise_60", "reader_noise_80")
 SINGLE: Final = ("reader_single", *NOISE, "reader_same_relation")

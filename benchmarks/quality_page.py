@@ -10,9 +10,9 @@ from benchmarks.quality_sweep import sweeps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.evaluation.records import Record, Records
     from kvcache_rag.evaluation.report import Group, Row
-    from kvcache_rag.evaluation.statistics import Comparison, Interval
+    from kvcache_rag.scoring.ask import Record, Records
+    from kvcache_rag.scoring.statistics import Comparison, Interval
 
 PARTS: Final = ("main", "noise", "needles", "cross")
 AT_RATIO: Final = ("LegoLink", "CacheBlend", "CacheClip")

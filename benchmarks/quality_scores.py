@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.evaluation.statistics import Comparison, paired_bootstrap
+from kvcache_rag.scoring.statistics import Comparison, paired_bootstrap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.evaluation.records import Record
+    from kvcache_rag.scoring.ask import Record
 
 FULL: Final = "full prefill"
 

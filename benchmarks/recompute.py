@@ -32,7 +32,7 @@ import transformers
 from benchmarks.timing import Row, row_of, show
 from benchmarks.ttft import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
 from kvcache_rag import Engine, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.models.attention import PACKED
+from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 # What is asked for, as a part of the full prefill of the same run.

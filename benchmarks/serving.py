@@ -55,7 +55,7 @@ from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN, SPARE_PLAN, Plan
 from benchmarks.serving_results import ARMS, BLOCK, claims
 from benchmarks.serving_run import Point, Setting, measure_arm, measure_capacity, measure_shares
 from benchmarks.serving_servers import INSTANCES
-from kvcache_rag.template import PromptTemplate
+from kvcache_rag.prompt.template import PromptTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

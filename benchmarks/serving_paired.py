@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report_tables import markdown
 from benchmarks.serving_results import AHEAD, NO_CACHE, OWN, SHARED, against, rates, runs_of
-from kvcache_rag.evaluation.statistics import LEAST_DIFFERING
+from kvcache_rag.scoring.statistics import LEAST_DIFFERING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.serving_results import AHEAD, ARMS, MAIN, NO_CACHE, OWN, SHARED, rates, runs_of
-from kvcache_rag.evaluation.plot import figure_class, plain_panel, save_plot
+from kvcache_rag.evaluation.report import figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

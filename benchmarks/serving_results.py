@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.evaluation.statistics import (
+from kvcache_rag.scoring.statistics import (
     LEAST_DIFFERING,
     Comparison,
     Interval,

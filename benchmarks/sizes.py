@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 from kvcache_rag.codecs import CODECS, Codec, by_name
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.filesize import file_bytes
+from kvcache_rag.stores.disk.file import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,12 +39,13 @@ from safetensors.torch import load_file
 
 from benchmarks.lookups import measure_lookups, measure_sweeps, tiny_store
 from benchmarks.timing import PREFIX, Row, chunk_of, row_of, show
-from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
-from kvcache_rag.kvbuffer import KVBuffer
-from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.rotary import NO_ROTATION, Rotation
-from kvcache_rag.stitch import stitch
-from kvcache_rag.stores import DiskStore, chunkfile
+from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation
+from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
+from kvcache_rag.stitching.stitch import stitch
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.disk import file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +135,7 @@ def loading_sides(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
         return read(KVBuffer.allocate(LAYOUT, 1, CHUNKS * TOKENS, "cpu"))
 
     def unchecked() -> torch.Tensor:
-        with mock.patch.object(chunkfile, "xxhash", SimpleNamespace(xxh3_128=_NoHash)):
+        with mock.patch.object(file, "xxhash", SimpleNamespace(xxh3_128=_NoHash)):
             return read()
 
     def by_load_file() -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout, chunk_key, spec_digest
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, chunk_key, spec_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from benchmarks.ttft_sides import (
     RESIDENT,
     TURBORAG,
 )
-from kvcache_rag.evaluation.plot import figure_class, plain_panel, save_plot
+from kvcache_rag.evaluation.report import figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ from benchmarks.shapes import CHUNK, PREFIX, build_tokenizer, words
 from benchmarks.stock import Sample, Stock, stock_attention, timed_generate
 from benchmarks.turborag import TurboRag
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.kvbuffer import KVBuffer
+from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.stitch import stitch
+from kvcache_rag.stitching.stitch import stitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.chunk import ChunkKey, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
 
 TEMPLATE_WORDS: Final = 2  # the plain template adds "Question:" and "Answer:"
 MEMORY: Final = 64 << 30

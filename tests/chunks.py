@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
 
 SPEC = spec_digest({"test": 1})
 PREFIX = [1, 2, 3]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, KVCacheRagError
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
 from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same, window
 
 if TYPE_CHECKING:

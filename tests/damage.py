@@ -9,7 +9,7 @@ from kvcache_rag.errors import CorruptChunkError
 from tests.contracts import key_of, make_chunk, same
 
 if TYPE_CHECKING:
-    from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.stores import DiskStore
 
 SMALL = make_chunk(tokens=4)

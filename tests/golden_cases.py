@@ -22,15 +22,15 @@ from kvcache_rag import (
     PromptTemplate,
     policy_by_name,
 )
-from kvcache_rag.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.codecs import by_name as codec_by_name
-from kvcache_rag.evaluation.question import Question
-from kvcache_rag.evaluation.records import Place, Record
 from kvcache_rag.finetune.config import FinetuneConfig, JsonlData, ReaderData
+from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
 from kvcache_rag.reader import make_example
-from kvcache_rag.serve.context import Caller
-from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.scoring.ask import Place, Record
+from kvcache_rag.scoring.question import Question
+from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.lifecycle import Caller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping

@@ -18,10 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import kvcache_rag
-from kvcache_rag import (
-    ReusePolicy,
-    policy_by_name,
-)
+from kvcache_rag import ReusePolicy, policy_by_name
 from kvcache_rag.cli import main as command_line
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.policies import POLICY_NAMES

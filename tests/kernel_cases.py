@@ -19,10 +19,10 @@ if __name__ == "__main__":
 
 import torch
 
-from kvcache_rag.chunk import ChunkKV, GroupLayout
-from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.models.segments import SegmentTable
-from kvcache_rag.rotary import NO_ROTATION, Rotation, rotate
+from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
+from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,7 +234,7 @@ def laid_out(case: Case) -> tuple[SegmentTable, list[int]]:
 
 def run_case(case: Case) -> None:
     """Hold the kernel to the reference."""
-    from kvcache_rag.models.deferred_kernel import deferred_attend
+    from kvcache_rag.models.deferred.kernel import deferred_attend
 
     table, keep = laid_out(case)
     heads, kv_heads = case.heads
@@ -288,7 +288,7 @@ def widen_products() -> None:
 
 def answer(name: str) -> str:
     """Run a case; the error, or ""."""
-    from kvcache_rag.models import deferred_kernel as kernel
+    from kvcache_rag.models.deferred import kernel
 
     torch.manual_seed(0)
     case = any_case(int(name.split()[1])) if name.startswith("random") else CASES[name]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.stores.arena import Arena
+from kvcache_rag.stores.device import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache_rag.chunk import ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKV
 
 
 class Elsewhere(Native):

@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
-from kvcache_rag.mask import MaskedSequence, block_mask
+from kvcache_rag.kv.mask import MaskedSequence, block_mask
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")

@@ -20,13 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
-from kvcache_rag.stores.remote import RemoteStore
+from kvcache_rag.stores.remote.store import RemoteStore
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 
 TOKENS = 4
 GRACE = 1000.0

@@ -15,9 +15,9 @@ import uvicorn
 
 from kvcache_rag import Answer, DiskStore, Engine, MemoryStore, Metrics, TieredStore
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.backend import Event, Finished, Piece, Started, Work
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.work import Event, Finished, Piece, Started, Work
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag import Answer, Engine, MemoryStore, Metrics
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.serve.serving import Served
-from kvcache_rag.serve.work import Failed, Finished, Piece, Started, Work
+from kvcache_rag.serve.backend import Failed, Finished, Piece, Started, Work
+from kvcache_rag.serve.worker import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from kvcache_rag.serve.backend import Event
     from kvcache_rag.serve.local import LocalBackend
-    from kvcache_rag.serve.queueing import Job
-    from kvcache_rag.serve.work import Event
+    from kvcache_rag.serve.queue import Job
 
 PATIENCE = 60.0
 TEXTS = (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers_zoo import TOKENIZERS, WithoutOffsets, byte_level, encode, metaspace, word_pieces
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.alignment import (
+from kvcache_rag.prompt.alignment import (
     highest,
     shared_out,
     spread,

@@ -30,13 +30,13 @@ from zoo import FAMILIES, build, byte_tokenizer
 from kvcache_rag import Ape, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.mask import MaskedSequence, block_mask
+from kvcache_rag.kv.mask import MaskedSequence, block_mask
 from kvcache_rag.policies.base import AttentionScaling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.prompt import PromptIds
+    from kvcache_rag.prompt.renderer import PromptIds
 
 OWN_CODE = ["falcon"]  # attention that does not go through transformers' interface
 WEIGHED = [name for name in FAMILIES if name not in OWN_CODE]

@@ -25,10 +25,10 @@ from kvcache_rag import (
     Reuse,
     UnsupportedModelError,
 )
-from kvcache_rag.alignment import token_offsets
-from kvcache_rag.mask import block_mask
-from kvcache_rag.models.attending import QueryAttention
+from kvcache_rag.kv.mask import block_mask
+from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
+from kvcache_rag.prompt.alignment import token_offsets
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who leads Grabra?"

@@ -23,8 +23,8 @@ from kvcache_rag import (
     StoredChunk,
     auto,
 )
-from kvcache_rag.evaluation.agreement import _main_weights, attention_agreement
-from kvcache_rag.models.attending import QueryAttention
+from kvcache_rag.evaluation.auxiliary import _main_weights, attention_agreement
+from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.reader import make_example
 

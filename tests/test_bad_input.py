@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag import ChunkKey, ChunkKV
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who?"

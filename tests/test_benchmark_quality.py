@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.quality_page import page
 from benchmarks.quality_scores import FULL, Scores
-from kvcache_rag.evaluation.records import Place, Record, Records
 from kvcache_rag.evaluation.report import summarise
+from kvcache_rag.scoring.ask import Place, Record, Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -14,8 +14,8 @@ from small import make_tokenizer
 from store_place import Place, write
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
-from kvcache_rag.building.worker import Worker
-from kvcache_rag.commands.texts import cut
+from kvcache_rag.commands.corpora import cut
+from kvcache_rag.corpus.worker import Worker
 from kvcache_rag.integration import Rows
 from kvcache_rag.stores import RemoteStore
 from tests.s3 import BUCKET, SECRET, Server

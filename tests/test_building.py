@@ -10,15 +10,12 @@ from building_traps import TEMPLATE, saved_model, write_lines
 from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine
-from kvcache_rag.building.corpus import Item, JsonLines, Reading, Text
-from kvcache_rag.building.report import Failure, Report, Tally
-from kvcache_rag.building.run import Build, InProcess, batches
-from kvcache_rag.building.settings import BuildSettings
-from kvcache_rag.building.tidying import tidy
-from kvcache_rag.building.worker import Worker
 from kvcache_rag.codecs import by_name
+from kvcache_rag.corpus.run import Build, InProcess, batches, tidy
+from kvcache_rag.corpus.texts import Item, JsonLines, Reading, Text
+from kvcache_rag.corpus.worker import BuildSettings, Failure, Report, Tally, Worker
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.stores import directory
+from kvcache_rag.stores.disk import folders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -292,9 +289,9 @@ def test_torsos_of_killed_workers_go_and_nothing_else(
     spec = built(settings, corpus).tally.spec
     files = set((tmp_path / "kv").rglob("*"))
     some = next(path for path in files if path.suffix == ".safetensors")
-    torso = some.parent / f"{directory.TEMPORARY}-{'0' * 32}"
+    torso = some.parent / f"{folders.TEMPORARY}-{'0' * 32}"
     torso.write_bytes(b"half")
-    other = some.parent.parent / f"{directory.TEMPORARY}-{'1' * 32}"
+    other = some.parent.parent / f"{folders.TEMPORARY}-{'1' * 32}"
     other.write_bytes(b"of a manifest")
     assert tidy(DiskStore(settings.store), spec, "another tenant") == 0
     assert built(settings, corpus).tidied == 1

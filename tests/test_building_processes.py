@@ -15,10 +15,10 @@ import pytest
 from building_traps import Trapped, alive, computed, saved_model, wait_for, write_lines
 
 from kvcache_rag import DiskStore, Engine
-from kvcache_rag.building import processes
-from kvcache_rag.building.corpus import JsonLines, Reading
-from kvcache_rag.building.processes import Processes, WorkersDiedError
-from kvcache_rag.building.run import Build, InProcess, ProcessPool, batches
+from kvcache_rag.corpus import processes
+from kvcache_rag.corpus.processes import Processes, WorkersDiedError
+from kvcache_rag.corpus.run import Build, InProcess, ProcessPool, batches
+from kvcache_rag.corpus.texts import JsonLines, Reading
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ COMMAND = """
 import signal, sys
 sys.path[:0] = sys.argv[1].split(":")
 from building_traps import Trapped
-from kvcache_rag.building.corpus import JsonLines
-from kvcache_rag.building.run import Build, ProcessPool
+from kvcache_rag.corpus.texts import JsonLines
+from kvcache_rag.corpus.run import Build, ProcessPool
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache_rag.chunk import (
+from kvcache_rag.kv.chunk import (
     ChunkKey,
     ChunkKV,
     ChunkLayout,
@@ -96,7 +96,7 @@ def test_canonical_json_is_the_same_ascii_bytes_everywhere() -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     code = (
-        "from kvcache_rag.chunk import chunk_key, spec_digest\n"
+        "from kvcache_rag.kv.chunk import chunk_key, spec_digest\n"
         "spec = spec_digest({'model': 'é', 'layers': {'b': 1, 'a': [2]}})\n"
         "print(chunk_key([1, 2, 2**31 - 1], prefix_ids=[7], spec=spec, namespace='n').digest)"
     )

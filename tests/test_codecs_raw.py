@@ -14,9 +14,9 @@ import torch
 from zoo import FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, Int4, Int8, MemoryStore, Native, PromptTemplate, Reuse
-from kvcache_rag.chunk import ChunkKV
-from kvcache_rag.rotary import rotate
-from kvcache_rag.stitch import unrotated
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.kv.rotary import rotate
+from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.stores import TieredStore
 from tests.contracts import flat
 

@@ -17,7 +17,7 @@ from tests.test_codecs_quantised import within
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 
 GRACE = 100.0
 

@@ -25,8 +25,8 @@ from kvcache_rag import (
     StoredChunk,
     TieredStore,
     UnsupportedModelError,
-    rotary,
 )
+from kvcache_rag.kv import rotary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -278,7 +278,7 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
 def test_a_namespace_deleted_by_others_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.combination.RECHECK", 0.0)
+    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
     store = TieredStore(MemoryStore(), DiskStore(tmp_path), recheck=0.0)
     engine = make_engine(store=store, namespace="mine")
     keys = engine.add(TEXTS)
@@ -297,7 +297,7 @@ def test_a_namespace_deleted_by_others_is_forgotten(
 def test_combinations_on_disk_are_not_deleted_for_those_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.combination.RECHECK", 0.0)
+    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
     store = MemoryStore()
     engine = make_engine(store=store, combinations=DiskStore(tmp_path))
     key = engine.add_combination([TEXTS])[0]

@@ -23,15 +23,15 @@ from kvcache_rag import (
     StoredChunk,
     TieredStore,
 )
-from kvcache_rag.context import ContextLoader
-from kvcache_rag.costs import FEWEST_LOADS, LOADS, PREFILLS, RETRY, Costs
+from kvcache_rag.stitching.costs import FEWEST_LOADS, LOADS, PREFILLS, RETRY, Costs
+from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores import Hit
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvcache_rag import crossing
-from kvcache_rag.chunk import ChunkKV, ChunkLayout, GroupLayout
-from kvcache_rag.crossing import cross
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.rotary import NO_ROTATION, Rotation
-from kvcache_rag.stitch import stitch
-from kvcache_rag.stores import layered
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation
+from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
+from kvcache_rag.stitching import overlap
+from kvcache_rag.stitching.overlap import cross
+from kvcache_rag.stitching.stitch import stitch
+from kvcache_rag.stores import device as layered
 from tests.chunks import empty_chunk, flat, same
 from tests.lanes import LateLane
 
 if TYPE_CHECKING:
-    from kvcache_rag.mask import PositionScheme
-    from kvcache_rag.stitch import StoredPosition
+    from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.kv.rotary import StoredPosition
 
 PREFIX, CHUNKS = 3, (5, 1, 8)
 _HALF = Rotation("half", 0, 8, 0)
@@ -91,7 +91,7 @@ def test_crossing_equals_copying_and_stitching(
     _, large = prompt(layout.chunk_layout)
     lane = LateLane()
     if late:
-        for module in (crossing, layered):
+        for module in (overlap, layered):
             monkeypatch.setattr(module, "lane_to", lambda device: lane)
     plain, ours = places(expected, parts), places(large, parts)
     for part, place in zip(parts, plain, strict=True):

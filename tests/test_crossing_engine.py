@@ -8,17 +8,10 @@ import pytest
 import torch
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    DiskStore,
-    Engine,
-    MemoryStore,
-    PromptTemplate,
-    Reuse,
-    TieredStore,
-    context,
-    crossing,
-)
-from kvcache_rag.stores import layered, transfer
+from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse, TieredStore
+from kvcache_rag.stitching import loader, overlap
+from kvcache_rag.stores import device as layered
+from kvcache_rag.stores import device as transfer
 from tests.lanes import Elsewhere, LateLane
 
 if TYPE_CHECKING:
@@ -34,9 +27,9 @@ QUESTION = "Where is the lamp?"
 def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     """Main memory as if it were a device's, to which everything comes late."""
     late = LateLane()
-    for module in (crossing, layered, transfer):
+    for module in (overlap, layered, transfer):
         monkeypatch.setattr(module, "lane_to", lambda device: late)
-    monkeypatch.setattr(context, "in_main_memory", lambda chunk: False)
+    monkeypatch.setattr(loader, "in_main_memory", lambda chunk: False)
     return late
 
 
@@ -56,7 +49,7 @@ def stores(path: Path) -> dict[str, ChunkStore]:
 @pytest.mark.parametrize("kind", ["memory", "disk", "tiers"])
 def test_late_chunks_give_the_same_answers(tmp_path: Path, lane: LateLane, kind: str) -> None:
     with pytest.MonkeyPatch.context() as plainly:
-        plainly.setattr(context, "in_main_memory", transfer.in_main_memory)
+        plainly.setattr(loader, "in_main_memory", transfer.in_main_memory)
         plain = engine_of(MemoryStore())
         plain.add(TEXTS)
         logits = plain.logits(QUESTION, chunks=TEXTS[::-1])

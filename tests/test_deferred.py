@@ -28,13 +28,13 @@ from kvcache_rag import (
 )
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.models import deferred_attention, deferring
-from kvcache_rag.models.deferred_cache import TailLayer
+from kvcache_rag.models.deferred import attention, support
+from kvcache_rag.models.deferred.cache import TailLayer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKV
 
 # One angle per chunk, exact for the distance: a prompt of 200 tokens needs no more than rounding.
 TOLERANCE = 1e-4
@@ -175,7 +175,7 @@ def test_stored_chunks_are_the_ones_attended_to_and_stay_as_they_are(
     pointers = {chunk.keys(0)[layer].data_ptr() for chunk in chunks for layer in range(4)}
     met: dict[int, set[int]] = {}
     capacities = set()
-    plain = deferred_attention.fast_attention
+    plain = attention.fast_attention
 
     def watched(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
         layer = rest[3]
@@ -184,7 +184,7 @@ def test_stored_chunks_are_the_ones_attended_to_and_stay_as_they_are(
         capacities.add(key.untyped_storage().nbytes())
         return plain(query, key, *rest)
 
-    monkeypatch.setattr(deferred_attention, "fast_attention", watched)
+    monkeypatch.setattr(attention, "fast_attention", watched)
     answers: dict[int, list[tuple[int, ...]]] = {}
 
     def ask(number: int) -> None:
@@ -265,7 +265,7 @@ class TestReasons:
     def test_a_model_loaded_for_other_attention(self) -> None:
         engine = self.engine("copied")
         engine._adapter.config._attn_implementation_internal = "flex_attention"
-        why = deferring.deferral_refusal(engine._adapter)
+        why = support.deferral_refusal(engine._adapter)
         assert why == (
             "qwen2: it was loaded for attention by flex_attention; load it with "
             'attn_implementation="sdpa" instead'
@@ -380,7 +380,7 @@ class TestAuto:
 
     @pytest.fixture
     def engine(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
         engine = make_engine("qwen2")
         engine.add(TEXTS)
         return engine
@@ -403,7 +403,9 @@ class TestAuto:
         deferral = engine._answerer.deferral
         assert deferral is not None
         assert self.ask(engine)[1].startswith("no context of this size was copied yet")
-        monkeypatch.setattr("kvcache_rag.deferral.segment_seconds", lambda model: 1e-3)
+        monkeypatch.setattr(
+            "kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 1e-3
+        )
         nbytes = deferral._nbytes(engine_prompt(engine))
         # 4 chunks with the prefix, 4 layers: 16 ms per token.
         deferral._rates.extend([0.1 / nbytes] * 7)
@@ -415,7 +417,7 @@ class TestAuto:
     def test_what_is_not_in_memory_is_read_into_place(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
         engine = Engine(
             build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=DiskStore(tmp_path)
         )
@@ -423,15 +425,17 @@ class TestAuto:
             assert self.ask(engine)[1].startswith("not all chunks lie in this process's memory")
 
     def test_a_model_that_cannot_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
-        monkeypatch.setattr("kvcache_rag.deferral.segment_seconds", lambda model: 0.0)
+        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
+        monkeypatch.setattr(
+            "kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 0.0
+        )
         engine = make_engine("gemma2")
         engine.add(TEXTS)
         self.ask(engine)
         assert self.ask(engine) == ("copied", NOT_DEFERRED["gemma2"])
 
     def test_a_chunk_more_costs_time(self, engine: Engine) -> None:
-        seconds = deferring.segment_seconds(engine._adapter)
+        seconds = support.segment_seconds(engine._adapter)
         assert 0 < seconds < 1e-2
 
 

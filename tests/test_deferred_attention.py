@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_rag.chunk import ChunkKV, GroupLayout
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.kvbuffer import KVBuffer
-from kvcache_rag.models.base import FrequencySet, LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.models.deferred_attention import (
+from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
+from kvcache_rag.models.deferred.attention import (
     deferred_attention,
     fast_attention,
     has_fast_path,
     plain_attention,
 )
-from kvcache_rag.models.deferred_cache import HeldSegments, LayerSegments, deferred_cache
-from kvcache_rag.models.segments import SegmentTable
-from kvcache_rag.rotary import NO_ROTATION, Rotation, rotate
+from kvcache_rag.models.deferred.cache import HeldSegments, LayerSegments, deferred_cache
+from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 WIDTH, GROUPS = 16, 2
 HEADS = 6

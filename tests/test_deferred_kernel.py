@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from kernel_cases import CASES
 
 from benchmarks import deferred_kernel
-from kvcache_rag.chunk import ChunkKV
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.base import LayerGroup, LayerKind, ModelLayout
-from kvcache_rag.models.deferred_metadata import (
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.kv.rotary import NO_ROTATION
+from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.deferred.worklist import (
     CHUNK_BITS,
     FIRST_BITS,
     TOKENS_BITS,
@@ -31,8 +32,7 @@ from kvcache_rag.models.deferred_metadata import (
     is_implied,
     kernel_table,
 )
-from kvcache_rag.models.segments import SegmentTable
-from kvcache_rag.rotary import NO_ROTATION
+from kvcache_rag.models.rotation import LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

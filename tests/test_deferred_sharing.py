@@ -25,8 +25,8 @@ from kvcache_rag import (
     TieredStore,
 )
 from kvcache_rag.codecs import Int8
-from kvcache_rag.models import deferring
-from kvcache_rag.models.deferred_attention import is_fast
+from kvcache_rag.models.deferred import support
+from kvcache_rag.models.deferred.attention import is_fast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -258,7 +258,7 @@ def test_queries_read_in_pieces_are_the_same_in_a_batch(mode: Any, size: int) ->
 def test_auto_asks_no_slow_tier_whether_it_holds_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
+    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
     slow = DiskStore(tmp_path)
     engine = Engine(
         build("qwen2"),
@@ -281,14 +281,14 @@ def test_auto_tries_the_model_only_where_deferring_would_be_sooner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trying takes several forward passes, in the middle of somebody's question."""
-    monkeypatch.setattr("kvcache_rag.deferral.SMALLEST", 1)
-    monkeypatch.setattr("kvcache_rag.deferral.segment_seconds", lambda model: 1e3)
+    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
+    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 1e3)
     engine = make_engine("qwen2")
     engine.add(TEXTS)
     for _ in range(3):
         metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
     assert "is sooner here" in metrics.not_deferred
-    assert engine.model not in deferring._REFUSALS
+    assert engine.model not in support._REFUSALS
 
 
 def test_devices_without_a_kernel_have_none() -> None:

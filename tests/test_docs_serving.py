@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import scripted
 
-from kvcache_rag.serve.backend_metrics import BackendCollector
+from kvcache_rag.serve.metrics import BackendCollector, ServerTelemetry
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.serve.telemetry import ServerTelemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -59,7 +59,7 @@ def test_law_3_holds_for_repeated_chunks_and_any_order(engine: Engine) -> None:
 def test_law_3_would_notice_keys_that_were_not_moved(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.context.stitch", lambda *_, **__: None)
+    monkeypatch.setattr("kvcache_rag.stitching.loader.stitch", lambda *_, **__: None)
     found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     assert error(found, masked_logits(engine, TEXTS, "reordered")) > 10 * TOLERANCE
 

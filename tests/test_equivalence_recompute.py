@@ -25,13 +25,13 @@ from torch import Tensor
 from zoo import FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.mask import PositionScheme, block_mask, recompute_mask
-from kvcache_rag.models import attention
+from kvcache_rag.kv.mask import PositionScheme, block_mask, recompute_mask
+from kvcache_rag.models.attention import packed
 from kvcache_rag.models.cache import growing_cache, layer_tensors
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +95,8 @@ def test_many_tokens_attend_in_blocks_to_the_same_effect(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = reference(engine, TEXTS, random_third, "reordered")
-    monkeypatch.setattr(attention, "BLOCK", 8)
-    monkeypatch.setattr(attention, "FEWEST_BLOCKED", 16)
+    monkeypatch.setattr(packed, "BLOCK", 8)
+    monkeypatch.setattr(packed, "FEWEST_BLOCKED", 16)
     found = engine.logits(QUESTION, TEXTS, policy=Picked(random_third))
     assert error(found, expected) < TOLERANCE
 

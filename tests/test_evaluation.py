@@ -11,7 +11,7 @@ import pytest
 from kvcache_rag import InvalidInputError
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.commands import evaluate
-from kvcache_rag.evaluation.reader_task import examples
+from kvcache_rag.evaluation.tasks import examples
 from kvcache_rag.reader import KINDS
 
 if TYPE_CHECKING:

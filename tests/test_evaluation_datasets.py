@@ -16,17 +16,18 @@ import pyarrow.parquet
 import pytest
 
 from kvcache_rag import InvalidInputError, MissingExtraError
-from kvcache_rag.evaluation import hub
-from kvcache_rag.evaluation.chunking import estimated_tokens, split_text
-from kvcache_rag.evaluation.datasets import read_questions, read_workload
-from kvcache_rag.evaluation.hub import (
+from kvcache_rag.evaluation import datasets
+from kvcache_rag.evaluation.datasets import (
     hotpot_questions,
     longbench_questions,
     musique_questions,
+    read_questions,
+    read_workload,
+    rgb_questions,
     squad_questions,
 )
-from kvcache_rag.evaluation.question import Question, top_k
-from kvcache_rag.evaluation.rgb import rgb_questions
+from kvcache_rag.evaluation.niah import estimated_tokens, split_text
+from kvcache_rag.scoring.question import Question, top_k
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -332,14 +333,14 @@ def test_the_hub_is_asked_for_published_names(monkeypatch: pytest.MonkeyPatch) -
 
     hub_module(monkeypatch, load)
     for name in ("hotpotqa", "musique", "squad"):
-        assert hub.load_hub(name) == []
+        assert datasets.load_hub(name) == []
     assert asked == [
         (("hotpotqa/hotpot_qa", "distractor"), {"split": "validation"}),
         (("dgslibisey/MuSiQue", None), {"split": "validation"}),
         (("rajpurkar/squad", None), {"split": "validation"}),
     ]
     with pytest.raises(InvalidInputError, match=r"nq is not on the hub; .* --data"):
-        hub.load_hub("nq")
+        datasets.load_hub("nq")
 
 
 def test_what_cannot_be_loaded_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,13 +349,13 @@ def test_what_cannot_be_loaded_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
 
     hub_module(monkeypatch, offline)
     with pytest.raises(InvalidInputError, match=r"could not be loaded \(ConnectionError\); go on"):
-        hub.load_hub("hotpotqa")
+        datasets.load_hub("hotpotqa")
     hub_module(monkeypatch, lambda *_, **__: [{"query": "another schema"}])
     with pytest.raises(InvalidInputError, match="another schema than it was published with"):
-        hub.load_hub("hotpotqa")
+        datasets.load_hub("hotpotqa")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"kvcache-rag\[eval\]"):
-        hub.load_hub("hotpotqa")
+        datasets.load_hub("hotpotqa")
 
 
 def downloaded(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[tuple[str, str, str]]:
@@ -381,11 +382,11 @@ def test_longbench_is_read_from_its_archive(
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
         file.writestr("data/dureader.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
     asked = downloaded(monkeypatch, tmp_path / "data.zip")
-    (one,) = hub.load_hub("dureader")
+    (one,) = datasets.load_hub("dureader")
     assert (one.chunks, one.answers, one.language) == (("一个文本。",), ("艾达",), "zh")
     assert asked == [("THUDM/LongBench", "data.zip", "dataset")]
     with pytest.raises(InvalidInputError, match="could not be loaded"):
-        hub.load_hub("multifieldqa_zh")  # the archive does not hold it
+        datasets.load_hub("multifieldqa_zh")  # the archive does not hold it
 
 
 def test_2wiki_is_read_from_its_parquet_file(
@@ -403,7 +404,7 @@ def test_2wiki_is_read_from_its_parquet_file(
     table = {name: [value] for name, value in row.items()}
     pyarrow.parquet.write_table(pyarrow.table(table), path)
     asked = downloaded(monkeypatch, path)
-    (one,) = hub.load_hub("2wiki")
+    (one,) = datasets.load_hub("2wiki")
     assert (one.chunks[1], one.relevant) == ("Tower\nOne keeper.", (1,))
     assert asked == [("xanhho/2WikiMultihopQA", "dev.parquet", "dataset")]
 
@@ -411,7 +412,7 @@ def test_2wiki_is_read_from_its_parquet_file(
 @pytest.mark.parametrize("name", ["musique", "2wiki", "dureader"])
 def test_a_hub_that_is_out_of_reach_is_one_sentence(name: str) -> None:
     with pytest.raises(InvalidInputError, match="go online, or name a folder"):
-        hub.load_hub(name)
+        datasets.load_hub(name)
 
 
 def test_chunks_hold_the_whole_text_and_overlap() -> None:

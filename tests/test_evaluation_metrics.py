@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kvcache_rag import InvalidInputError, MissingExtraError
-from kvcache_rag.evaluation import metrics
-from kvcache_rag.evaluation.metrics import (
+from kvcache_rag.scoring import metrics
+from kvcache_rag.scoring.metrics import (
     any_reference,
     best,
     exact_match,

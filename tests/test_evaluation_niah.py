@@ -11,16 +11,21 @@ import pytest
 from small import make_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, InvalidInputError
-from kvcache_rag.evaluation.essay import key_words
-from kvcache_rag.evaluation.niah import ANSWER_TOKENS, VARIANTS, needle_question
-from kvcache_rag.evaluation.niah_reader import READER_VARIANTS, reader_needle_question
+from kvcache_rag.evaluation.niah import (
+    ANSWER_TOKENS,
+    READER_VARIANTS,
+    VARIANTS,
+    key_words,
+    needle_question,
+    reader_needle_question,
+)
 from kvcache_rag.evaluation.tasks import task_by_name
 from kvcache_rag.reader import KINDS
 from kvcache_rag.reader.language import RELATIONS, vocabulary
 from kvcache_rag.reader.names import names
 
 if TYPE_CHECKING:
-    from kvcache_rag.evaluation.question import Question
+    from kvcache_rag.scoring.question import Question
 
 NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -11,11 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from kvcache_rag import InvalidInputError, MissingExtraError
-from kvcache_rag.evaluation.plot import check_plot, draw
-from kvcache_rag.evaluation.records import Place, Record, Records
-from kvcache_rag.evaluation.report import Row, summarise, to_json
-from kvcache_rag.evaluation.statistics import mean_interval, paired_bootstrap
-from kvcache_rag.evaluation.tables import to_markdown
+from kvcache_rag.evaluation.report import Row, check_plot, draw, summarise, to_json, to_markdown
+from kvcache_rag.scoring.ask import Place, Record, Records
+from kvcache_rag.scoring.statistics import mean_interval, paired_bootstrap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,15 +16,15 @@ from kvcache_rag import (
     InvalidInputError,
     Reuse,
 )
-from kvcache_rag.evaluation.question import Question
-from kvcache_rag.evaluation.reader_task import examples
 from kvcache_rag.evaluation.runner import evaluate, make_cells
+from kvcache_rag.evaluation.tasks import examples
+from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvcache_rag.evaluation.records import Record, Records
+    from kvcache_rag.scoring.ask import Record, Records
 
 POLICIES = {"full": FullRecompute(), "reordered": Reuse(), "composite": Reuse("composite")}
 CELLS = make_cells(POLICIES)

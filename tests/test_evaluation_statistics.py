@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.evaluation.statistics import (
+from kvcache_rag.scoring.statistics import (
     LEAST_DIFFERING,
     mean_interval,
     median_interval,

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.evaluation.question import Question
-from kvcache_rag.evaluation.sets import RGB, SETS, split_documents
-from kvcache_rag.evaluation.tasks import task_by_name, task_names
+from kvcache_rag.evaluation.tasks import RGB, SETS, split_documents, task_by_name, task_names
 from kvcache_rag.reader.language import REFUSAL
+from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
     from pathlib import Path

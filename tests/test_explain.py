@@ -33,19 +33,19 @@ from kvcache_rag import (
     ReusePolicy,
     StoredChunk,
     UnsupportedModelError,
-    filling,
 )
-from kvcache_rag.stitch import distances
+from kvcache_rag.generation import context
+from kvcache_rag.stitching.stitch import distances
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from kvcache_rag.explained import Explained
+    from kvcache_rag.generation.explain import Explained
     from kvcache_rag.metrics import Metrics
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 COUNTS = ("prefix", "reused", "recomputed", "prefilled", "query")
 HISTORY = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -123,14 +123,14 @@ def test_law_the_recomputed_tokens_are_those_that_generate_computes(
     engine = make_engine("qwen2 window")
     engine.add(TEXTS)
     chosen: list[int] = []
-    real = filling.recompute
+    real = context.recompute
 
     def recompute(row: Any, selected: Tensor) -> None:
         chosen.extend(selected.nonzero()[:, 0].tolist())
         real(row, selected)
 
     found = engine.explain(QUESTION, TEXTS, policy=policy)
-    monkeypatch.setattr(filling, "recompute", recompute)
+    monkeypatch.setattr(context, "recompute", recompute)
     engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
     assert states(found, "recomputed") == chosen
     assert bool(chosen) != (policy.is_reuse or policy.is_full)

@@ -16,18 +16,12 @@ import torch
 from safetensors.torch import load_file
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import (
-    Engine,
-    InvalidInputError,
-    MissingExtraError,
-    Reuse,
-    UnsupportedModelError,
-)
+from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse, UnsupportedModelError
 from kvcache_rag.cli import main
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, ReaderData, Report, finetune
 from kvcache_rag.finetune.loop import Trainer
 from kvcache_rag.finetune.sources import open_data
-from kvcache_rag.template import FILE_NAME
+from kvcache_rag.prompt.template import FILE_NAME
 
 NAMES = ("Ada", "Bob", "Cid", "Dot", "Eve", "Fay", "Gus", "Hal", "Ivy", "Jon", "Kim", "Lea")
 READER = ReaderData(kinds=("single", "two_hop:0.5"), documents=(2,), facts=(2,), questions=4)

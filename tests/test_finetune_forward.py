@@ -15,9 +15,9 @@ from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reus
 from kvcache_rag.finetune import FinetuneConfig, ReaderData
 from kvcache_rag.finetune.learner import Learner, answer_loss
 from kvcache_rag.finetune.packing import IGNORED, lay_out
-from kvcache_rag.finetune.samples import Asked, Encoded, Encoder, PlainSample, QASample, Span
+from kvcache_rag.finetune.sources import Asked, Encoded, Encoder, PlainSample, QASample, Span
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.prompt import PromptRenderer
+from kvcache_rag.prompt.renderer import PromptRenderer
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")

@@ -14,7 +14,6 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, InvalidInputError, MemoryStore
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, ReaderData, finetune
-from kvcache_rag.finetune.samples import Asked, Encoded, QASample, Span
 from kvcache_rag.finetune.selection import (
     SelectionEncoder,
     Teacher,
@@ -22,6 +21,7 @@ from kvcache_rag.finetune.selection import (
     relevant_characters,
     selection_loss,
 )
+from kvcache_rag.finetune.sources import Asked, Encoded, QASample, Span
 
 if TYPE_CHECKING:
     from pathlib import Path

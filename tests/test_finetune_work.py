@@ -10,7 +10,7 @@ import pytest
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, Measure, ReaderData, Report
-from kvcache_rag.finetune.checkpoint import Work
+from kvcache_rag.finetune.loop import Work
 from kvcache_rag.finetune.run import finetune
 from kvcache_rag.finetune.sources import Listed, open_data
 

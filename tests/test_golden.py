@@ -31,10 +31,10 @@ from kvcache_rag import (
     Verdict,
     policy_by_name,
 )
-from kvcache_rag.evaluation.own_questions import read_own_questions
-from kvcache_rag.evaluation.records import RecordFile
-from kvcache_rag.finetune.checkpoint import Work
+from kvcache_rag.evaluation.datasets import read_own_questions
+from kvcache_rag.finetune.loop import Work
 from kvcache_rag.integration import Reference
+from kvcache_rag.scoring.ask import RecordFile
 from kvcache_rag.serve.keys import ApiKeys
 from tests import golden_cases as cases
 from tests import golden_surfaces as surfaces

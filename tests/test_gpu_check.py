@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.stores import ChunkStore
 
 LAYOUT = LAYOUTS["fused-bfloat16"]

@@ -22,7 +22,7 @@ from benchmarks.caching import (
     static_ratio,
     store_hits,
 )
-from kvcache_rag.evaluation.statistics import mean_interval
+from kvcache_rag.scoring.statistics import mean_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,17 +15,22 @@ from safetensors.torch import save_file
 from kvcache_rag.codecs import CODECS, Codec
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.filesize import file_bytes
-from kvcache_rag.stores.inventory import (
+from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag.stores.disk.maintenance import (
     Leftover,
     NamespaceFolder,
     StoredFile,
+    discard,
+    file_facts,
+    let_go,
     namespaces,
+    owner_mark,
+    put_aside,
     summarise,
+    take_back,
+    verify_file,
 )
-from kvcache_rag.stores.manifest import NAME, Manifests, read_manifest, summary
-from kvcache_rag.stores.upkeep import discard, let_go, owner_mark, put_aside, take_back
-from kvcache_rag.stores.verify import file_facts, verify_file
+from kvcache_rag.stores.disk.manifest import NAME, Manifests, read_manifest, summary
 from tests.contracts import LAYOUTS, key_of, make_chunk
 
 if TYPE_CHECKING:

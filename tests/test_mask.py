@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_rag.mask import MaskedSequence, block_mask
+from kvcache_rag.kv.mask import MaskedSequence, block_mask
 
 
 def rows(allowed: Tensor) -> list[str]:

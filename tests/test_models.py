@@ -16,9 +16,9 @@ from kvcache_rag import (
     Reuse,
     UnsupportedModelError,
 )
-from kvcache_rag.models.attention import PACKED
+from kvcache_rag.kv.rotary import NO_ROTATION
+from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.rotary import NO_ROTATION
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 CAPTURABLE = ("gpt2", "opt", "hunyuan")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvcache_rag.models import attention
-from kvcache_rag.models.attention import BLOCK, mask_blocks, packed_attention
+from kvcache_rag.models.attention import packed
+from kvcache_rag.models.attention.packed import BLOCK, mask_blocks, packed_attention
 
 TOKENS, QUERIES, WIDTH = 700, 3 * BLOCK + 17, 16
 
@@ -56,7 +56,7 @@ def test_blocks_give_what_stock_sdpa_gives(
     inputs = tensors(mask.shape[0], *heads)
     expected, _ = sdpa_attention_forward(module, *inputs, mask, scaling=0.3)
     plain = lambda *_, **__: pytest.fail("the stock path was taken")  # noqa: E731  # used once
-    monkeypatch.setattr(attention, "sdpa_attention_forward", plain)
+    monkeypatch.setattr(packed, "sdpa_attention_forward", plain)
     found, _ = packed_attention(module, *inputs, mask, scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -86,9 +86,9 @@ def test_a_block_that_sees_nothing_has_every_column() -> None:
 def test_a_mask_is_looked_through_once_and_not_kept() -> None:
     mask = seen("causal")
     assert mask_blocks(mask) is mask_blocks(mask)
-    held = len(attention._BLOCKS)
+    held = len(packed._BLOCKS)
     del mask
-    assert len(attention._BLOCKS) == held - 1
+    assert len(packed._BLOCKS) == held - 1
 
 
 @pytest.mark.parametrize("queries", [BLOCK // 2, QUERIES], ids=["packed", "blocked"])
@@ -111,12 +111,12 @@ def test_a_mask_shared_by_all_rows_is_stocks(
 
 def test_a_mask_is_made_addable_once_per_dtype_and_group_and_not_kept() -> None:
     mask = seen("padded batch")
-    made = attention._added(mask, torch.bfloat16, 2)
+    made = packed._added(mask, torch.bfloat16, 2)
     assert made.dtype == torch.bfloat16
     assert made.shape == (2, 1, 2 * QUERIES, TOKENS)
-    assert attention._added(mask, torch.bfloat16, 2) is made
-    assert attention._added(mask, torch.float32, 2).dtype == torch.float32
-    assert attention._added(mask, torch.bfloat16, 1).shape == mask.shape
-    held = len(attention._ADDED)
+    assert packed._added(mask, torch.bfloat16, 2) is made
+    assert packed._added(mask, torch.float32, 2).dtype == torch.float32
+    assert packed._added(mask, torch.bfloat16, 1).shape == mask.shape
+    held = len(packed._ADDED)
     del mask
-    assert len(attention._ADDED) == held - 1
+    assert len(packed._ADDED) == held - 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import ContextTooLongError, Engine, InvalidInputError, PromptTemplate, Reuse
-from kvcache_rag.overflow import split_rounds
+from kvcache_rag.generation.request import split_rounds
 
 SIZES = st.lists(st.integers(1, 40), max_size=12)
 ROOM = st.integers(0, 120)

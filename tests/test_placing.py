@@ -13,21 +13,21 @@ import torch
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, Reuse, TieredStore
-from kvcache_rag.chunk import ChunkKV
-from kvcache_rag.costs import Costs
-from kvcache_rag.fetching import Fetcher, Opened
-from kvcache_rag.kvbuffer import KVBuffer
-from kvcache_rag.placing import Part, Placing, PlacingAhead
-from kvcache_rag.stitch import stitch
-from kvcache_rag.stores.layerfile import LayerFile
-from kvcache_rag.stores.reader import ResidentChunk
+from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.stitching.costs import Costs
+from kvcache_rag.stitching.loader import Fetcher, Opened
+from kvcache_rag.stitching.overlap import Part, Placing, PlacingAhead
+from kvcache_rag.stitching.stitch import stitch
+from kvcache_rag.stores.base import ResidentChunk
+from kvcache_rag.stores.disk.file import LayerFile
 from tests.laws import QUESTION, TEMPLATE, TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.stores import ChunkStore
 
 # Half-split, windows, layers of two shapes, part of the columns, interleaved, MLA, sinks.
@@ -331,7 +331,7 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
 
     def free(threads: int, processors: int) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        monkeypatch.setattr("kvcache_rag.fetching._processors", lambda: processors)
+        monkeypatch.setattr("kvcache_rag.stitching.loader._processors", lambda: processors)
 
     free(1, 2)
     assert not fetcher.pays_ahead(opened(1 << 30)), "nothing is known"

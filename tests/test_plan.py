@@ -15,7 +15,7 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
 from kvcache_rag.codecs import by_name
 from kvcache_rag.commands import listing
-from kvcache_rag.commands.texts import cut
+from kvcache_rag.commands.corpora import cut
 
 if TYPE_CHECKING:
     from types import ModuleType

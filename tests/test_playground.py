@@ -18,20 +18,20 @@ import pytest
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
-from kvcache_rag.serve import wiring
+from kvcache_rag.prompt.template import Message
+from kvcache_rag.serve import startup
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.keys import new_key
-from kvcache_rag.serve.pages import PAGE, Explanation, assets
+from kvcache_rag.serve.playground import PAGE, Explanation, assets
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.template import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvcache_rag.serve.backend import Work
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
-    from kvcache_rag.serve.work import Work
 
 EXPLAIN = "/v1/explain"
 FILES = assets()
@@ -227,7 +227,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
         found.append(settings)
         announce("serving it", "http://127.0.0.1:9/")
 
-    monkeypatch.setattr(wiring, "run", run)
+    monkeypatch.setattr(startup, "run", run)
     return found
 
 

@@ -13,15 +13,15 @@ import pytest
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.backend import Finished, Piece, Source, Started
 from kvcache_rag.serve.keys import new_key
-from kvcache_rag.serve.work import Finished, Piece, Source, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
     from pathlib import Path
 
+    from kvcache_rag.serve.backend import Event, Work
     from kvcache_rag.serve.local import LocalBackend
-    from kvcache_rag.serve.work import Event, Work
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402  # may be absent

@@ -27,8 +27,8 @@ from kvcache_rag import (
 )
 from kvcache_rag.policies import POLICY_NAMES
 from kvcache_rag.policies.auto import at_ratio
-from kvcache_rag.policies.union import MOST_PARTS
-from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.policies.base import MOST_PARTS
+from kvcache_rag.stitching.stitch import StitchedPrompt
 
 PROMPT = StitchedPrompt.of(10, [100, 100, 100, 100], 20)
 TOKENS = PROMPT.context_tokens

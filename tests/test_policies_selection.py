@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcache_rag import CacheClip, InvalidInputError
 from kvcache_rag.policies.selection import candidates, grouped, share, top, top_windows
-from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.stitching.stitch import StitchedPrompt
 
 shapes = st.builds(
     StitchedPrompt.of,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
-from kvcache_rag.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.prefill import BATCH_TOKENS, PendingChunk, Prefiller, batches
-from kvcache_rag.stores.transfer import device_of
+from kvcache_rag.stores.device import device_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

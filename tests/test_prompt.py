@@ -10,7 +10,7 @@ import pytest
 from zoo import byte_tokenizer
 
 from kvcache_rag import InvalidInputError, Message, PromptTemplate
-from kvcache_rag.prompt import _SENTINEL, PromptRenderer
+from kvcache_rag.prompt.renderer import _SENTINEL, PromptRenderer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import pytest
 from test_prompt import CHATML, SYSTEM, text, tokenizer_with
 
 from kvcache_rag import PromptTemplate
-from kvcache_rag.prompt import PromptRenderer
+from kvcache_rag.prompt.renderer import PromptRenderer
 
 LLAMA3 = (
     "{{- bos_token }}"

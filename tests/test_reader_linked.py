@@ -12,14 +12,13 @@ import re
 import pytest
 
 from kvcache_rag.reader import KINDS, ReaderExample, make_example
-from kvcache_rag.reader.contexts import World
-from kvcache_rag.reader.data import KEEPING, LINKED_SIZES, draw_linked_example, training_batch
+from kvcache_rag.reader.contexts import LINKED_KINDS, World, linked_context
+from kvcache_rag.reader.generator import draw_linked_example
 from kvcache_rag.reader.language import JOBS, RELATIONS
-from kvcache_rag.reader.linked import LINKED_KINDS, linked_context
-from kvcache_rag.reader.names import names
-from kvcache_rag.reader.scoring import prefix_ids
-from kvcache_rag.reader.tokenizer import WordEncoder, build_tokenizer
-from kvcache_rag.reader.wide import is_for_training, wide_names
+from kvcache_rag.reader.names import is_for_training, names, wide_names
+from training.reader.data import KEEPING, LINKED_SIZES, training_batch
+from training.reader.scoring import prefix_ids
+from training.reader.tokenizer import WordEncoder, build_tokenizer
 
 _NAME = r"(?:[A-Z][a-z]+)(?: [A-Z][a-z]+)?"
 

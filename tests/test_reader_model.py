@@ -13,19 +13,21 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcache_rag.reader import KINDS, make_corpus, make_example, model_path
-from kvcache_rag.reader.batches import EncodedExample, encode, pack, read
-from kvcache_rag.reader.check import as_json, as_table, check, load_reader
-from kvcache_rag.reader.check import main as check_main
-from kvcache_rag.reader.data import READING, training_batch
+from kvcache_rag.reader.generator import READING
 from kvcache_rag.reader.language import INSTRUCTION
-from kvcache_rag.reader.loop import Trainer
-from kvcache_rag.reader.network import Network, NetworkConfig
-from kvcache_rag.reader.scoring import Share, prefix_ids, wilson
-from kvcache_rag.reader.settings import TrainConfig
-from kvcache_rag.reader.tokenizer import WordEncoder, build_tokenizer
-from kvcache_rag.reader.train import main as train_main
-from kvcache_rag.reader.train import train
-from kvcache_rag.reader.wiring import wire
+from kvcache_rag.scoring.statistics import wilson
+from training.reader.batches import EncodedExample, encode, pack, read
+from training.reader.check import as_json, as_table, check, load_reader
+from training.reader.check import main as check_main
+from training.reader.data import training_batch
+from training.reader.loop import Trainer
+from training.reader.network import Network, NetworkConfig
+from training.reader.scoring import Share, prefix_ids
+from training.reader.settings import TrainConfig
+from training.reader.tokenizer import WordEncoder, build_tokenizer
+from training.reader.train import main as train_main
+from training.reader.train import train
+from training.reader.wiring import wire
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_rag.reader import make_corpus, make_example, model_path
-from kvcache_rag.reader.check import check, load_reader
-from kvcache_rag.reader.data import READING, training_batch
+from kvcache_rag.reader.generator import READING
 from kvcache_rag.reader.language import INSTRUCTION, vocabulary
-from kvcache_rag.reader.names import names
-from kvcache_rag.reader.scoring import prefix_ids
-from kvcache_rag.reader.tokenizer import UNKNOWN, WordEncoder
-from kvcache_rag.reader.wide import is_for_training, piece_names, wide_names
+from kvcache_rag.reader.names import is_for_training, names, piece_names, wide_names
+from training.reader.check import check, load_reader
+from training.reader.data import training_batch
+from training.reader.scoring import prefix_ids
+from training.reader.tokenizer import UNKNOWN, WordEncoder
 
 HAND_WRITTEN: Final = (
     ("Drenko was founded by Moira Grell.", "Who founded Drenko?", "Moira Grell"),
@@ -88,7 +88,7 @@ def test_measured_names_share_no_word_with_training(encoder: WordEncoder) -> Non
 def test_wide_names_are_always_the_same() -> None:
     code = (
         "from kvcache_rag.reader import make_example\n"
-        "from kvcache_rag.reader.wide import wide_names\n"
+        "from kvcache_rag.reader.names import wide_names\n"
         "print(wide_names(training=True)[:50], wide_names(training=False)[-50:])\n"
         "print(make_example(4, names='wide'))"
     )

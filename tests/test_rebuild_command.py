@@ -12,8 +12,9 @@ from small import make_model, make_tokenizer
 from store_place import TEMPLATE, TEXTS, Place, age, write
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
-from kvcache_rag.integration import NewRow, Reference, Rows, forms
-from kvcache_rag.stores.upkeep import owner_mark
+from kvcache_rag.integration import NewRow, Reference, Rows
+from kvcache_rag.integration import rows as forms
+from kvcache_rag.stores.disk.maintenance import owner_mark
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ def other(place: Place, monkeypatch: pytest.MonkeyPatch) -> Any:
     def load(*_: Any, **__: Any) -> Any:
         return make_model(), make_tokenizer(), PromptTemplate(system="Read well.\n")
 
-    monkeypatch.setattr("kvcache_rag.loading.load", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     return ["rebuild", str(place.kv), "--model", "x", "--persist-dir", str(place.chroma)]
 
 
@@ -80,7 +81,7 @@ def test_rebuild_for_another_codec(
     def load(*_: Any, **__: Any) -> Any:
         return make_model(), make_tokenizer(), TEMPLATE
 
-    monkeypatch.setattr("kvcache_rag.loading.load", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     words = ["rebuild", str(place.kv), "--model", "x", "--persist-dir", str(place.chroma)]
     assert cli.main([*words, "--collection", "docs", "--codec", "int8", "--yes"]) == 0
     capsys.readouterr()

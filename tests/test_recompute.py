@@ -21,19 +21,19 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.codecs import Int8
-from kvcache_rag.costs import Costs
-from kvcache_rag.filling import Prompt
+from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.policies.selection import candidates, share, top
-from kvcache_rag.stitch import StitchedPrompt
+from kvcache_rag.stitching.costs import Costs
+from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Scorer, Signals
 
 LONG_QUESTION = "What is it that they saw there?"

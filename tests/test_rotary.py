@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvcache_rag import rotary
-from kvcache_rag.rotary import (
+from kvcache_rag.kv import rotary
+from kvcache_rag.kv.rotary import (
     NO_ROTATION,
     Rotation,
     angle_table,

@@ -11,11 +11,15 @@ from torch import Tensor
 from zoo import FAMILIES, build
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.models import scaled_attention as module
-from kvcache_rag.models import weighing
+from kvcache_rag.models.attention import scaled
+from kvcache_rag.models.attention import scaled as module
+from kvcache_rag.models.attention.scaled import (
+    Weighting,
+    ensure_weighable,
+    scaled_attention,
+    weighed_chunks,
+)
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.scaled_attention import Weighting, scaled_attention
-from kvcache_rag.models.weighing import ensure_weighable, weighed_chunks
 
 LAYER = torch.nn.Module()
 PLAIN = Weighting(1.0, 1.0, ((3, 9),))
@@ -249,7 +253,7 @@ def test_a_model_that_attends_in_another_way_is_refused(monkeypatch: pytest.Monk
     def forgets(*arguments: Any, **options: Any) -> Any:
         return scaled_attention(*arguments, **{**options, "softcap": 0.1})
 
-    monkeypatch.setattr(weighing, "scaled_attention", forgets)
+    monkeypatch.setattr(scaled, "scaled_attention", forgets)
     with pytest.raises(UnsupportedModelError, match="differs from plain attention"):
         ensure_weighable(model)
 

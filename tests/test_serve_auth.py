@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve import auth, guard, keys
-from kvcache_rag.serve.context import Caller
+from kvcache_rag.serve import auth, keys, middleware
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import ServerSettings
 
@@ -203,7 +203,7 @@ def headers(*pairs: tuple[str, str]) -> Headers:
     return Headers(raw=[(name.encode(), value.encode("latin-1")) for name, value in pairs])
 
 
-def passes(rule: guard.HostRule, host: str, origin: str | None = None) -> bool:
+def passes(rule: middleware.HostRule, host: str, origin: str | None = None) -> bool:
     pairs = [("host", host), *([("origin", origin)] if origin is not None else [])]
     try:
         rule.check(headers(*pairs))
@@ -217,7 +217,7 @@ FOREIGN = ["", "evil.example", "localhost.evil.example:8000", "192.168.1.4:8000"
 
 
 def test_a_server_on_loopback_answers_to_the_names_of_this_machine() -> None:
-    rule = guard.HostRule.of(settings())
+    rule = middleware.HostRule.of(settings())
     assert all(passes(rule, host) for host in LOOPBACK)
     assert not any(passes(rule, host) for host in FOREIGN)
     for several in ([], [("host", "localhost"), ("host", "localhost")]):
@@ -226,22 +226,22 @@ def test_a_server_on_loopback_answers_to_the_names_of_this_machine() -> None:
 
 
 def test_allowed_names_come_in_addition() -> None:
-    rule = guard.HostRule.of(settings(allowed_hosts=("KV.example",)))
+    rule = middleware.HostRule.of(settings(allowed_hosts=("KV.example",)))
     assert passes(rule, "kv.example:443")
     assert passes(rule, "localhost")
     assert not passes(rule, "evil.example")
-    assert passes(guard.HostRule.of(settings(allowed_hosts=("*",))), "evil.example")
+    assert passes(middleware.HostRule.of(settings(allowed_hosts=("*",))), "evil.example")
 
 
 def test_beyond_loopback_a_rebound_name_needs_a_key_or_is_refused(file: Path) -> None:
-    anonymous = guard.HostRule.of(settings(host="0.0.0.0", allow_anonymous=True))
+    anonymous = middleware.HostRule.of(settings(host="0.0.0.0", allow_anonymous=True))
     assert passes(anonymous, "10.0.0.7:8000")
     assert passes(anonymous, "localhost")
     assert not passes(anonymous, "evil.example")
     keyed = settings(host="0.0.0.0", api_keys=file)
-    assert passes(guard.HostRule.of(keyed), "kv.example")
+    assert passes(middleware.HostRule.of(keyed), "kv.example")
     named = replace(keyed, allowed_hosts=("kv.example",))
-    assert not passes(guard.HostRule.of(named), "evil.example")
+    assert not passes(middleware.HostRule.of(named), "evil.example")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_beyond_loopback_a_rebound_name_needs_a_key_or_is_refused(file: Path) ->
     ],
 )
 def test_pages_of_other_origins_are_refused(host: str, origin: str, expected: bool) -> None:
-    rule = guard.HostRule.of(settings(allowed_origins=("https://app.example/",)))
+    rule = middleware.HostRule.of(settings(allowed_origins=("https://app.example/",)))
     assert passes(rule, host, origin) is expected
 
 
@@ -303,9 +303,9 @@ async def asked(
     return out[0]["status"], head, body
 
 
-def guarded(inner: Inner, given: ServerSettings) -> guard.Guard:
-    rule, by = guard.HostRule.of(given), auth.authenticator(given)
-    return guard.Guard(inner, rule, by, Places(given.limits))
+def guarded(inner: Inner, given: ServerSettings) -> middleware.Guard:
+    rule, by = middleware.HostRule.of(given), auth.authenticator(given)
+    return middleware.Guard(inner, rule, by, Places(given.limits))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ async def test_the_guard_lets_through_what_may(file: Path) -> None:
 async def test_allowed_origins_get_cors_and_others_nothing(file: Path) -> None:
     app = FastAPI()
     given = settings(api_keys=file, allowed_origins=("https://app.example",))
-    guard.install(app, given, auth.authenticator(given))
+    middleware.install(app, given, auth.authenticator(given))
 
     @app.get("/v1/models")
     async def models() -> dict[str, str]:
@@ -372,7 +372,7 @@ async def test_allowed_origins_get_cors_and_others_nothing(file: Path) -> None:
 
 async def test_without_allowed_origins_no_cors_header_is_sent(file: Path) -> None:
     app = FastAPI()
-    guard.install(app, settings(), auth.authenticator(settings()))
+    middleware.install(app, settings(), auth.authenticator(settings()))
 
     @app.post("/v1/models")
     async def models() -> dict[str, str]:

@@ -8,10 +8,10 @@ import pytest
 from serve_works import make_work
 
 from kvcache_rag import Auxiliary, CacheClip, Engine, LegoLink, auto
+from kvcache_rag.serve.backend import Failed, Finished
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.wiring import open_engine
-from kvcache_rag.serve.work import Failed, Finished
+from kvcache_rag.serve.startup import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from serve_fakes import DEADLINE, running, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.work import Event, Failed, Piece, Started, Work
+from kvcache_rag.serve.backend import Event, Failed, Piece, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator

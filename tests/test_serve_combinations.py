@@ -8,10 +8,10 @@ from serve_works import make_work
 
 from kvcache_rag import Combination
 from kvcache_rag.cli import main
+from kvcache_rag.serve.backend import Finished, Started, Turn
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.wiring import open_combinations, open_engine, open_store
-from kvcache_rag.serve.work import Finished, Started, Turn
+from kvcache_rag.serve.startup import open_combinations, open_engine, open_store
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_commands_see_each_of_the_two_folders_alone(tmp_path: Path, capsys: Any)
 def test_a_deleted_tenant_is_gone_from_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.combination.RECHECK", 0.0)
+    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
     folder = tmp_path / "kv"
     engine = opened(folder)
     ask = {"policy": Combination(), "max_new_tokens": 1}

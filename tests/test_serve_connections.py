@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from serve_fakes import DEADLINE
 
-from kvcache_rag.serve.connections import patient
+from kvcache_rag.serve.startup import patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,8 @@ from serve_fakes import settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
+from kvcache_rag.serve.backend import Source
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.serve.work import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

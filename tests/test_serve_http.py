@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import answer, chat, client, data_of, scripted
 
-from kvcache_rag.serve.documents import DataDocument, TextDocument, texts
+from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve.keys import new_key
-from kvcache_rag.serve.replies import cached_tokens
+from kvcache_rag.serve.requests import DataDocument, TextDocument, texts
+from kvcache_rag.serve.responses import cached_tokens
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.template import Message
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.serve.work import Work
+    from kvcache_rag.serve.backend import Work
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

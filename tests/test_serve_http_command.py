@@ -22,7 +22,7 @@ from serve_fakes import DEADLINE, chat
 from kvcache_rag.cli import main
 from kvcache_rag.commands import serve
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.serve import retrieval, wiring
+from kvcache_rag.serve import retrieval, startup
 from kvcache_rag.serve.settings import Limits, ServerSettings, is_loopback
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
@@ -153,10 +153,10 @@ def test_without_the_extra_the_install_line_is_said(monkeypatch: Any) -> None:
 
 # ---------------------------------------------------------------------- what is opened
 def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
-    plain = wiring.open_store(ServerSettings("tiny", memory_bytes=5))
+    plain = startup.open_store(ServerSettings("tiny", memory_bytes=5))
     assert isinstance(plain, MemoryStore)
     assert plain.max_bytes == 4, "the rest is for combinations"
-    folder = wiring.open_store(
+    folder = startup.open_store(
         ServerSettings("tiny", store=str(tmp_path / "kv"), store_bytes=7, codec="int8")
     )
     assert isinstance(folder, TieredStore)
@@ -164,7 +164,7 @@ def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
     assert isinstance(memory, MemoryStore)
     assert isinstance(disk, DiskStore)
     assert (disk.max_bytes, disk.codec.name) == (6, "int8-kc-vt")
-    remote = wiring.open_store(ServerSettings("tiny", store="memory://bucket/kv"))
+    remote = startup.open_store(ServerSettings("tiny", store="memory://bucket/kv"))
     assert isinstance(remote, TieredStore)
     assert isinstance(remote.tiers[1], RemoteStore)
 
@@ -182,14 +182,14 @@ def test_a_template_is_named_as_for_build(tmp_path: Path) -> None:
         assert found.wrap("a") == "<a>"
         assert retrieval._template(given) == found  # so rows read as the chunks that it writes
     assert retrieval._template(ServerSettings("tiny")) != found
-    assert wiring.open_engine(replace(given, device="cpu")).template == found
+    assert startup.open_engine(replace(given, device="cpu")).template == found
     told = replace(given, device="cpu", system_prompt="T ")
-    assert wiring.open_engine(told).template == replace(found, system="T ")
+    assert startup.open_engine(told).template == replace(found, system="T ")
 
 
 def test_the_instruction_before_the_chunks_is_the_servers() -> None:
-    own = wiring.open_engine(ServerSettings("tiny", device="cpu"))
-    told = wiring.open_engine(ServerSettings("tiny", device="cpu", system_prompt="Be brief. "))
+    own = startup.open_engine(ServerSettings("tiny", device="cpu"))
+    told = startup.open_engine(ServerSettings("tiny", device="cpu", system_prompt="Be brief. "))
     assert told.template.system == "Be brief. "
     assert told.template.chunk_start == own.template.chunk_start
     assert told.keys(["a"]) != own.keys(["a"])
@@ -209,12 +209,12 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys: Any) -> None:
 
 
 def test_localhost_is_the_address_that_clients_try() -> None:
-    with wiring.listening("localhost", 0) as listener:
+    with startup.listening("localhost", 0) as listener:
         host, port = listener.getsockname()
         assert (host, port > 0) == ("127.0.0.1", True)
-        with pytest.raises(InvalidInputError, match="in use"), wiring.listening("127.0.0.1", port):
+        with pytest.raises(InvalidInputError, match="in use"), startup.listening("127.0.0.1", port):
             pass
-    with pytest.raises(InvalidInputError, match="no address"), wiring.listening("no host", 0):
+    with pytest.raises(InvalidInputError, match="no address"), startup.listening("no host", 0):
         pass
 
 
@@ -233,10 +233,10 @@ def test_the_line_says_what_is_served(tmp_path: Path) -> None:
     settings = ServerSettings(
         "tiny", store="kv", replicas=2, chroma="db", collection="docs", api_keys=keys
     )
-    assert wiring.announcement(settings, "http://h:1") == (
+    assert startup.announcement(settings, "http://h:1") == (
         "serving tiny at http://h:1/v1, chunks in kv, 2 replicas, /v1/rag over docs, API keys"
     )
-    assert wiring.announcement(ServerSettings("tiny"), "http://h:1") == (
+    assert startup.announcement(ServerSettings("tiny"), "http://h:1") == (
         "serving tiny at http://h:1/v1, chunks in memory only, no API keys"
     )
 

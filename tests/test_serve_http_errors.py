@@ -11,8 +11,8 @@ import pytest
 from serve_fakes import chat, client, data_of, scripted, settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.backend import Event, Failed, Piece, Started, Work
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.serve.work import Event, Failed, Piece, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -22,7 +22,7 @@ from serve_fakes import (
     scripted,
 )
 
-from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Started, Work
+from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator

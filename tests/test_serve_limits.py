@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve.context import Caller
+from kvcache_rag.serve.backend import Work
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.limits import Places, RequestLimiter
 from kvcache_rag.serve.settings import Limits, ServerSettings
-from kvcache_rag.serve.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,12 +21,12 @@ from serve_fakes import (
     tiny_backend,
 )
 
+from kvcache_rag.generation.stream import in_thread
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
-from kvcache_rag.serve.bodies import DEEPEST
+from kvcache_rag.serve.limits import DEEPEST
+from kvcache_rag.serve.middleware import Shell
 from kvcache_rag.serve.settings import Limits
-from kvcache_rag.serve.shell import Shell
-from kvcache_rag.streaming import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import httpx
     from fastapi import FastAPI
 
-    from kvcache_rag.serve.work import Work
+    from kvcache_rag.serve.backend import Work
 
 CHAT = "/v1/chat/completions"
 SOON = 3.0  # seconds of computing: more than any refusal takes

@@ -18,9 +18,8 @@ from kvcache_rag import (
     MemoryStore,
     TieredStore,
 )
-from kvcache_rag.serve.engines import twin
+from kvcache_rag.prefetch import Prefetcher, twin
 from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.prefetcher import Prefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,8 @@ from serve_works import (
 )
 
 from kvcache_rag import DiskStore
+from kvcache_rag.serve.backend import Finished, Source, Started
 from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.work import Finished, Source, Started
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,13 +16,14 @@ from serve_fakes import Scripted, answer, client, data_of, settings, tiny_backen
 
 from kvcache_rag import InvalidInputError, PromptTemplate
 from kvcache_rag.integration import hash_vector
-from kvcache_rag.integration.forms import row_text
-from kvcache_rag.serve import embedding, retrieval
+from kvcache_rag.integration.rows import row_text
+from kvcache_rag.serve import retrieval
+from kvcache_rag.serve import retrieval as embedding
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
+from kvcache_rag.serve.backend import Finished, Piece, Source, Started, Work
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.retrieval import ChromaRetriever, open_retriever, shown
-from kvcache_rag.serve.work import Finished, Piece, Source, Started, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     import httpx
     from fastapi import FastAPI
 
+    from kvcache_rag.serve.backend import Event
     from kvcache_rag.serve.settings import ServerSettings
-    from kvcache_rag.serve.work import Event
 
 JSON = {"content-type": "application/json"}
 FULL = {"kvcache": {"policy": "full"}}

@@ -18,13 +18,12 @@ import pytest
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, KVCacheRagError
 from kvcache_rag.ray_session import _SETTINGS, _environment, _import
+from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Source, Started, Turn, Work
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.ray_ahead import Ahead
-from kvcache_rag.serve.ray_backend import RETRIEVALS, RayBackend
-from kvcache_rag.serve.ray_errors import failed_of, raised_of
-from kvcache_rag.serve.ray_launch import Shares, _reason
+from kvcache_rag.serve.ray.backend import RETRIEVALS, RayBackend, failed_of, raised_of
+from kvcache_rag.serve.ray.launch import Shares, _reason
+from kvcache_rag.serve.ray.replica import Ahead
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.work import Event, Failed, Finished, Piece, Source, Started, Turn, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -305,7 +304,7 @@ async def test_requests_that_wait_look_together_whether_a_replica_runs() -> None
 async def test_a_cluster_that_does_not_say_has_no_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.serve.ray_backend.STATS_WAIT", 0.05)
+    monkeypatch.setattr("kvcache_rag.serve.ray.backend.STATS_WAIT", 0.05)
     released = threading.Event()
     subject = backend(Handle(), lambda: 2 if released.wait(60) else 0)
     assert not await subject.ready()

@@ -10,17 +10,18 @@ import pytest
 
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve import ray_replica, wiring
-from kvcache_rag.serve.ray_launch import _absolute, _visible, launch
-from kvcache_rag.serve.ray_replica import Replica
+from kvcache_rag.serve import startup
+from kvcache_rag.serve.backend import Finished, Piece, Started, Turn, Work
+from kvcache_rag.serve.ray import replica as ray_replica
+from kvcache_rag.serve.ray.launch import _absolute, _visible, launch
+from kvcache_rag.serve.ray.replica import Replica
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.work import Finished, Piece, Started, Turn, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from kvcache_rag.serve.work import Event
+    from kvcache_rag.serve.backend import Event
 
 pytestmark = pytest.mark.timeout(60)
 WORK = Work("w", "Who?", ("A text.",))
@@ -64,7 +65,7 @@ class Local:
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> Local:
     found = Local()
-    monkeypatch.setattr(wiring, "local_backend", lambda settings: found)
+    monkeypatch.setattr(startup, "local_backend", lambda settings: found)
     monkeypatch.setattr(ray_replica, "LOOK", 0.001)
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # so that none is left behind
     return found

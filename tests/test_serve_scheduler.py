@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_works import PATIENCE, Desk, Inbox, make_work, serve_threads
 
+from kvcache_rag.serve.backend import Failed, Finished, Source, Started
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.queueing import Job
+from kvcache_rag.serve.queue import Job
 from kvcache_rag.serve.scheduler import Scheduler
-from kvcache_rag.serve.work import Failed, Finished, Source, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.serve.work import Work
+    from kvcache_rag.serve.backend import Work
 
 
 @pytest.fixture

@@ -20,16 +20,16 @@ from serve_works import (
     serve_threads,
 )
 
-from kvcache_rag.serve import batch_rule
-from kvcache_rag.serve.batch_rule import BatchRule
+from kvcache_rag.serve import scheduler
+from kvcache_rag.serve.backend import Failed, Finished, Started
 from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.serving import is_alike, kind_of
-from kvcache_rag.serve.work import Failed, Finished, Started
+from kvcache_rag.serve.scheduler import BatchRule
+from kvcache_rag.serve.worker import is_alike, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.serve.work import Work
+    from kvcache_rag.serve.backend import Work
 
 KIND = "kind"
 
@@ -48,7 +48,7 @@ def rounds(
 
 def test_singles_are_measured_first_and_then_each_size_once() -> None:
     chosen = rounds(BatchRule(8), lambda size: 1 + 0.1 * size, 12)
-    assert chosen[: batch_rule.FEWEST_SINGLES + 3] == [1, 1, 1, 2, 4, 8]
+    assert chosen[: scheduler.FEWEST_SINGLES + 3] == [1, 1, 1, 2, 4, 8]
     assert set(chosen[6:]) == {8}
 
 
@@ -56,16 +56,16 @@ def test_a_batch_that_is_measured_slower_is_hardly_ever_tried_again() -> None:
     chosen = rounds(BatchRule(8), lambda size: size if size == 1 else 1.2 * size, 1000)
     slower = [size for size in chosen if size > 1]
     assert slower[0] == 2, "it had to be measured once"
-    assert len(slower) <= 1 + 1000 // batch_rule.RETRY
+    assert len(slower) <= 1 + 1000 // scheduler.RETRY
     assert 4 not in chosen, "nor any larger one"
 
 
 def test_what_became_sooner_is_noticed_and_what_became_slower_too() -> None:
     rule = BatchRule(2)
     rounds(rule, lambda size: 2.0 * size, 100)
-    rounds(rule, lambda size: 1 + 0.1 * size, batch_rule.RETRY * batch_rule.SAMPLES)
+    rounds(rule, lambda size: 1 + 0.1 * size, scheduler.RETRY * scheduler.SAMPLES)
     assert rounds(rule, lambda size: 1 + 0.1 * size, 50).count(2) >= 48
-    rounds(rule, lambda size: 2.0 * size, 2 * batch_rule.SAMPLES)
+    rounds(rule, lambda size: 2.0 * size, 2 * scheduler.SAMPLES)
     assert rounds(rule, lambda size: 2.0 * size, 50).count(1) >= 48
 
 

@@ -26,12 +26,12 @@ from serve_works import (
 )
 
 from kvcache_rag import ContextTooLongError, InvalidInputError
-from kvcache_rag.serve import lengths, queue_retrieving
+from kvcache_rag.serve import limits, queue
+from kvcache_rag.serve.backend import Failed, Finished, Source, Work
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.queueing import Job
+from kvcache_rag.serve.queue import Job
 from kvcache_rag.serve.scheduler import Scheduler
-from kvcache_rag.serve.work import Failed, Finished, Source, Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -53,7 +53,7 @@ class Hanging:
 
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(queue_retrieving, "GRACE", 0.05)
+    monkeypatch.setattr(queue, "GRACE", 0.05)
     made = Hanging()
     yield made
     made.go.set()
@@ -102,7 +102,7 @@ def test_hanging_retrievals_of_one_tenant_hold_up_no_other(
     evil(scheduler, 12)
     inbox = submit(scheduler, query="lamps", top_k=3, namespace="good")
     assert isinstance(inbox.last(), Finished)
-    assert shelf.asked.count("evil") == queue_retrieving.AT_ONCE
+    assert shelf.asked.count("evil") == queue.AT_ONCE
 
 
 def test_threads_that_hang_are_bounded(scheduler: Scheduler, shelf: Hanging) -> None:
@@ -110,7 +110,7 @@ def test_threads_that_hang_are_bounded(scheduler: Scheduler, shelf: Hanging) -> 
         job = scheduler.submit(make_work(query="q", top_k=1, namespace="evil"), Inbox())
         assert job is not None
         scheduler.cancel(job)
-    assert len(shelf.asked) <= queue_retrieving.OF_ONE
+    assert len(shelf.asked) <= queue.OF_ONE
     inbox = submit(scheduler, query="lamps", top_k=3, namespace="good")
     assert isinstance(inbox.last(), Finished)
 
@@ -313,17 +313,17 @@ def test_no_more_is_tokenised_than_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(type(engine), "tokenize_text", counted)
     work = Work("x", "the lamp " * 1_000_000)
-    assert lengths.is_doubtful(engine, work)
+    assert limits.is_doubtful(engine, work)
     with pytest.raises(ContextTooLongError):
-        lengths.ensure_fits(engine, work)
+        limits.ensure_fits(engine, work)
     assert read < 40 * engine.context_window
     with pytest.raises(InvalidInputError):
-        lengths.ensure_fits(engine, Work("x", "\ud800"))
+        limits.ensure_fits(engine, Work("x", "\ud800"))
 
 
 async def test_long_texts_of_few_tokens_are_answered(backend: LocalBackend) -> None:
     spaced = QUESTION.replace(" ", " " * 50_000)
-    assert lengths.is_doubtful(backend._engines.base, make_work(0, question=spaced))
+    assert limits.is_doubtful(backend._engines.base, make_work(0, question=spaced))
     long = await answer_of(backend, make_work(0, question=spaced))
     assert long.text == (await answer_of(backend, make_work(1))).text
     async with aclosing(backend.answer(make_work(2, chunks=TEXTS))) as events:

@@ -33,9 +33,9 @@ from kvcache_rag import (
     TieredStore,
     policy_by_name,
 )
-from kvcache_rag.serve.asking import joined
+from kvcache_rag.serve.backend import Finished, Piece, Source, Started, Work
 from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.work import Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.worker import joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

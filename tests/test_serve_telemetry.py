@@ -13,10 +13,10 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvcache_rag.metrics import Answer, Metrics
-from kvcache_rag.serve import telemetry
-from kvcache_rag.serve.context import Caller
-from kvcache_rag.serve.telemetry import ServerTelemetry
-from kvcache_rag.serve.work import Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve import metrics
+from kvcache_rag.serve.backend import Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.lifecycle import Caller
+from kvcache_rag.serve.metrics import ServerTelemetry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,9 +133,9 @@ async def test_failures_and_clients_that_left_are_counted() -> None:
 
 async def test_what_never_ends_does_not_fill_the_memory() -> None:
     counting = ServerTelemetry(Backend())
-    for number in range(telemetry._PENDING + 10):
+    for number in range(metrics._PENDING + 10):
         counting.observe("chat", CALLER, Work(id=str(number), question="q"), Started(0.0))
-    assert len(counting._waits) == telemetry._PENDING
+    assert len(counting._waits) == metrics._PENDING
 
 
 async def test_the_backends_counters_are_shown_by_replica_and_tier() -> None:
@@ -180,7 +180,7 @@ async def test_a_backend_that_does_not_answer_does_not_hold_up_a_scrape(
             await asyncio.Event().wait()
             raise AssertionError
 
-    monkeypatch.setattr(telemetry, "STATS_SECONDS", 0.01)
+    monkeypatch.setattr(metrics, "STATS_SECONDS", 0.01)
     found = await samples(ServerTelemetry(Silent()))
     assert found["kvcache_rag_backend_up", ""] == 0
 
@@ -198,8 +198,8 @@ async def test_nothing_secret_and_few_labels_whatever_comes_in() -> None:
     assert b"secret" not in body.lower()
     found = await samples(counting)
     hits = {labels: value for (name, labels), value in found.items() if "chunk_hits_total" in name}
-    assert len(hits) == telemetry._TIERS + 1
-    assert hits["tier=other"] == 50 - telemetry._TIERS
+    assert len(hits) == metrics._TIERS + 1
+    assert hits["tier=other"] == 50 - metrics._TIERS
     declined = {
         labels: value for (name, labels), value in found.items() if "chunks_declined_total" in name
     }
@@ -251,7 +251,7 @@ async def test_requests_are_counted_by_the_path_of_their_route() -> None:
         FastAPI(openapi_url=None, docs_url=None, redoc_url=None),
         ServerTelemetry(Backend()),
     )
-    telemetry.install(app, counting)
+    metrics.install(app, counting)
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> str:
@@ -285,6 +285,6 @@ async def test_an_answer_that_never_began_has_nginxs_number() -> None:
         return
 
     counting = ServerTelemetry(Backend())
-    await asked(telemetry.RequestMeter(gone, counting), "GET", "/x")
+    await asked(metrics.RequestMeter(gone, counting), "GET", "/x")
     found = await samples(counting)
     assert found["kvcache_rag_requests_total", "endpoint=other,method=GET,status=499"] == 1

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag import PromptTemplate
-from kvcache_rag.building.settings import BuildSettings
+from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve import wiring
+from kvcache_rag.prompt.template import FILE_NAME
+from kvcache_rag.serve import startup
 from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.template import FILE_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_named_template_gives_the_keys_of_a_build_with_it(
     values = {name: getattr(TEMPLATE, name) for name in ("system", "chunk_start", "chunk_end")}
     (tmp_path / FILE_NAME).write_text(json.dumps(values))
     options: dict[str, Any] = {"device": "cpu", "system_prompt": system_prompt}
-    served = wiring.open_engine(ServerSettings("tiny", template=str(tmp_path), **options))
+    served = startup.open_engine(ServerSettings("tiny", template=str(tmp_path), **options))
     assert served.template.chunk_start == "["
     build = BuildSettings("tiny", str(tmp_path / "kv"), template=TEMPLATE, **options)
     assert served.keys(["a text"]) == build.open_engine().keys(["a text"])
@@ -40,8 +40,8 @@ def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(options)
         raise InvalidInputError("enough")
 
-    monkeypatch.setattr(wiring, "load", load)
+    monkeypatch.setattr(startup, "load", load)
     for revision in ("abc", None):
         with pytest.raises(InvalidInputError, match="enough"):
-            wiring.open_engine(ServerSettings("tiny", revision=revision))
+            startup.open_engine(ServerSettings("tiny", revision=revision))
     assert asked == [{"revision": "abc"}, {}]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvcache_rag.stores as stores
-from kvcache_rag.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.codecs import Int8
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
 from tests.contracts import LAYOUT, StoreContract, empty_chunk, flat, key_of, make_chunk, same
 

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache_rag.stores import arena as arena_module
-from kvcache_rag.stores.arena import ALIGNMENT, Arena, pinned_memory, plain_memory
+from kvcache_rag.stores import device as arena_module
+from kvcache_rag.stores.device import ALIGNMENT, Arena, pinned_memory, plain_memory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.stores.arena import Loan
+    from kvcache_rag.stores.device import Loan
 
 
 class Signal:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore, chunkio, directory
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores.disk import store as chunkio
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 
 SMALL = make_chunk(tokens=4)
 
@@ -197,7 +199,7 @@ def test_the_quarantine_is_bounded(store: DiskStore) -> None:
         key, raw = filled(store, chunk)
         assert is_refused(store, key, raw[:-1], chunk)
     left = sorted(store.root.rglob("quarantine/*"))
-    assert len(left) == directory.MAX_QUARANTINED
+    assert len(left) == folders.MAX_QUARANTINED
     assert left[-1].name.endswith(key.digest), "the newest stay"
     store.sweep()
     assert sorted(store.root.rglob("quarantine/*")) == left
@@ -208,7 +210,7 @@ def test_a_good_file_that_replaced_a_damaged_one_is_not_put_aside(store: DiskSto
     damaged = os.stat(store.path(key))
     store.path(key).rename(store.root / "old")
     store.path(key).write_bytes(raw)
-    directory.quarantine(str(store.root), key, damaged)
+    folders.quarantine(str(store.root), key, damaged)
     assert store.contains(key)
 
 

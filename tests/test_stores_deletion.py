@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import (
-    DiskStore,
-    MemoryStore,
-    chunkio,
-    directory,
-    entries,
-    memory,
-    ownership,
-    tenants,
-)
+from kvcache_rag.stores import DiskStore, MemoryStore, memory
+from kvcache_rag.stores.disk import folders, namespaces
+from kvcache_rag.stores.disk import store as chunkio
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -33,7 +26,7 @@ SMALL = make_chunk(tokens=4)
 SIZE = 4096 + SMALL.nbytes + 16
 KEY = key_of(SMALL, namespace="a")
 ROOT = Path(__file__).parents[1]
-OWNER = f".owner-{ownership.identity('o')}"
+OWNER = f".owner-{folders.identity('o')}"
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int 
 
 
 def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(directory.namespace_folder(str(store.root), namespace))
+    folder = Path(folders.namespace_folder(str(store.root), namespace))
     return len(list(folder.rglob("*.safetensors")))
 
 
@@ -132,8 +125,8 @@ def test_what_is_written_during_a_deletion_is_not_kept(
 
     where, name = {
         "before the file": (chunkio, "write_file"),
-        "before the name": (tenants, "check_epoch"),
-        "before the folder": (directory, "make_folder"),
+        "before the name": (namespaces, "check_epoch"),
+        "before the folder": (folders, "make_folder"),
     }[moment]
     monkeypatch.setattr(where, name, deleting(getattr(where, name)))
     assert not store.put(KEY, SMALL)
@@ -166,7 +159,7 @@ def test_what_a_kill_leaves_behind_is_taken_away(
 def test_a_claim_made_during_a_deletion_is_not_kept(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    make_folder = directory.make_folder
+    make_folder = folders.make_folder
 
     def deleting(*args: Any) -> None:
         monkeypatch.undo()
@@ -176,9 +169,9 @@ def test_a_claim_made_during_a_deletion_is_not_kept(
         if place == "make_folder":
             make_folder(*args)
 
-    monkeypatch.setattr(directory, "make_folder", deleting)
+    monkeypatch.setattr(folders, "make_folder", deleting)
     store.claim(KEY, "o")
-    folder = Path(directory.namespace_folder(str(store.root), "a"))
+    folder = Path(folders.namespace_folder(str(store.root), "a"))
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["epoch"]
     store.claim(KEY, "o")
     assert len(list(folder.rglob("*.owner-*"))) == 1
@@ -202,7 +195,7 @@ def test_deletions_at_once_both_end_with_nothing(store: DiskStore) -> None:
         with ThreadPoolExecutor(3) as pool:
             counts = list(pool.map(store.delete_namespace, "aaa"))
         assert sum(counts) == 8
-        folder = Path(directory.namespace_folder(str(store.root), "a"))
+        folder = Path(folders.namespace_folder(str(store.root), "a"))
         assert [path.name for path in folder.iterdir()] == ["epoch"]
         epoch, before = store.epoch("a"), epoch
         assert epoch > before
@@ -263,7 +256,7 @@ def test_an_interrupted_deletion_is_ended_by_a_sweep(
 ) -> None:
     folder = crowd(store)
     with monkeypatch.context() as patch:
-        patch.setattr(entries, "remove", lambda *_: 1 / 0)
+        patch.setattr(folders, "remove", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.delete_namespace("a")
     assert not store.contains(KEY), "out of sight at once"

@@ -23,7 +23,11 @@ from safetensors import SafetensorError, safe_open
 
 from kvcache_rag.codecs import Codec
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
-from kvcache_rag.stores import DiskStore, chunkfile, directory, disk, locks, scatter
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.disk import file as chunkfile
+from kvcache_rag.stores.disk import file as scatter
+from kvcache_rag.stores.disk import folders, locks
+from kvcache_rag.stores.disk import store as disk
 from tests.contracts import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
 SMALL = make_chunk(tokens=4)
 
@@ -383,13 +387,13 @@ def test_put_keeps_the_limit_and_looks_around_rarely(
     size = 4096 + SMALL.nbytes + 16
     store = DiskStore(tmp_path, durable=False, max_bytes=40 * size)
     sweeps: list[int] = []
-    sweep = directory.sweep
+    sweep = folders.sweep
 
-    def counted(*args: Any, **kwargs: Any) -> directory.Swept:
+    def counted(*args: Any, **kwargs: Any) -> folders.Swept:
         sweeps.append(1)
         return sweep(*args, **kwargs)
 
-    monkeypatch.setattr(directory, "sweep", counted)
+    monkeypatch.setattr(folders, "sweep", counted)
     for seed in range(200):
         chunk = make_chunk(seed, tokens=4)
         store.put(key_of(chunk), chunk)
@@ -405,14 +409,14 @@ def test_one_sweep_at_a_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) 
     store.claim(key, "a")
     store.release(key, "a")
     inner: list[int] = []
-    sweep = directory.sweep
+    sweep = folders.sweep
 
-    def nested(*args: Any, **kwargs: Any) -> directory.Swept:
-        monkeypatch.setattr(directory, "sweep", sweep)
+    def nested(*args: Any, **kwargs: Any) -> folders.Swept:
+        monkeypatch.setattr(folders, "sweep", sweep)
         inner.append(other.sweep())
         return sweep(*args, **kwargs)
 
-    monkeypatch.setattr(directory, "sweep", nested)
+    monkeypatch.setattr(folders, "sweep", nested)
     store.sweep()
     assert inner == [0]
     assert store.contains(key)
@@ -483,7 +487,7 @@ def test_a_forked_child_does_not_wait_for_threads_it_does_not_have(store: DiskSt
     key = key_of(SMALL)
     with store.locked([key]):
         locks._PROCESS.forget()
-        with locks._PROCESS.hold([directory.lock_path(str(store.root), key)]):
+        with locks._PROCESS.hold([folders.lock_path(str(store.root), key)]):
             pass
     with store.locked([dataclasses.replace(key, digest="0" * 64)]):
         pass

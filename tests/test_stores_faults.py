@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcache_rag.chunk import ChunkKV, GroupLayout, spec_digest
 from kvcache_rag.errors import CorruptChunkError
-from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, chunkfile, directory
+from kvcache_rag.kv.chunk import ChunkKV, GroupLayout, spec_digest
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
+from kvcache_rag.stores.disk import file as chunkfile
+from kvcache_rag.stores.disk import folders
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 from tests.damage import SMALL, filled, header_size, is_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcache_rag.chunk import ChunkKey
+    from kvcache_rag.kv.chunk import ChunkKey
 
 HOUR = 3600.0
 
@@ -234,7 +236,7 @@ def test_a_link_in_place_of_a_lock_changes_no_file_elsewhere(
     key, _ = filled(store)
     target = tmp_path / "elsewhere"
     target.write_bytes(b"precious")
-    lock = Path(directory.lock_path(str(store.root), key))
+    lock = Path(folders.lock_path(str(store.root), key))
     lock.parent.mkdir(exist_ok=True)
     for path in (lock, store.root / "sweep.lock"):
         path.symlink_to(target)
@@ -388,7 +390,7 @@ def test_what_a_dead_host_left_is_in_nobodys_way(store: DiskStore) -> None:
     folder = store.path(key).parent
     torso = folder / ".tmp-0123456789abcdef"
     torso.write_bytes(raw[:100])
-    lock = Path(directory.lock_path(str(store.root), key))
+    lock = Path(folders.lock_path(str(store.root), key))
     lock.parent.mkdir(exist_ok=True)
     for path in (lock, store.root / "sweep.lock"):
         path.write_text("held by pid 1 of another host")

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore, directory
-from kvcache_rag.stores.inventory import namespaces
-from kvcache_rag.stores.locks import ThreadLocks
-from kvcache_rag.stores.upkeep import let_go, owner_mark, put_aside
-from kvcache_rag.stores.verify import verify_file
+from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores.disk.locks import ThreadLocks
+from kvcache_rag.stores.disk.maintenance import (
+    let_go,
+    namespaces,
+    owner_mark,
+    put_aside,
+    verify_file,
+)
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -228,7 +233,7 @@ def test_a_release_that_was_half_swept_is_swept_again(
     unlink = os.unlink
 
     def denied(path: str) -> None:
-        if str(path).endswith(directory.SUFFIX):
+        if str(path).endswith(folders.SUFFIX):
             raise PermissionError("denied")
         unlink(path)
 
@@ -248,7 +253,7 @@ def test_names_that_only_look_like_ours_are_left_alone(tmp_path: Path, name: str
     folder = store.path(KEY).parent
     foreign = folder / name.format(KEY.digest)
     foreign.touch()
-    copy = folder / f"{KEY.digest}{directory.SUFFIX}-0123456789abcdef"
+    copy = folder / f"{KEY.digest}{folders.SUFFIX}-0123456789abcdef"
     store.sweep()
     assert foreign.exists()
     assert not store.contains(KEY)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvcache_rag.stores import lane as lane_module
-from kvcache_rag.stores.arena import pinned_memory
-from kvcache_rag.stores.lane import CudaLane, DirectLane, Done, lane_to
+from kvcache_rag.stores import device as lane_module
+from kvcache_rag.stores.device import CudaLane, DirectLane, Done, lane_to, pinned_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

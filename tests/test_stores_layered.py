@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.stores import layered
-from kvcache_rag.stores.layered import deliver_layers
+from kvcache_rag.stores import device as layered
+from kvcache_rag.stores.device import deliver_layers
 from tests.chunks import LAYOUTS, empty_chunk, flat, make_chunk, same, window
 from tests.lanes import LateLane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.chunk import ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 
 TOKENS = (5, 1, 7)
 

@@ -15,8 +15,8 @@ from tests.chunks import LAYOUT, empty_chunk, key_of, make_chunk, same
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.chunk import ChunkKV
-    from kvcache_rag.stores.reader import ChunkReader
+    from kvcache_rag.kv.chunk import ChunkKV
+    from kvcache_rag.stores.base import ChunkReader
 
 
 def read(reader: ChunkReader | None) -> ChunkKV:

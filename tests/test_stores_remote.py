@@ -20,7 +20,8 @@ from kvcache_rag.errors import (
     InvalidInputError,
     MissingExtraError,
 )
-from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore, transport
+from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore
+from kvcache_rag.stores.remote import transport
 from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def test_failures_in_a_row_open_the_breaker_and_answers_in_between_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("kvcache_rag.stores.transport.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvcache_rag.stores.remote.transport.time.monotonic", lambda: clock[0])
     breaker = transport.Breaker(30.0)
     for _ in range(5):
         breaker.failed(late=False)

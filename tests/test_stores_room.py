@@ -19,7 +19,7 @@ from tests.damage import SMALL, filled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.chunk import ChunkKey
+    from kvcache_rag.kv.chunk import ChunkKey
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_rag.errors import CorruptChunkError
-from kvcache_rag.stores import scatter
-from kvcache_rag.stores.scatter import ReadV, read_views, views
+from kvcache_rag.stores.disk import file
+from kvcache_rag.stores.disk.file import ReadV, read_views, views
 from tests.contracts import bits
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_files_are_read_alike_with_and_without_preadv(
     tensor = torch.zeros(6, 2, 99_000, dtype=torch.int8)[:, 0]
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        read_views(scatter.positional(descriptor), 1000, views(tensor) or [], lambda _: None)
+        read_views(file.positional(descriptor), 1000, views(tensor) or [], lambda _: None)
     finally:
         os.close(descriptor)
     assert bits(tensor) == data[1000:595_000]

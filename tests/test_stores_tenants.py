@@ -13,25 +13,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores import (
-    DiskStore,
-    MemoryStore,
-    directory,
-    locks,
-    ownership,
-)
+from kvcache_rag.stores import DiskStore, MemoryStore
+from kvcache_rag.stores.disk import folders, locks
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag.chunk import ChunkKey
+    from kvcache_rag.kv.chunk import ChunkKey
 
 SMALL = make_chunk(tokens=4)
 SIZE = 4096 + SMALL.nbytes + 16
 KEY = key_of(SMALL, namespace="a")
 ROOT = Path(__file__).parents[1]
-OWNER = f".owner-{ownership.identity('o')}"
+OWNER = f".owner-{folders.identity('o')}"
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int 
 
 
 def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(directory.namespace_folder(str(store.root), namespace))
+    folder = Path(folders.namespace_folder(str(store.root), namespace))
     return len(list(folder.rglob("*.safetensors")))
 
 
@@ -151,12 +146,12 @@ def test_a_tenant_touches_nothing_outside_its_own_folder(
     store: DiskStore, kind: str, isolated: int
 ) -> None:
     fill(store, "b", 2)
-    theirs = Path(directory.namespace_folder(str(store.root), "b"))
+    theirs = Path(folders.namespace_folder(str(store.root), "b"))
     before = contents(theirs)
     command = [sys.executable, "-W", "ignore", "-c", WATCHED, str(store.root), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    own = directory.namespace_folder(str(store.root), "a")
+    own = folders.namespace_folder(str(store.root), "a")
     seen = done.stdout.split("\n")[:-1]
     inside = [path for path in seen if path == own or path.startswith(f"{own}/")]
     kinds = (".safetensors", ".lock", ".owner-", "quarantine", "epoch", ".deleted-", ".tmp")
@@ -264,7 +259,7 @@ def test_a_chunk_above_the_quota_is_not_kept(tmp_path: Path, quota: Any) -> None
 def test_a_sweep_of_one_namespace_does_not_wait_for_another(store: DiskStore) -> None:
     fill(store, "a", 3)
     fill(store, "b", 3)
-    folder = directory.namespace_folder(str(store.root), "b")
+    folder = folders.namespace_folder(str(store.root), "b")
     with locks.try_file(f"{folder}/sweep.lock") as ours:
         assert ours
         assert DiskStore(store.root, quota=SIZE).sweep() == 2
@@ -275,14 +270,14 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
     fill(store, "a", 2)
     store = DiskStore(store.root, durable=False, quota=SIZE)
     entered, leave = threading.Event(), threading.Event()
-    sweep = directory.sweep
+    sweep = folders.sweep
 
-    def slow(*args: Any, **kwargs: Any) -> directory.Swept:
+    def slow(*args: Any, **kwargs: Any) -> folders.Swept:
         entered.set()
         assert leave.wait(60)
         return sweep(*args, **kwargs)
 
-    monkeypatch.setattr(directory, "sweep", slow)
+    monkeypatch.setattr(folders, "sweep", slow)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(store.sweep)
         assert entered.wait(60)
@@ -306,8 +301,8 @@ PLACES: dict[str, Callable[[DiskStore, ChunkKey], Path]] = {
     "locks": lambda store, key: store.path(key).parents[2] / "locks",
     "quarantine": lambda store, key: store.path(key).parents[2] / "quarantine",
     "chunk": lambda store, key: store.path(key),
-    "owner": lambda store, key: Path(directory.stem_path(str(store.root), key) + OWNER),
-    "lock": lambda store, key: Path(directory.lock_path(str(store.root), key)),
+    "owner": lambda store, key: Path(folders.stem_path(str(store.root), key) + OWNER),
+    "lock": lambda store, key: Path(folders.lock_path(str(store.root), key)),
     "sweep": lambda store, key: store.path(key).parents[2] / "sweep.lock",
     "epoch": lambda store, key: store.path(key).parents[2] / "epoch",
 }

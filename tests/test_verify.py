@@ -25,11 +25,16 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
 )
-from kvcache_rag.evaluation.numerics import check_numerics
-from kvcache_rag.evaluation.question import Question
-from kvcache_rag.evaluation.recommending import least_kept, notes, recommended
-from kvcache_rag.evaluation.verification import Verification, questions_digest
+from kvcache_rag.evaluation.verification import (
+    Verification,
+    check_numerics,
+    least_kept,
+    notes,
+    questions_digest,
+    recommended,
+)
 from kvcache_rag.reader import make_example
+from kvcache_rag.scoring.question import Question
 from kvcache_rag.verdict import PolicyScore
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import torch
 
 from kvcache_rag import Engine, FingerprintMismatchError, InvalidInputError, Reuse, Verdict
 from kvcache_rag.commands import verify
-from kvcache_rag.commands.verdicts import lines
+from kvcache_rag.commands.verify import lines
 from kvcache_rag.evaluation import verification
-from kvcache_rag.evaluation.auxiliary_task import random_jaccard
-from kvcache_rag.evaluation.own_questions import own_score, read_own_questions
-from kvcache_rag.evaluation.question import Question
+from kvcache_rag.evaluation.auxiliary import random_jaccard
+from kvcache_rag.evaluation.datasets import own_score, read_own_questions
 from kvcache_rag.reader import make_example
+from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +156,7 @@ def test_chance_is_the_mean_of_random_choices() -> None:
 def test_broken_numerics_are_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.context.stitch", lambda *_, **__: None)
+    monkeypatch.setattr("kvcache_rag.stitching.loader.stitch", lambda *_, **__: None)
     file = write(tmp_path / "mine.jsonl", reader_rows(1))
     out = tmp_path / "verdict.json"
     options = ("--n", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)

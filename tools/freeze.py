@@ -218,8 +218,8 @@ def write_settings() -> None:
     import json
     from dataclasses import asdict
 
-    from kvcache_rag.evaluation.records import RecordFile
-    from kvcache_rag.finetune.checkpoint import Work
+    from kvcache_rag.finetune.loop import Work
+    from kvcache_rag.scoring.ask import RecordFile
     from llama_index.kvcache_rag.commands.corpus import Settings
 
     folder = GOLDEN / "settings"

@@ -15,9 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcache_rag.aio import cancellable
     from kvcache_rag.auxiliary import Auxiliary
-    from kvcache_rag.chunk import ChunkKey, ChunkKV
     from kvcache_rag.codecs import Codec, Int4, Int8, Native
     from kvcache_rag.engine import Engine
     from kvcache_rag.errors import (
@@ -30,7 +28,15 @@ if TYPE_CHECKING:
         MissingExtraError,
         UnsupportedModelError,
     )
-    from kvcache_rag.explained import Explained
+    from kvcache_rag.generation.explain import Explained
+    from kvcache_rag.generation.request import StoredChunk
+    from kvcache_rag.generation.stream import (
+        AnswerStream,
+        AsyncAnswerStream,
+        cancellable,
+        in_thread,
+    )
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.metrics import Answer, Metrics
     from kvcache_rag.policies import (
         Ape,
@@ -46,9 +52,9 @@ if TYPE_CHECKING:
         auto,
         policy_by_name,
     )
-    from kvcache_rag.prompt import PromptIds
-    from kvcache_rag.request import StoredChunk
-    from kvcache_rag.serve.prefetcher import Prefetch, Prefetcher
+    from kvcache_rag.prefetch import Prefetch, Prefetcher
+    from kvcache_rag.prompt.renderer import PromptIds
+    from kvcache_rag.prompt.template import Message, PromptTemplate
     from kvcache_rag.stores import (
         ChunkStore,
         DiskStore,
@@ -57,8 +63,6 @@ if TYPE_CHECKING:
         StoreStats,
         TieredStore,
     )
-    from kvcache_rag.streaming import AnswerStream, AsyncAnswerStream, in_thread
-    from kvcache_rag.template import Message, PromptTemplate
     from kvcache_rag.verdict import Gate, Verdict
 
 __version__ = "0.1.0"
@@ -116,9 +120,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "aio": ("cancellable",),
     "auxiliary": ("Auxiliary",),
-    "chunk": ("ChunkKV", "ChunkKey"),
     "codecs": ("Codec", "Int4", "Int8", "Native"),
     "engine": ("Engine",),
     "errors": (
@@ -131,7 +133,10 @@ _HOMES = {
         "MissingExtraError",
         "UnsupportedModelError",
     ),
-    "explained": ("Explained",),
+    "generation.explain": ("Explained",),
+    "generation.request": ("StoredChunk",),
+    "generation.stream": ("AnswerStream", "AsyncAnswerStream", "cancellable", "in_thread"),
+    "kv.chunk": ("ChunkKV", "ChunkKey"),
     "metrics": ("Answer", "Metrics"),
     "policies": (
         "Ape",
@@ -147,9 +152,9 @@ _HOMES = {
         "auto",
         "policy_by_name",
     ),
-    "prompt": ("PromptIds",),
-    "request": ("StoredChunk",),
-    "serve.prefetcher": ("Prefetch", "Prefetcher"),
+    "prefetch": ("Prefetch", "Prefetcher"),
+    "prompt.renderer": ("PromptIds",),
+    "prompt.template": ("Message", "PromptTemplate"),
     "stores": (
         "ChunkStore",
         "DiskStore",
@@ -158,8 +163,6 @@ _HOMES = {
         "StoreStats",
         "TieredStore",
     ),
-    "streaming": ("AnswerStream", "AsyncAnswerStream", "in_thread"),
-    "template": ("Message", "PromptTemplate"),
     "verdict": ("Gate", "Verdict"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

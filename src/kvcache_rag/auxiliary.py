@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.alignment import Offsets, spread, token_offsets, within
-from kvcache_rag.answering import Answerer
-from kvcache_rag.context import ContextLoader
-from kvcache_rag.costs import Costs
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.models.attending import QueryAttention
+from kvcache_rag.generation.answer import Answerer
+from kvcache_rag.models.attention.last_layer import QueryAttention
+from kvcache_rag.prompt.alignment import Offsets, spread, token_offsets, within
+from kvcache_rag.stitching.costs import Costs
+from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from kvcache_rag.chunk import ChunkKey
-    from kvcache_rag.context import ContextChunk
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.stitching.loader import ContextChunk
     from kvcache_rag.stores import ChunkStore
 
 

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel, converted
+from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
-from kvcache_rag.stitch import StoredPosition, unrotated
-from kvcache_rag.stores.manifest import summary
-from kvcache_rag.stores.transfer import moved
+from kvcache_rag.stores.device import moved
+from kvcache_rag.stores.disk.manifest import summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch, prefix included: what bounds the memory of a batch.

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.recompute_cache import HaltedError, recompute_cache
+from kvcache_rag.models.cache import HaltedError, recompute_cache
 
 if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt, StitchedRow
+    from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
 
 
 def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) -> Tensor:

@@ -23,9 +23,9 @@ NEW = [f"chunk {number} that was written later" for number in range(12)]
 BUILD = """
 import json, sys
 from building_traps import Trapped
-from kvcache_rag.building.corpus import JsonLines
-from kvcache_rag.building.ray_data import RayCluster
-from kvcache_rag.building.run import Build, ProcessPool
+from kvcache_rag.corpus.texts import JsonLines
+from kvcache_rag.corpus.ray_data import RayCluster
+from kvcache_rag.corpus.run import Build, ProcessPool
 
 if __name__ == "__main__":
     crew, model, store, notes, corpus, fatal, times = sys.argv[1:]

@@ -10,13 +10,7 @@ import pytest
 from llama_index.core.schema import NodeWithScore, TextNode
 from verdicts import REUSE, make_verdict
 
-from kvcache_rag import (
-    Engine,
-    FingerprintMismatchError,
-    FullRecompute,
-    Gate,
-    InvalidInputError,
-)
+from kvcache_rag import Engine, FingerprintMismatchError, FullRecompute, Gate, InvalidInputError
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheSynthesizer
 
 if TYPE_CHECKING:

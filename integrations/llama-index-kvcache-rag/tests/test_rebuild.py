@@ -32,7 +32,7 @@ def test_rebuild_fills_the_chunks_that_the_new_engine_asks_for(
 
     node = TextNode(text="alpha", id_="0", metadata={"title": "shown"}, embedding=[0.0, 1.0])
     open_store(engine("Old.\n")).add([node])
-    monkeypatch.setattr("kvcache_rag.loading.load", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     command = ["rebuild", str(tmp_path / "kv"), "--model", "x", "--collection", "docs"]
     assert cli.main([*command, "--persist-dir", str(tmp_path / "chroma"), "--yes", *words]) == 0
 

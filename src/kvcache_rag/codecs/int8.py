@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvcache_rag.codecs.quantised import QuantisedCodec, at_least, extremes
+from kvcache_rag.codecs.base import QuantisedCodec, at_least, extremes
 
 if TYPE_CHECKING:
     from torch import Tensor

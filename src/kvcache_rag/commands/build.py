@@ -1,32 +1,65 @@
-"""`kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
-
-What is stored already is looked up and not computed.  So a build that was stopped, by Ctrl-C, by a
-kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs what
-it grew by.
-"""
+"""Keeping libraries from writing between the lines of a command, also in processes it starts."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import duration, plural, size
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
-    from kvcache_rag.building.corpus import Corpus
-    from kvcache_rag.building.run import Build, Workers
-    from kvcache_rag.building.settings import BuildSettings
+    from kvcache_rag.corpus.run import Build, Workers
+    from kvcache_rag.corpus.texts import Corpus
+    from kvcache_rag.corpus.worker import BuildSettings
+
+
+# transformers reads them when it is imported.
+_SETTINGS: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers reports errors only, here and in processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+# `kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
+#
+# What is stored already is looked up and not computed. So a build that was stopped, by Ctrl-C, by a
+# kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs
+# what it grew by.
+
 
 HELP = "prefill a corpus into a store, with several processes or on a Ray cluster"
+
 WHOLE, INCOMPLETE = 0, 1
+
 ENGINES = ("threads", "processes", "ray")
+
 CODECS = ("native", "int8", "int4")
+
 _SHOWN = 20  # texts that are named at the end
 
 
@@ -98,9 +131,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build; 0, or 1 if something of the corpus is not in the store."""
-    from kvcache_rag.building.run import Build
-    from kvcache_rag.commands.outputs import check_file
-    from kvcache_rag.commands.quieting import quiet
+    from kvcache_rag.commands.listing import check_file
+    from kvcache_rag.corpus.run import Build
 
     _check(arguments)
     if arguments.json:
@@ -126,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
-    from kvcache_rag.building.processes import check_workers
+    from kvcache_rag.corpus.processes import check_workers
 
     if arguments.workers is not None:
         check_workers(arguments.workers)
@@ -149,8 +181,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> BuildSettings:
-    from kvcache_rag.building.settings import BuildSettings
     from kvcache_rag.commands.corpora import template_in
+    from kvcache_rag.corpus.worker import BuildSettings
 
     store = arguments.store
     return BuildSettings(
@@ -168,8 +200,8 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
 
 
 def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
-    from kvcache_rag.building.corpus import JsonLines
     from kvcache_rag.commands.corpora import ChromaRows, TextFiles
+    from kvcache_rag.corpus.texts import JsonLines
 
     if arguments.chroma is not None:
         folder = os.path.abspath(arguments.chroma)
@@ -187,8 +219,8 @@ def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
 
 
 def _workers(arguments: argparse.Namespace) -> Workers:
-    from kvcache_rag.building.processes import available_cores
-    from kvcache_rag.building.run import InProcess, ProcessPool
+    from kvcache_rag.corpus.processes import available_cores
+    from kvcache_rag.corpus.run import InProcess, ProcessPool
 
     count = arguments.workers or 1
     engine = _engine(arguments)
@@ -196,7 +228,7 @@ def _workers(arguments: argparse.Namespace) -> Workers:
         return InProcess()
     if engine == "processes":
         return ProcessPool(count, _devices(arguments.device))
-    from kvcache_rag.building.ray_data import RayCluster
+    from kvcache_rag.corpus.ray_data import RayCluster
 
     _check_ray()
     return RayCluster(count, arguments.ray_address, arguments.gpus, available_cores())

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.evaluation.cells import Cell
-    from kvcache_rag.evaluation.records import Records
-    from kvcache_rag.evaluation.tasks import Task, TokenCounter
+    from kvcache_rag.evaluation.tasks import TokenCounter
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.scoring.ask import Cell, Records
+    from kvcache_rag.scoring.question import Task
 
 HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
@@ -138,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a model is loaded."""
-    from kvcache_rag.commands.outputs import check_file
+    from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag.evaluation.plot import check_plot
+    from kvcache_rag.evaluation.report import check_plot
 
     for name in ("n", "documents", "facts", "length", "batch", "k"):
         given = getattr(arguments, name)
@@ -206,15 +206,14 @@ def _is_counted(name: str) -> bool:
 
 def _counter(model: str) -> TokenCounter:
     """Tokens of a text by the tokenizer of a model."""
-    from kvcache_rag.loading import resolve
-    from kvcache_rag.models.pretrained import load_tokenizer
+    from kvcache_rag.models.pretrained import load_tokenizer, resolve
 
     tokenizer = load_tokenizer(resolve(model), {})
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
-    from kvcache_rag.evaluation.cells import make_cells
+    from kvcache_rag.scoring.ask import make_cells
 
     codecs = tuple(dict.fromkeys(("native", *arguments.codecs))) if arguments.codecs else ("",)
     models = tuple(dict.fromkeys(arguments.models))
@@ -241,9 +240,7 @@ def _auxiliary(arguments: argparse.Namespace) -> Scorer | None:
 
 def _report(arguments: argparse.Namespace, records: Records) -> None:
     from kvcache_rag.errors import MissingExtraError
-    from kvcache_rag.evaluation.plot import draw
-    from kvcache_rag.evaluation.report import summarise, to_json
-    from kvcache_rag.evaluation.tables import to_markdown
+    from kvcache_rag.evaluation.report import draw, summarise, to_json, to_markdown
 
     groups = summarise(records, seed=arguments.seed)
     table = to_markdown(groups)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from kvcache_rag.models.base import LayerGroup, ModelLayout
     from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
 HELP = "say whether chunks of a model can be stitched, and how its keys turn"
 SUPPORTED, UNSUPPORTED = 0, 1
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _load(arguments: argparse.Namespace) -> Any:
     from transformers.utils import logging
 
-    from kvcache_rag.loading import load
+    from kvcache_rag.models.pretrained import load
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

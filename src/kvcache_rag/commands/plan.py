@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from kvcache_rag.chunk import ChunkLayout
     from kvcache_rag.engine import Engine
+    from kvcache_rag.kv.chunk import ChunkLayout
 
 HELP = "say how many bytes and how much time the cache of a folder of texts will take"
 CODECS = ("native", "int8", "int4")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Count, measure a few chunks, and print; nothing is stored."""
-    from kvcache_rag.commands.texts import cut, read_texts
+    from kvcache_rag.commands.corpora import cut, read_texts
 
     if not 0 <= arguments.overlap < arguments.chunk_size:
         raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
@@ -160,7 +160,7 @@ def _described(
     arguments: argparse.Namespace, layout: ChunkLayout, plan: Plan, pace: Pace | None
 ) -> dict[str, Any]:
     from kvcache_rag.codecs import by_name
-    from kvcache_rag.stores.filesize import file_bytes
+    from kvcache_rag.stores.disk.file import file_bytes
 
     lengths = list(plan.tokens.values())
     missing = sum(count for one, count in plan.tokens.items() if one not in plan.there)

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     settings = serve.settings_of(arguments)
     serve.quiet()
-    from kvcache_rag.serve import wiring
+    from kvcache_rag.serve import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             # Some browsers return when they are closed; the server answers meanwhile.
             threading.Thread(target=_visit, args=(page,), daemon=True).start()
 
-    wiring.run(settings, announce)
+    startup.run(settings, announce)
     return 0
 
 

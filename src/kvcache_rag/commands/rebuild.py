@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands import claims, collecting
+from kvcache_rag.commands import garbage
 from kvcache_rag.commands.collections import add_place, open_client, open_collections
 from kvcache_rag.commands.listing import duration, model_name, plural, size
 from kvcache_rag.errors import InvalidInputError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration import Row, RowPrefiller
-    from kvcache_rag.integration.forms import RowText
-    from kvcache_rag.stores.inventory import SpecFolder
+    from kvcache_rag.integration.rows import RowText
+    from kvcache_rag.stores.disk.maintenance import SpecFolder
 
 HELP = "compute a collection's chunks for another model, codec or template, then retire the old"
 _LOOKED_AT = 50  # rows by which the form of texts is told
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--collection", action="append", required=True, metavar="NAME", help="repeatable"
     )
     add_place(parser)
-    claims.add_remote(parser)
+    garbage.add_remote(parser)
     parser.add_argument(
         "--text",
         metavar="FORM",
@@ -87,9 +87,9 @@ def _open(arguments: argparse.Namespace) -> Engine:
 
     from kvcache_rag.codecs import by_name
     from kvcache_rag.engine import Engine
-    from kvcache_rag.loading import load
+    from kvcache_rag.models.pretrained import load
+    from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore, TieredStore
-    from kvcache_rag.template import PromptTemplate
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -185,15 +185,15 @@ def _check_kept(engine: Engine, prefiller: RowPrefiller, text_of: RowText) -> No
 
 def _retire(arguments: argparse.Namespace, prefiller: RowPrefiller, engine: Engine) -> None:
     """Release what the collection claims in other specs of its namespace."""
-    remote = claims.open_remote(arguments)
-    owner = claims.collection_owner(prefiller.rows.collection)
+    remote = garbage.open_remote(arguments)
+    owner = garbage.collection_owner(prefiller.rows.collection)
     if not arguments.yes:
         # The rows still refer to the old chunks, and will not.
-        owner = claims.Owner(owner.name, owner.mark, lambda _: set())
-    for found in claims.unused(_others(arguments, engine), owner, time.time()):
+        owner = garbage.Owner(owner.name, owner.mark, lambda _: set())
+    for found in garbage.unused(_others(arguments, engine), owner, time.time()):
         if not found.files:
             continue
-        count = claims.release(found, owner, remote) if arguments.yes else len(found.files)
+        count = garbage.release(found, owner, remote) if arguments.yes else len(found.files)
         done = "released" if arguments.yes else "would be released"
         name = f"{found.spec.name} {model_name(found.spec.manifest)}"
         print(f"  {name}: {plural(count, 'chunk')} ({size(found.nbytes)}) {done}")
@@ -202,7 +202,7 @@ def _retire(arguments: argparse.Namespace, prefiller: RowPrefiller, engine: Engi
 
 
 def _others(arguments: argparse.Namespace, engine: Engine) -> Iterator[SpecFolder]:
-    for namespace in collecting.chosen(arguments):
+    for namespace in garbage.chosen(arguments):
         for spec in namespace.specs():
             if spec.name != engine.spec[:16]:
                 yield spec
@@ -215,7 +215,7 @@ def _form(name: str | None, prefiller: RowPrefiller, engine: Engine) -> RowText:
     Raises:
         InvalidInputError: If there is no form of that name, or the rows do not tell which.
     """
-    from kvcache_rag.integration.forms import installed_forms
+    from kvcache_rag.integration.rows import installed_forms
 
     forms = installed_forms()
     if name is not None:

@@ -35,12 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
         return _make_key(arguments)
     settings = settings_of(arguments)
     quiet()
-    from kvcache_rag.serve import wiring
+    from kvcache_rag.serve import startup
 
     def announce(line: str, page: str) -> None:
         print(f"kvcache-rag: {line}; look at {page}", flush=True)
 
-    wiring.run(settings, announce)
+    startup.run(settings, announce)
     return 0
 
 

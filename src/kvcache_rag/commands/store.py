@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands import collecting
+from kvcache_rag.commands import garbage
 from kvcache_rag.commands.collections import add_place, is_placed
 from kvcache_rag.commands.listing import duration, model_name, moment, plural, size, table
 from kvcache_rag.errors import InvalidInputError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-    from kvcache_rag.stores.inventory import NamespaceFolder, SpecFolder, StoredFile, Summary
+    from kvcache_rag.stores.disk.maintenance import NamespaceFolder, SpecFolder, StoredFile, Summary
 
 HELP = "list, measure, check and clean a folder of chunks"
 WHOLE, DAMAGED = 0, 1
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = actions.add_parser("verify", help="read every file and check it; 1 if one is damaged")
     verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
     gc = actions.add_parser("gc", help="release what no row refers to any more")
-    collecting.add_arguments(gc)
+    garbage.add_arguments(gc)
     for action in (ls, du, verify, gc):
         action.add_argument("folder", metavar="DIR", help="folder of the store")
         action.add_argument(
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; 0, or 1 if `verify` found a damaged file."""
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
-    actions = {"ls": _list, "du": _measure, "verify": _verify, "gc": collecting.run}
+    actions = {"ls": _list, "du": _measure, "verify": _verify, "gc": garbage.run}
     return actions[arguments.action](arguments)
 
 
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     names = _owner_names(arguments)
     if arguments.chunks:
-        for namespace in collecting.chosen(arguments):
+        for namespace in garbage.chosen(arguments):
             for spec in namespace.specs():
                 _list_chunks(arguments, namespace, spec, names)
         return WHOLE
-    found = [_described(namespace, names) for namespace in collecting.chosen(arguments)]
+    found = [_described(namespace, names) for namespace in garbage.chosen(arguments)]
     if arguments.json:
         print(json.dumps({"store": str(Path(arguments.folder).resolve()), "namespaces": found}))
         return WHOLE
@@ -75,19 +75,19 @@ def _owner_names(arguments: argparse.Namespace) -> dict[str, str]:
     if not is_placed(arguments):
         return {}
     from kvcache_rag.commands.collections import all_collections, open_client
-    from kvcache_rag.stores.upkeep import owner_mark
+    from kvcache_rag.stores.disk.maintenance import owner_mark
 
     collections = all_collections(open_client(arguments))
     return {owner_mark(str(one.id)): str(one.name) for one in collections}
 
 
 def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str, Any]:
-    from kvcache_rag.stores.inventory import summarise
+    from kvcache_rag.stores.disk.maintenance import summarise
 
     aside, deleted = list(namespace.quarantined()), list(namespace.deleted())
     return {
         "namespace": namespace.name,
-        "is_default": collecting.is_default(namespace),
+        "is_default": garbage.is_default(namespace),
         "quarantined": len(aside),
         "quarantined_bytes": sum(one.nbytes for one in aside),
         "deleted": len(deleted),
@@ -114,7 +114,7 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
 def _codec_of(sample: StoredFile | None) -> str:
     """What a file says of itself, where a store was filled before there were manifests."""
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.verify import file_facts
+    from kvcache_rag.stores.disk.maintenance import file_facts
 
     if sample is None:
         return "?"
@@ -180,7 +180,7 @@ def _list_chunks(
 
 def _tokens(chunk: StoredFile) -> int | None:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.verify import file_facts
+    from kvcache_rag.stores.disk.maintenance import file_facts
 
     try:
         return file_facts(chunk.path, chunk.digest).tokens
@@ -190,7 +190,7 @@ def _tokens(chunk: StoredFile) -> int | None:
 
 # ---------------------------------------------------------------------- du
 def _measure(arguments: argparse.Namespace) -> int:
-    found = [_described(namespace, {}) for namespace in collecting.chosen(arguments)]
+    found = [_described(namespace, {}) for namespace in garbage.chosen(arguments)]
     rows = [row for one in found for row in _parts(one)]
     total = sum(nbytes for _, nbytes, _ in rows)
     if arguments.json:
@@ -227,13 +227,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     checked = nbytes = damaged = 0
     total = sum(
         chunk.is_held
-        for namespace in collecting.chosen(arguments)
+        for namespace in garbage.chosen(arguments)
         for spec in namespace.specs()
         for chunk in spec.chunks()
     )
     started = time.perf_counter()
     with progress_bar(total, "verify", "file", show=sys.stderr.isatty()) as bar:
-        for namespace in collecting.chosen(arguments):
+        for namespace in garbage.chosen(arguments):
             for spec in namespace.specs():
                 for chunk in spec.chunks():
                     if not chunk.is_held:
@@ -250,8 +250,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) -> bool:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.upkeep import put_aside
-    from kvcache_rag.stores.verify import verify_file
+    from kvcache_rag.stores.disk.maintenance import put_aside, verify_file
 
     try:
         found = os.lstat(chunk.path)

@@ -1,32 +1,158 @@
-"""`kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
-
-Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
-"""
+"""How `kvcache-rag verify` says what it found."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.commands.listing import plural, table
+from kvcache_rag.scoring.statistics import wilson
+
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.evaluation.question import Question
     from kvcache_rag.evaluation.verification import Scoring, Verification
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.template import PromptTemplate
-    from kvcache_rag.verdict import AuxiliaryAgreement
+    from kvcache_rag.prompt.template import PromptTemplate
+    from kvcache_rag.scoring.question import Question
+    from kvcache_rag.verdict import AuxiliaryAgreement, PolicyScore, Verdict
+
+
+def lines(verdict: Verdict, file: str) -> Iterator[str]:
+    """The table, the notes, and one sentence."""
+    told = verdict.identity
+    yield (
+        f"model {told.model}, {told.dtype}, chunks stored as {told.codec}; "
+        f"{plural(verdict.questions, 'question')} of {verdict.source}, measured by "
+        f"{verdict.measure}"
+    )
+    yield ""
+    for check in verdict.checks:
+        state = "equal" if check.passed else "DIFFERENT"
+        yield f"{state:<10}{check.name} ({check.error:.2g}, rounding explains {check.tolerance:g})"
+    yield ""
+    heads = [
+        verdict.measure,
+        "kept of full",
+        "same answer",
+        "KL first",
+        "KL answer",
+        "top-1",
+        "recomputed",
+        "ttft",
+        "of full",
+        "policy",  # last, as it may be long
+    ]
+    rows = [_cells(row) for row in (verdict.full, *verdict.policies)]
+    yield from table([heads, *rows], right=frozenset(range(len(heads) - 1)))
+    if verdict.auxiliary is not None:
+        yield ""
+        yield _auxiliary_line(verdict.auxiliary)
+    yield ""
+    yield from verdict.notes
+    yield _sentence(verdict)
+    yield f'Wrote {file}; use it with Engine(..., gate="{file}").'
+
+
+def _cells(row: PolicyScore) -> list[str]:
+    kept, *ends = map(_percent, (row.kept, row.kept_low, row.kept_high))
+    interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
+    name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
+    return [
+        _percent(row.score),
+        interval,
+        _percent(row.agreement),
+        _number(row.first_divergence),
+        _number(row.answer_divergence),
+        _percent(row.top1),
+        _percent(row.recomputed),
+        f"{1000 * row.ttft:.1f} ms",
+        f"{row.ttft_ratio:.2f}x",
+        name,
+    ]
+
+
+def _needed(verdict: Verdict) -> int:
+    """Questions that prove the threshold if none is lost."""
+    open_ = (1 - verdict.threshold) * verdict.full.score
+    return next((n for n in range(1, 100_000) if wilson(0, n)[1] <= open_), 100_000)
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2g}"
+
+
+def _auxiliary_line(found: AuxiliaryAgreement) -> str:
+    return (
+        f"Attention of {found.name} to the chunks against the model's own: KL "
+        f"{found.divergence:.2f} ({found.divergence_low:.2f}-{found.divergence_high:.2f}) nats; "
+        f"of the top 20 % of tokens, Jaccard {found.jaccard:.2f} "
+        f"({found.jaccard_low:.2f}-{found.jaccard_high:.2f}), {found.random_jaccard:.2f} by chance."
+    )
+
+
+def _sentence(verdict: Verdict) -> str:
+    asked = f"{100 * verdict.threshold:g} %"
+    rows: Sequence[PolicyScore] = verdict.policies
+    chosen = [row for row in rows if row.policy == verdict.recommended]
+    if chosen:
+        return (
+            f"Recommended: {chosen[0].policy}, which keeps {_percent(chosen[0].kept)} % of full "
+            f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {asked} asked) at "
+            f"{chosen[0].ttft_ratio:.2f} times its time to the first token."
+        )
+    if not all(check.passed for check in verdict.checks):
+        return (
+            f"Recommended: {verdict.full.policy}, because cached chunks do not give the numbers "
+            "that they should on this model."
+        )
+    if any(row.kept_low >= verdict.threshold for row in rows):
+        return f"Recommended: {verdict.full.policy}, because no policy that passes is sooner."
+    if math.isnan(verdict.full.kept):
+        return (
+            f"Recommended: {verdict.full.policy}, because it scores nothing itself on these "
+            "questions, so there is nothing to compare with; check questions, answers and "
+            "--max-new-tokens."
+        )
+    close = max(rows, key=lambda row: (row.kept >= verdict.threshold, row.kept_low))
+    if close.kept >= verdict.threshold:
+        return (
+            f"Recommended: {verdict.full.policy}; {close.policy} kept {_percent(close.kept)} % of "
+            f"its score, but {verdict.questions} questions prove only {_percent(close.kept_low)} % "
+            f"where {asked} is asked: give more questions ({_needed(verdict)} if none is lost), or "
+            "accept less with --keep."
+        )
+    return (
+        f"Recommended: {verdict.full.policy}, because no policy keeps {asked} of its score; the "
+        f"closest, {close.policy}, keeps {_percent(close.kept)} %."
+    )
+
+
+# `kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
+#
+# Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
+
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
+
 CODECS = ("native", "int8", "int4")
+
 POLICIES = ("reordered", "composite", "legolink", "cacheblend", "ape")
+
 READER = "reader"
+
 # Questions of a task; a file is asked as a whole.
 QUESTIONS = 200
+
 FAILED = 1
 
 
@@ -84,7 +210,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
-    from kvcache_rag.commands.verdicts import lines
 
     _check(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
@@ -104,7 +229,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before a question is read."""
-    from kvcache_rag.commands.outputs import check_file
+    from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
 
     for name in ("n", "max_new_tokens"):
@@ -123,12 +248,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _planned(arguments: argparse.Namespace) -> Verification:
     from kvcache_rag.errors import InvalidInputError
-    from kvcache_rag.evaluation.recommending import AGREEMENT
-    from kvcache_rag.evaluation.verification import Verification
+    from kvcache_rag.evaluation.verification import AGREEMENT, Verification
 
     score: Scoring | None = None
     if arguments.questions is not None:
-        from kvcache_rag.evaluation.own_questions import own_score, read_own_questions
+        from kvcache_rag.evaluation.datasets import own_score, read_own_questions
 
         questions = _drawn(read_own_questions(arguments.questions), arguments)
         answered = all(one.answers or one.answer_groups for one in questions)
@@ -252,7 +376,7 @@ def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
 
 
 def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> AuxiliaryAgreement:
-    from kvcache_rag.evaluation.auxiliary_task import auxiliary_agreement
+    from kvcache_rag.evaluation.auxiliary import auxiliary_agreement
 
     return auxiliary_agreement(
         engine, auxiliary, planned.questions, seed=planned.seed, show_progress=True

@@ -12,17 +12,24 @@ document that answers it.  A file that cannot be read is refused with its line, 
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
+import zipfile
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.evaluation.question import Question
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, MissingExtraError
+from kvcache_rag.scoring.metrics import best, exact_match, f1, f1_chinese, substring_match
+from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from kvcache_rag.evaluation.question import Language
+    from kvcache_rag.scoring.question import Language
 
 
 @dataclass(frozen=True)
@@ -196,3 +203,419 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(content, dict):
                 raise _Row(where, {}).error("is not a JSON object")
             yield where, content
+
+
+# RGB (arXiv 2309.01431) as its repository publishes it: pools of documents, mixed at a noise rate.
+#
+# A line of its files is `{"id", "query", "answer", "positive": [...], "negative": [...]}`.
+
+
+if TYPE_CHECKING:
+    Row = Mapping[str, Any]
+
+
+def rgb_questions(
+    rows: Iterable[Row], language: Language, noise: float | None, passages: int = 5
+) -> Iterator[Question]:
+    """RGB's own files: `passages` documents, of which the share `noise` is noise, rounded up.
+
+    RGB's `processdata`: the first documents of each pool, one side filled up from the other where
+    it is too short; for integration (`positive` is a list of lists) one document per part of the
+    answer first, then the second of each, and so on, and noise for what is left.  RGB draws order,
+    and documents of a part, with a fixed random seed; here the row's id draws them.  Without
+    `noise`: all documents of both pools.
+
+    Raises:
+        InvalidInputError: If `noise` is not within 0 and 1 or `passages` is below 1.
+    """
+    if not (noise is None or 0 <= noise <= 1) or passages < 1:
+        raise InvalidInputError(
+            f"{passages} passages with noise {noise} cannot be; noise is 0 to 1"
+        )
+    for row in rows:
+        rng = random.Random(f"rgb/{row['id']}")
+        positive, negative = _rgb_documents(row, noise, passages, rng)
+        drawn = [(text, True) for text in positive] + [(text, False) for text in negative]
+        rng.shuffle(drawn)
+        groups = _rgb_groups(row["answer"])
+        yield Question(
+            id=str(row["id"]),
+            question=row["query"],
+            chunks=tuple(text for text, _ in drawn),
+            answers=tuple(dict.fromkeys(one for group in groups for one in group)),
+            answer_groups=groups if len(groups) > 1 else (),
+            relevant=tuple(index for index, (_, relevant) in enumerate(drawn) if relevant),
+            language=language,
+        )
+
+
+def _rgb_groups(answer: Any) -> tuple[tuple[str, ...], ...]:
+    parts = answer if isinstance(answer, list) else [answer]
+    return tuple(tuple(part) if isinstance(part, list) else (part,) for part in parts)
+
+
+def _rgb_documents(
+    row: Row, noise: float | None, passages: int, rng: random.Random
+) -> tuple[list[str], list[str]]:
+    positive, negative = row["positive"], row["negative"]
+    parted = bool(positive) and isinstance(positive[0], list)
+    if noise is None:
+        return ([text for part in positive for text in part] if parted else positive), negative
+    noisy = math.ceil(passages * noise)
+    helpful = passages - noisy
+    if parted:
+        parts = [rng.sample(part, len(part)) for part in positive]
+        taken = [part[0] for part in parts]
+        for depth in range(1, max(map(len, parts))):
+            rest = [part[depth] for part in parts if len(part) > depth]
+            taken += rest[: max(0, helpful - len(taken))]
+        return taken, negative[: max(0, passages - len(taken))]
+    if noise == 1:
+        return [], negative[:passages]
+    if noisy > len(negative):
+        noisy = len(negative)
+        helpful = passages - noisy
+    elif helpful > len(positive):
+        helpful = len(positive)
+        noisy = passages - helpful
+    return positive[:helpful], negative[:noisy]
+
+
+# Question sets of the Hugging Face hub, each turned from its published schema into questions.
+#
+# | name | hub | schema | |---|---|---| | hotpotqa | hotpotqa/hotpot_qa, distractor, validation |
+# HotpotQA (arXiv 1809.09600) | | 2wiki | xanhho/2WikiMultihopQA, dev | 2WikiMultihopQA (arXiv
+# 2011.01060) | | musique | dgslibisey/MuSiQue, validation | MuSiQue-Ans (arXiv 2108.00573) | |
+# squad | rajpurkar/squad, validation | SQuAD v1.1 (arXiv 1606.05250) | | dureader, multifieldqa_zh
+# | THUDM/LongBench | LongBench (arXiv 2308.14508) |
+#
+# RGB is not on the hub; `rgb` reads the files of its repository.
+
+
+_SQUAD_DISTRACTORS: Final = 4
+
+_LONGBENCH_PASSAGE: Final = re.compile(r"^(?:Passage \d+:|文章\s*\d+)[ \t]*\n?", re.MULTILINE)
+
+
+def hotpot_questions(rows: Iterable[Row]) -> Iterator[Question]:
+    """HotpotQA and 2WikiMultihopQA: paragraphs of sentences, supporting ones named by title.
+
+    Takes the columns of the hub (`{"title": [...], "sentences": [...]}`), the pairs of the original
+    files, and either written as JSON.
+    """
+    for row in rows:
+        paragraphs = _pairs(row["context"], ("sentences", "content"))
+        supporting = {title for title, _ in _pairs(row["supporting_facts"], ("sent_id",))}
+        yield Question(
+            id=str(row["id"] if "id" in row else row["_id"]),
+            question=row["question"],
+            chunks=tuple(f"{title}\n{_sentences(texts)}" for title, texts in paragraphs),
+            answers=(row["answer"],),
+            relevant=tuple(
+                index for index, (title, _) in enumerate(paragraphs) if title in supporting
+            ),
+        )
+
+
+def musique_questions(rows: Iterable[Row]) -> Iterator[Question]:
+    """MuSiQue-Ans: twenty paragraphs, each marked; aliases of the answer count, too.
+
+    Rows that are marked as unanswerable (MuSiQue-Full) are left out.
+    """
+    for row in rows:
+        if not row.get("answerable", True):
+            continue
+        paragraphs = row["paragraphs"]
+        yield Question(
+            id=row["id"],
+            question=row["question"],
+            chunks=tuple(f"{one['title']}\n{one['paragraph_text']}" for one in paragraphs),
+            answers=(row["answer"], *row["answer_aliases"]),
+            relevant=tuple(index for index, one in enumerate(paragraphs) if one["is_supporting"]),
+        )
+
+
+def squad_questions(rows: Iterable[Row]) -> Iterator[Question]:
+    """SQuAD v1.1: the paragraph, and the first four others of its article without an answer.
+
+    The paragraphs stand in the order of the article.  Short articles give fewer.
+    """
+    rows = list(rows)
+    articles: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        articles[row["title"]].setdefault(row["context"])
+    for row in rows:
+        answers = tuple(dict.fromkeys(row["answers"]["text"]))
+        own, article = row["context"], list(articles[row["title"]])
+        others = [
+            text
+            for text in article
+            if text != own and not any(answer.lower() in text.lower() for answer in answers)
+        ]
+        kept = {own, *others[:_SQUAD_DISTRACTORS]}
+        chunks = tuple(text for text in article if text in kept)
+        yield Question(
+            id=row["id"],
+            question=row["question"],
+            chunks=chunks,
+            answers=answers,
+            relevant=(chunks.index(own),),
+        )
+
+
+def longbench_questions(rows: Iterable[Row]) -> Iterator[Question]:
+    """LongBench: one text of one document, or of passages with a heading each.
+
+    It does not say which passages hold the answer, so `relevant` is empty unless there is only one.
+    """
+    for row in rows:
+        pieces = (piece.strip() for piece in _LONGBENCH_PASSAGE.split(row["context"]))
+        chunks = tuple(piece for piece in pieces if piece)
+        yield Question(
+            id=row["_id"],
+            question=row["input"],
+            chunks=chunks,
+            answers=tuple(row["answers"]),
+            relevant=(0,) if len(chunks) == 1 else (),
+            language="zh" if row["language"] == "zh" else "en",
+        )
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a data set lies on the hub.
+
+    Attributes:
+        repo: Its repository.
+        read: Turns rows into questions.
+        split: Which rows, of a repository that `datasets` loads by name.
+        config: Which variant of it.
+        file: Instead: a file of the repository, parquet or a zip archive.
+        member: File of JSON lines in the archive.
+    """
+
+    repo: str
+    read: Callable[[Iterable[Row]], Iterator[Question]]
+    split: str = ""
+    config: str | None = None
+    file: str = ""
+    member: str = ""
+
+
+def _longbench(name: str) -> HubSource:
+    # The repository's loading script no longer runs; this is the archive that it unpacked.
+    return HubSource(
+        "THUDM/LongBench", longbench_questions, file="data.zip", member=f"data/{name}.jsonl"
+    )
+
+
+HUB: Final[Mapping[str, HubSource]] = {
+    "hotpotqa": HubSource(
+        "hotpotqa/hotpot_qa", hotpot_questions, split="validation", config="distractor"
+    ),
+    "2wiki": HubSource("xanhho/2WikiMultihopQA", hotpot_questions, file="dev.parquet"),
+    "musique": HubSource("dgslibisey/MuSiQue", musique_questions, split="validation"),
+    "squad": HubSource("rajpurkar/squad", squad_questions, split="validation"),
+    "dureader": _longbench("dureader"),
+    "multifieldqa_zh": _longbench("multifieldqa_zh"),
+}
+
+
+def load_hub(name: str) -> list[Question]:
+    """Load a data set by its name in `HUB`.
+
+    Raises:
+        MissingExtraError: If `datasets` is not installed.
+        InvalidInputError: If it cannot be loaded (no connection, HF_HUB_OFFLINE, moved) or its
+            rows are not of the schema that it was published with.
+    """
+    source = HUB.get(name)
+    if source is None:
+        raise InvalidInputError(
+            f"{name} is not on the hub; name a folder that holds {name}.jsonl with --data"
+        )
+    try:
+        rows = _load(source)
+    except KVCacheRagError:
+        raise
+    except Exception as error:  # of many libraries: http, hub, arrow, zip
+        raise InvalidInputError(
+            f"the data set {source.repo} could not be loaded ({type(error).__name__}); go online, "
+            f"or name a folder that holds {name}.jsonl with --data"
+        ) from error
+    return of_schema(f"the data set {source.repo}", source.read, rows)
+
+
+def _load(source: HubSource) -> Iterable[Row]:
+    try:
+        datasets = import_module("datasets")
+    except ImportError:
+        raise MissingExtraError("datasets", "eval") from None
+    if not source.file:
+        rows = datasets.load_dataset(source.repo, source.config, split=source.split)
+        return cast("Iterable[Row]", rows)
+    download = import_module("huggingface_hub").hf_hub_download
+    path = download(source.repo, source.file, repo_type="dataset")
+    if source.member:
+        with zipfile.ZipFile(path) as archive, archive.open(source.member) as lines:
+            return [json.loads(line) for line in lines]
+    # "train" is what `datasets` calls the rows of a file.
+    rows = datasets.load_dataset("parquet", data_files=path, split="train")
+    return cast("Iterable[Row]", rows)
+
+
+def of_schema(
+    where: object, read: Callable[[Iterable[Row]], Iterator[Question]], rows: Iterable[Row]
+) -> list[Question]:
+    """All that `read` makes of `rows`.
+
+    Args:
+        where: What to call the data set.
+        read: One of the converters above.
+        rows: What it reads.
+
+    Raises:
+        InvalidInputError: If the rows are not of the schema that `read` expects.
+    """
+    try:
+        return list(read(rows))
+    except (AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{where} has another schema than it was published with ({error!r}); "
+            "name a folder of JSON lines in the project's own format with --data"
+        ) from error
+
+
+def _pairs(value: Any, others: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """(title, rest) of columns or of pairs, either maybe as JSON."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        other = next(value[name] for name in others if name in value)
+        return list(zip(value["title"], other, strict=True))
+    return [(title, rest) for title, rest in value]
+
+
+def _sentences(texts: list[str]) -> str:
+    """Sentences as a paragraph; HotpotQA's begin with a space of their own, 2Wiki's do not."""
+    spaced = (text if text[:1].isspace() else f" {text}" for text in texts)
+    return "".join(spaced).strip()
+
+
+# Questions of one's own: a file of one JSON object a line, and how answers to them are scored.
+#
+#     {"question": "...", "documents": ["...", "..."], "answers": ["..."]}
+#
+# is enough. The form of published sets (`datasets`) is read, too: documents as objects with a
+# "text", "id", "answer_groups". Answers may be left out; then all that can be asked is whether a
+# policy answers as full prefill does.
+
+
+_CHINESE: Final = re.compile("[\u3400-\u9fff]")
+
+
+def read_own_questions(path: Path) -> list[Question]:
+    """Read a file of questions.
+
+    Raises:
+        InvalidInputError: If it cannot be read or is empty, or a line is not of the form above;
+            file, line and what is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInputError(
+            f"the questions {path} cannot be read ({error.strerror}); check the path"
+        ) from error
+    found, seen = [], set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        question = _question(line, f"{path}, line {number}", number)
+        if question.id in seen:
+            raise InvalidInputError(
+                f"{path}, line {number}: another line has the id {question.id!r}; make it unique"
+            )
+        seen.add(question.id)
+        found.append(question)
+    if not found:
+        raise InvalidInputError(
+            f"{path} has no questions; write one JSON object a line, with question, documents and "
+            "answers"
+        )
+    return found
+
+
+def own_score(answer: str, question: Question) -> dict[str, float]:
+    """`exact_match` and `f1` (SQuAD's, LongBench's for Chinese) against the best right answer.
+
+    Where there are groups of answers, both are whether every group is met (RGB's rule).
+    """
+    if question.answer_groups:
+        met = substring_match(answer, question.answer_groups, question.language)
+        return {"f1": met, "exact_match": met}
+    overlap = f1_chinese if question.language == "zh" else f1
+    return {
+        "f1": best(overlap, answer, question.answers),
+        "exact_match": best(exact_match, answer, question.answers),
+    }
+
+
+def _question(line: bytes, where: str, number: int) -> Question:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where}: this is not JSON in UTF-8; correct it") from error
+    if not isinstance(row, dict):
+        raise InvalidInputError(f'{where}: this is not an object {{"question": ...}}; correct it')
+    documents = row.get("documents")
+    if not isinstance(documents, list) or not documents:
+        raise InvalidInputError(
+            f'{where}: "documents" must be a list of at least one text; add what the retriever '
+            "found"
+        )
+    chunks = tuple(_document(one, where) for one in documents)
+    answers = _texts(row.get("answers"), "answers", where)
+    given = row.get("answer_groups") or []
+    if not isinstance(given, list):
+        raise InvalidInputError(f'{where}: "answer_groups" must be a list of lists; correct it')
+    groups = tuple(_texts(group, "answer_groups", where) for group in given)
+    if not all(groups):
+        raise InvalidInputError(f'{where}: a group of "answer_groups" is empty; leave it out')
+    question = _text(row.get("question"), "question", where)
+    joined = "".join((question, *answers, *(text for group in groups for text in group)))
+    return Question(
+        id=str(row.get("id", f"line {number}")),
+        question=question,
+        chunks=chunks,
+        answers=answers,
+        answer_groups=groups,
+        language="zh" if _CHINESE.search(joined) else "en",
+    )
+
+
+def _document(given: Any, where: str) -> str:
+    text = given.get("text") if isinstance(given, dict) else given
+    return _text(text, "documents", where)
+
+
+def _text(given: Any, name: str, where: str) -> str:
+    if not isinstance(given, str) or not given.strip():
+        raise InvalidInputError(f'{where}: "{name}" needs a text that is not empty; add it')
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f'{where}: "{name}" holds half of a surrogate pair, which is no text; correct it'
+        ) from error
+    return given
+
+
+def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
+    """A list of texts; one text is a list of itself, nothing an empty list."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list):
+        raise InvalidInputError(f'{where}: "{name}" must be a list of texts; correct it')
+    return tuple(_text(one, name, where) for one in given)

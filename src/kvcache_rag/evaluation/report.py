@@ -12,7 +12,8 @@ import statistics
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.evaluation.statistics import (
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.scoring.statistics import (
     LEAST_DIFFERING,
     Comparison,
     Interval,
@@ -24,8 +25,10 @@ from kvcache_rag.evaluation.statistics import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from kvcache_rag.evaluation.records import Record, Records
+    from kvcache_rag.scoring.ask import Record, Records
+
 
 FLOOR: Final = 0.6
 
@@ -216,3 +219,254 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# An evaluation as Markdown: one table per task, model and number of documents.
+
+
+def to_markdown(groups: Sequence[Group]) -> str:
+    """A table per group, and below them what the columns mean."""
+    parts = [_table(group) for group in groups]
+    return "\n".join([*parts, _legend(groups)])
+
+
+def _table(group: Group) -> str:
+    columns = _columns(group)
+    lines = [f"### {group.title}: {group.metric}, n = {group.n}", ""]
+    if group.scored is False:
+        lines += ["Not scored: full prefill is below 60 %.", ""]
+    lines.append("| " + " | ".join(columns) + " |")
+    lines.append("|" + "---|" * len(columns))
+    for row in group.rows:
+        cells = _cells(group, row)
+        lines.append("| " + " | ".join(cells[name] for name in columns) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _columns(group: Group) -> list[str]:
+    """Only those in which some row has something to say."""
+    rows = group.rows
+    wanted = {
+        "policy": True,
+        "codec": any(row.codec for row in rows),
+        "quality %": True,
+        "minus full": any(row.difference for row in rows),
+        "of full %": any(row.kept for row in rows),
+        "changed %": any(row.changed for row in rows),
+        "KL mean / max": any(row.divergence for row in rows),
+        "computed again": True,
+        "TTFT ms": any(row.ttft for row in rows),
+    }
+    return [name for name, shown in wanted.items() if shown]
+
+
+def _cells(group: Group, row: Row) -> dict[str, str]:
+    found = row.divergence
+    return {
+        "policy": row.policy.replace("|", "\\|"),  # a union; bare it would end the cell
+        "codec": row.codec or "none",
+        "quality %": _percent(row.quality),
+        "minus full": _difference(group, row.difference),
+        "of full %": _percent(row.kept),
+        "changed %": _percent(row.changed),
+        "KL mean / max": "" if found is None else f"{found[0]:.2g} / {found[1]:.2g}",
+        "computed again": f"{100 * row.recomputed_share:.1f} %",
+        "TTFT ms": _milliseconds(row.ttft),
+    }
+
+
+def _percent(share: Interval | None) -> str:
+    if share is None or not math.isfinite(share.value):
+        return ""
+    return f"{100 * share.value:.1f} ({100 * share.low:.1f} to {100 * share.high:.1f})"
+
+
+def _difference(group: Group, found: Comparison | None) -> str:
+    if found is None:
+        return ""
+    text = f"{100 * found.difference:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+    if not found.ranked or not group.scored:
+        return text
+    return f"{text} {'better' if found.difference > 0 else 'worse'}"
+
+
+def _milliseconds(time: Interval | None) -> str:
+    if time is None:
+        return ""
+    return f"{1000 * time.value:.1f} ({1000 * time.low:.1f} to {1000 * time.high:.1f})"
+
+
+def _legend(groups: Sequence[Group]) -> str:
+    timed = max((row.ttft.n for group in groups for row in group.rows if row.ttft), default=0)
+    lines = [
+        "In brackets: 95 % intervals; those of differences and shares of full prefill are paired, "
+        'over the same questions, resampled by context. "better" and "worse" stand only where '
+        "the interval excludes 0 and the task is scored.",
+        "Computed again: tokens, as a share of the documents' tokens.",
+    ]
+    if timed:
+        lines.append(f"TTFT: median of {timed} questions per task asked one at a time, in turns.")
+    if any(row.changed for group in groups for row in group.rows):
+        lines.append("Changed: answers unlike those over the first codec.")
+    if any(row.divergence for group in groups for row in group.rows):
+        lines.append(
+            "KL: of the answer's first token, in nats, from the same policy over the first codec; "
+            "for the first codec from full prefill."
+        )
+    return "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+# Quality against time to the first token: one panel per group, one point per policy and codec.
+
+
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is for full prefill.
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+
+_MARKERS: Final = "osD^vPX"
+
+_GREY: Final = "#AAAAAA"
+
+_ACROSS: Final = 3
+
+
+def check_plot(file: Path) -> None:
+    """Say before hours of work whether a plot could be written.
+
+    Raises:
+        InvalidInputError: If its name has no suffix of a picture or there is no such folder.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    if file.suffix.lower() not in SUFFIXES:
+        raise InvalidInputError(f"{file} must end in one of {', '.join(SUFFIXES)}")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInputError(f"there is no folder for {file}; make it first")
+    figure_class()
+
+
+def plain_panel(panel: Any) -> None:
+    """The look of every plot of the project: a faint grid, no frame but two axes."""
+    panel.grid(color="#E5E5E5", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def save_plot(figure: Any, file: Path, salt: str = "kvcache-rag") -> None:
+    """Write a figure; the same figure gives the same bytes.
+
+    Args:
+        figure: Of matplotlib.
+        file: Its suffix decides the format.
+        salt: What names inside an SVG are made from.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": salt}):
+        metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
+        figure.savefig(file, dpi=150, metadata=metadata)
+
+
+def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> None:
+    """Write the plot of all groups in which something was timed.
+
+    Bars are 95 % intervals.  Groups that are not scored are grey.
+
+    Args:
+        groups: From `summarise`.
+        file: Its suffix decides the format.
+        baseline: Label of the full prefill, drawn in black.
+
+    Raises:
+        InvalidInputError: If nothing was timed, or the file cannot be a plot.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    check_plot(file)
+    timed = [group for group in groups if any(row.ttft for row in group.rows)]
+    if not timed:
+        raise InvalidInputError("no question was timed, so there is nothing to plot; time some")
+    across = min(_ACROSS, len(timed))
+    down = -(-len(timed) // across)
+    figure = figure_class()(figsize=(4.4 * across, 3.4 * down + 0.8), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    names = list(dict.fromkeys(_name(row) for group in timed for row in group.rows))
+    looks = _looks(names, baseline)
+    for panel, group in zip(panels, timed, strict=False):
+        _draw_group(panel, group, looks)
+    for panel in panels[len(timed) :]:
+        panel.set_axis_off()
+    figure.legend(
+        handles=[_handle(name, look) for name, look in looks.items()],
+        loc="outside lower center",
+        ncols=min(4, len(names)),
+        frameon=False,
+        fontsize=9,
+    )
+    save_plot(figure, file)
+
+
+def figure_class() -> Any:
+    """Matplotlib's figure, which needs no display.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "eval") from error
+    return Figure
+
+
+def _name(row: Row) -> str:
+    return f"{row.policy}, {row.codec}" if row.codec else row.policy
+
+
+def _looks(names: Sequence[str], baseline: str | None) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each name."""
+    others = [name for name in names if name.split(", ")[0] != baseline]
+    looks = {
+        name: (_COLOURS[index % len(_COLOURS)], _MARKERS[(1 + index) % len(_MARKERS)])
+        for index, name in enumerate(others)
+    }
+    return {name: looks.get(name, ("black", _MARKERS[0])) for name in names}
+
+
+def _handle(name: str, look: tuple[str, str]) -> Any:
+    from matplotlib.lines import Line2D
+
+    colour, marker = look
+    return Line2D([], [], color=colour, marker=marker, linestyle="", label=name)
+
+
+def _draw_group(panel: Any, group: Group, looks: dict[str, tuple[str, str]]) -> None:
+    for row in group.rows:
+        if row.ttft is None:
+            continue
+        colour, marker = looks[_name(row)]
+        panel.errorbar(
+            1000 * row.ttft.value,
+            100 * row.quality.value,
+            xerr=_bars(row.ttft, 1000),
+            yerr=_bars(row.quality, 100),
+            color=_GREY if group.scored is False else colour,
+            marker=marker,
+            markersize=6,
+            elinewidth=1,
+            capsize=2,
+            linestyle="",
+        )
+    note = " (not scored)" if group.scored is False else ""
+    panel.set_title(f"{group.title}{note}", fontsize=10)
+    panel.set_xlabel("time to first token, ms", fontsize=9)
+    panel.set_ylabel(f"{group.metric.replace('_', ' ')}, %", fontsize=9)
+    panel.set_xlim(left=0)
+    plain_panel(panel)
+
+
+def _bars(interval: Interval, unit: float) -> list[list[float]]:
+    """Lengths of the bars to the left and right, or below and above."""
+    value = interval.value
+    return [[max(0.0, unit * (value - interval.low))], [max(0.0, unit * (interval.high - value))]]

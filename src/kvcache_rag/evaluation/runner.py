@@ -13,24 +13,34 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from kvcache_rag.chunk import canonical_json
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.evaluation.asking import Asked, Asker
-from kvcache_rag.evaluation.cells import Cell, make_cells, reference_of
-from kvcache_rag.evaluation.engines import Model, Workplaces, open_model
-from kvcache_rag.evaluation.records import RecordFile, Records
-from kvcache_rag.models.identity import model_identity
+from kvcache_rag.kv.chunk import canonical_json
+from kvcache_rag.models.hf import model_identity
 from kvcache_rag.progress import progress_bar
+from kvcache_rag.scoring.ask import (
+    Asked,
+    Asker,
+    Cell,
+    Model,
+    RecordFile,
+    Records,
+    Workplaces,
+    make_cells,
+    open_model,
+    reference_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.evaluation.tasks import Task
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.scoring.question import Task
+
 
 __all__ = ["BATCH", "TIMED", "Cell", "Records", "evaluate", "make_cells"]
 
 BATCH: Final = 32
+
 TIMED: Final = 16
 
 

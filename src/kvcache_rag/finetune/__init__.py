@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache_rag.finetune.config import FinetuneConfig, JsonlData, ReaderData
-    from kvcache_rag.finetune.measure import Change, Measure
-    from kvcache_rag.finetune.report import Report
+    from kvcache_rag.finetune.report import Change, Measure, Report
     from kvcache_rag.finetune.run import finetune
 
 __all__ = [
@@ -30,17 +29,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Change": "measure",
-    "FinetuneConfig": "config",
-    "JsonlData": "config",
-    "Measure": "measure",
-    "ReaderData": "config",
-    "Report": "report",
-    "finetune": "run",
+    "config": ("FinetuneConfig", "JsonlData", "ReaderData"),
+    "report": ("Change", "Measure", "Report"),
+    "run": ("finetune",),
 }
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

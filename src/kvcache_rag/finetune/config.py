@@ -12,7 +12,7 @@ from kvcache_rag.errors import InvalidInputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.kv.mask import PositionScheme
 
 Objective = Literal["answers", "selection"]
 """`answers`: say the right words; `selection`: attend to what matters (CacheClip's auxiliary)."""

@@ -18,15 +18,15 @@ from torch.nn import functional
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
-from kvcache_rag.loading import load, resolve
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.template import FILE_NAME, PromptTemplate
+from kvcache_rag.models.pretrained import load, resolve
+from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvcache_rag.finetune.config import FinetuneConfig
-    from kvcache_rag.finetune.samples import Encoded
+    from kvcache_rag.finetune.sources import Encoded
 
 SHAPE_MULTIPLE = 64
 _TEMPLATE_FIELDS = ("system", "chunk_start", "chunk_end", "question", "refine")

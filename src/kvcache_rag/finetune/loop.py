@@ -1,13 +1,16 @@
-"""The training loop: steps, rate, log, checkpoints, and stopping when asked to."""
+"""What a run needs to go on, bit for bit: weights, optimiser, random states, place in the data."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 import torch
 
@@ -16,14 +19,183 @@ from kvcache_rag.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from types import FrameType
 
     from torch import Tensor
 
-    from kvcache_rag.finetune.checkpoint import Work
     from kvcache_rag.finetune.config import FinetuneConfig
-    from kvcache_rag.finetune.feed import Feed, Portion
     from kvcache_rag.finetune.learner import Learner
+    from kvcache_rag.finetune.packing import Feed, Portion
+
+
+_LOCK: Final = "lock"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folder of an unfinished run."""
+
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        """JSON lines, one per step."""
+        return self.folder / "training_log.jsonl"
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def _settings(self) -> Path:
+        return self.folder / "settings.json"
+
+    @contextmanager
+    def open(self, settings: dict[str, Any]) -> Iterator[bool]:
+        """Make the folder, or take up the run in it; True if there is a checkpoint.
+
+        No other process can open it meanwhile.  A run that failed before its first checkpoint (a
+        model that does not load) has done nothing that other settings could spoil.
+
+        Raises:
+            InvalidInputError: If it belongs to a run with other settings or data or to one that is
+                still going on, holds other files, or is damaged.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._settings.exists() and any(self._foreign()):
+            raise InvalidInputError(
+                f"{self.folder} holds other files; name an empty folder, or a new one, for the "
+                "work in progress"
+            )
+        with self._alone():
+            unfinished = self._checkpoint.exists()
+            if unfinished:
+                self._compare(settings)
+            else:
+                self._replace(self._settings, json.dumps(settings, indent=2).encode())
+                self.log.unlink(missing_ok=True)
+            yield unfinished
+
+    def _compare(self, settings: dict[str, Any]) -> None:
+        try:
+            known = dict(json.loads(self._settings.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise InvalidInputError(
+                f"{self._settings} is damaged; remove {self.folder} to begin anew"
+            ) from error
+        other = [name for name in settings if known.get(name) != settings[name]]
+        if other:
+            raise InvalidInputError(
+                f"{self.folder} holds an unfinished run with another {', '.join(other)}; "
+                "go on with its settings, remove the folder, or choose another output"
+            )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock that the system gives back however this process ends."""
+        with (self.folder / _LOCK).open("ab") as file:
+            try:
+                _lock(file)
+            except OSError as error:
+                raise InvalidInputError(
+                    f"another run is at work in {self.folder}; wait for it or choose another output"
+                ) from error
+            yield
+
+    def _foreign(self) -> Iterator[Path]:
+        """What is in the folder and not ours."""
+        ours = {path.name for path in (self.log, self._checkpoint, self._settings)}
+        known = {_LOCK, *ours, *(f"{name}.partial" for name in ours), "checkpoint.partial"}
+        return (path for path in self.folder.iterdir() if path.name not in known)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint; a crash leaves the old one or the new one."""
+        partial = self._checkpoint.with_suffix(".partial")
+        torch.save({**state, "random": _random_states()}, partial)
+        _sync(partial)
+        os.replace(partial, self._checkpoint)
+
+    def load(self) -> dict[str, Any]:
+        """The newest checkpoint; puts the random states back.
+
+        Raises:
+            InvalidInputError: If the file is damaged.
+        """
+        try:
+            state: dict[str, Any] = torch.load(
+                self._checkpoint, map_location="cpu", weights_only=True
+            )
+        except Exception as error:  # torch raises what it likes for a damaged file
+            raise InvalidInputError(
+                f"{self._checkpoint} is damaged; remove {self.folder} to begin anew"
+            ) from error
+        _restore(state.pop("random"))
+        return state
+
+    def cut_log(self, step: int) -> None:
+        """Forget the lines of steps behind the checkpoint: they will be run again."""
+        if not self.log.exists():
+            return
+        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [one for one in lines if one.endswith("\n") and _step_of(one) <= step]
+        self._replace(self.log, "".join(kept).encode())
+
+    def remove(self) -> None:
+        """Remove the folder of a finished run; if files of others came into it, it stays."""
+        foreign = set(self._foreign())
+        for path in self.folder.iterdir():
+            if path not in foreign:
+                path.unlink(missing_ok=True)
+        if not foreign:
+            self.folder.rmdir()
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(content)
+        os.replace(partial, path)
+
+
+def _step_of(line: str) -> int:
+    """Step of a line of the log; beyond all of them for a damaged one, which is dropped."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return sys.maxsize
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file, at once or not at all; where there is no `fcntl`, two runs are not told apart.
+
+    Raises:
+        OSError: If another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+# The training loop: steps, rate, log, checkpoints, and stopping when asked to.
 
 
 class Lesson(Protocol):

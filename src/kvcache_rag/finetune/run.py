@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.finetune.checkpoint import Work
-from kvcache_rag.finetune.feed import Feed, Portion, SampleEncoder
 from kvcache_rag.finetune.learner import Learner, answer_loss
-from kvcache_rag.finetune.loop import Trainer
-from kvcache_rag.finetune.measure import Measure, measure
-from kvcache_rag.finetune.report import Report
-from kvcache_rag.finetune.samples import Encoded, Encoder
+from kvcache_rag.finetune.loop import Trainer, Work
+from kvcache_rag.finetune.packing import Feed, Portion, SampleEncoder
+from kvcache_rag.finetune.report import Measure, Report, measure
 from kvcache_rag.finetune.selection import (
     SelectionEncoder,
     Teacher,
@@ -23,8 +20,8 @@ from kvcache_rag.finetune.selection import (
     relevant_characters,
     selection_loss,
 )
-from kvcache_rag.finetune.sources import Data, open_data
-from kvcache_rag.prompt import PromptRenderer
+from kvcache_rag.finetune.sources import Data, Encoded, Encoder, open_data
+from kvcache_rag.prompt.renderer import PromptRenderer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

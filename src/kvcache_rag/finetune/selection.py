@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcache_rag.alignment import shared_out, token_offsets, within
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.finetune.measure import Measure, batched
-from kvcache_rag.finetune.samples import Encoded, Encoder, QASample, Span
-from kvcache_rag.models.attending import QueryAttention
+from kvcache_rag.finetune.report import Measure, batched
+from kvcache_rag.finetune.sources import Encoded, Encoder, QASample, Span
+from kvcache_rag.models.attention.last_layer import QueryAttention
+from kvcache_rag.prompt.alignment import shared_out, token_offsets, within
 
 if TYPE_CHECKING:
     from kvcache_rag.finetune.learner import Learner
     from kvcache_rag.finetune.packing import Batch
-    from kvcache_rag.finetune.samples import PlainSample
+    from kvcache_rag.finetune.sources import PlainSample
 
 Characters = Sequence[Tensor]
 """Per document `(characters,)` float64: how much each matters."""

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcache_rag.integration.hashing import hash_vector
-    from kvcache_rag.integration.opening import open_engine
-    from kvcache_rag.integration.prefilling import RowPrefiller
-    from kvcache_rag.integration.reference import (
+    from kvcache_rag.integration.embedding import hash_vector
+    from kvcache_rag.integration.engine import open_engine
+    from kvcache_rag.integration.prefiller import RowPrefiller
+    from kvcache_rag.integration.references import (
         REFERENCE_KEYS,
         Reference,
         References,
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "hashing": ("hash_vector",),
-    "opening": ("open_engine",),
-    "prefilling": ("RowPrefiller",),
-    "reference": ("REFERENCE_KEYS", "Reference", "References", "text_digest"),
+    "embedding": ("hash_vector",),
+    "engine": ("open_engine",),
+    "prefiller": ("RowPrefiller",),
+    "references": ("REFERENCE_KEYS", "Reference", "References", "text_digest"),
     "rows": ("NewRow", "Row", "Rows", "Scalar", "Where", "flat"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,25 +7,39 @@ deleted.  `Rows` hides all that; it knows nothing of frameworks or of KV.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.references import Reference
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from importlib.metadata import EntryPoint
+
+    from kvcache_rag.prompt.template import PromptTemplate
+
 
 Scalar = str | int | float | bool
+
 Where: TypeAlias = dict[str, Any]
 """A condition on metadata in Chroma's own form."""
 
 RESERVED: Final = "chroma:document"
+
 # SQLite refuses statements with tens of thousands of variables; one membership test stays far
 # below.
 _MEMBERS: Final = 500
+
 # By collection, for all `Rows` of this process over it.
 _WRITERS: Final[dict[str, threading.RLock]] = {}
+
 if hasattr(os, "register_at_fork"):
     # The threads that held them do not exist in a forked child.
     os.register_at_fork(after_in_child=_WRITERS.clear)
@@ -263,3 +277,124 @@ def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
 def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
     for start in range(0, len(items), size):
         yield list(items[start : start + size])
+
+
+# How a document that somebody hands over reads as a chunk.
+#
+# One text is one chunk, wherever it comes from: only what is written here stands in prompts, so
+# that a server, an ingestion and a build of the same documents share their keys and values.
+
+
+def document_text(text: str, title: str | None = None) -> str:
+    """The chunk of a text with a title: the text alone.
+
+    Args:
+        text: As it is.
+        title: Carried along for whoever shows the document; it does not stand in the prompt.
+    """
+    del title
+    return text
+
+
+def fields_text(fields: Mapping[str, Any]) -> str:
+    """The chunk of named fields: a line `name: value` for each, sorted by name.
+
+    Values that are no text are written as JSON with sorted names.  A text alone, `{"text": ...}`,
+    is that text.
+
+    Args:
+        fields: Values as JSON knows them.
+    """
+    if set(fields) == {"text"} and isinstance(fields["text"], str):
+        return document_text(fields["text"])
+    return "\n".join(f"{name}: {_written(fields[name])}" for name in sorted(fields))
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+# What of a row stands in prompts: its document, or what a framework makes of it.
+#
+# A framework tells how its rows read by an entry point of the group `kvcache_rag.row_texts`. A
+# row's reference holds the digest of the text that its chunk was computed from, so rows that have
+# one tell by themselves which form they are in.
+
+
+if TYPE_CHECKING:
+    RowText: TypeAlias = Callable[[Row], str]
+
+GROUP: Final = "kvcache_rag.row_texts"
+
+DOCUMENT: Final = "document"
+
+LLAMA_INDEX: Final = "llama-index"
+
+# LlamaIndex writes a node beside its text; rows of others do not have this.
+_NODE: Final = "_node_content"
+
+
+def installed_forms() -> dict[str, RowText]:
+    """The forms that rows can be read in, by name: "document" first, then those of frameworks.
+
+    A framework is imported when its form is first used.
+    """
+    forms: dict[str, RowText] = {DOCUMENT: lambda row: row.document}
+    for point in entry_points(group=GROUP):
+        forms[point.name] = _Brought(point)
+    return forms
+
+
+class _Brought:
+    """The form of a framework."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self._point = point
+        self._text_of: RowText | None = None
+
+    def __call__(self, row: Row) -> str:
+        if self._text_of is None:
+            self._text_of = self._point.load()
+        return self._text_of(row)
+
+
+def row_text(name: str, template: PromptTemplate) -> RowText:
+    """How to read rows.
+
+    Args:
+        name: A form; "" lets every row tell: the form that its reference was made of, else the
+            framework that wrote it, else its document.
+        template: Writes the chunks that the references were made of.
+
+    Raises:
+        InvalidInputError: If there is no form of that name.
+    """
+    forms = installed_forms()
+    if not name:
+        return _Told(forms, template)
+    if name not in forms:
+        raise InvalidInputError(
+            f"there is no form of texts {name!r}; use one of {', '.join(forms)}, or install the "
+            "integration that brings it"
+        )
+    return forms[name]
+
+
+class _Told:
+    """Reads each row in its own form."""
+
+    def __init__(self, forms: Mapping[str, RowText], template: PromptTemplate) -> None:
+        self._forms, self._template = forms, template
+
+    def __call__(self, row: Row) -> str:
+        reference = Reference.from_metadata(row.metadata)
+        if reference is not None:
+            for form in self._forms.values():
+                text = form(row)
+                written = self._template.wrap(text).encode("utf-8", "surrogatepass")
+                if hashlib.sha256(written).hexdigest() == reference.text:
+                    return text
+        usual = LLAMA_INDEX if _NODE in row.metadata else DOCUMENT
+        return self._forms.get(usual, self._forms[DOCUMENT])(row)

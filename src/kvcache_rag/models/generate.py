@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.models.hf import TransformersModel
 
+
 # Wrong tokens from any prefilled cache in transformers itself (measured with 5.23), so they are
 # refused.
 _REFUSED = (
@@ -33,6 +34,7 @@ _REFUSED = (
     "assistant_early_exit",
     "custom_generate",
 )
+
 _CALL_OPTIONS = (
     "generation_config",
     "logits_processor",
@@ -41,6 +43,7 @@ _CALL_OPTIONS = (
     "streamer",
     "synced_gpus",
 )
+
 _OWNED = (
     "attention_mask",
     "cache_implementation",

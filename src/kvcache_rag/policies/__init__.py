@@ -2,14 +2,12 @@
 
 from kvcache_rag.policies.ape import Ape
 from kvcache_rag.policies.auto import Auto, auto
-from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.base import ReusePolicy, Scorer, Union
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
-from kvcache_rag.policies.fixed import FullRecompute, Reuse
-from kvcache_rag.policies.joint import Combination
+from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.policies.named import POLICY_NAMES, policy_by_name
-from kvcache_rag.policies.union import Union
 
 __all__ = [
     "POLICY_NAMES",

@@ -8,18 +8,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.base import AttentionScaling, ReusePolicy, Scorer
+from kvcache_rag.policies.base import AttentionScaling, ReusePolicy, Scorer, Union
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.fixed import Reuse
 from kvcache_rag.policies.selection import candidates
-from kvcache_rag.policies.union import Union
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 # Ratios that are tried are whole parts of 1 by this number.
 STEPS = 100

@@ -13,9 +13,9 @@ from kvcache_rag.policies.base import ReusePolicy
 from kvcache_rag.policies.selection import candidates, checked_positions, checked_ratio, share, top
 
 if TYPE_CHECKING:
-    from kvcache_rag.mask import PositionScheme
+    from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.ape import Ape
 from kvcache_rag.policies.auto import auto
+from kvcache_rag.policies.base import MOST_PARTS, Union
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
-from kvcache_rag.policies.fixed import FullRecompute, Reuse
-from kvcache_rag.policies.joint import Combination
+from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.policies.union import MOST_PARTS, Union
 
 if TYPE_CHECKING:
     from collections.abc import Callable

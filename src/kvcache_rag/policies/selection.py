@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from kvcache_rag.mask import PositionScheme
-    from kvcache_rag.stitch import StitchedPrompt
+    from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
 def checked_ratio(ratio: float) -> float:

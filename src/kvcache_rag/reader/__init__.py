@@ -7,8 +7,8 @@ this package does not import torch.
 
 - `make_example`, `make_corpus`: documents, questions, exact answers; a function of their seed.
 - `model_path`: the packaged model, for `AutoModelForCausalLM.from_pretrained`.
-- `python -m kvcache_rag.reader.train`: train it again.
-- `python -m kvcache_rag.reader.check`: measure it.
+- `python -m training.reader.train`: train it again.
+- `python -m training.reader.check`: measure it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from kvcache_rag.reader.contexts import ReaderQuestion
 from kvcache_rag.reader.generator import KINDS, ReaderExample, make_corpus, make_example
-from kvcache_rag.reader.questions import ReaderQuestion
 
 __all__ = ["KINDS", "ReaderExample", "ReaderQuestion", "make_corpus", "make_example", "model_path"]
 

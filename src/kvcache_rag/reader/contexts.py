@@ -12,13 +12,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.reader.language import COLOURS, ENTITY_TYPES, JOBS, Relation, relations_of
+from kvcache_rag.reader.language import (
+    COLOURS,
+    ENTITY_TYPES,
+    JOBS,
+    REFUSAL,
+    RELATIONS,
+    Relation,
+    relations_of,
+)
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
+
 _TYPE_WEIGHTS: Final = (0.34, 0.24, 0.22, 0.20)
+
 _TRIES: Final = 12
 
 
@@ -294,3 +304,350 @@ def _kinds(world: World, count: int) -> list[str]:
 def _cut(drawn: list[Fact], documents: int) -> Context:
     edges = [round(index * len(drawn) / documents) for index in range(documents + 1)]
     return [drawn[start:stop] for start, stop in pairwise(edges)]
+
+
+# Ask questions about a context: which facts answer them, and which cannot be answered.
+
+
+@dataclass(frozen=True)
+class ReaderQuestion:
+    """A question about the documents of a `ReaderExample`.
+
+    Attributes:
+        text: The question.
+        answer: The exact answer; "bridge; final" for two hops, "A, B" for several values,
+            "not found" if the documents do not say.
+        kind: One of `kvcache_rag.reader.KINDS`.
+        documents: Indices of the documents that state the facts; empty for a refusal.
+    """
+
+    text: str
+    answer: str
+    kind: str
+    documents: tuple[int, ...]
+
+
+_Key = tuple[str, str]  # entity, name of the relation
+
+
+class Asker:
+    """Draws questions about one context; no question twice."""
+
+    def __init__(self, world: World, context: Context) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._relations = {relation.name: relation for relation in RELATIONS}
+        self._values: dict[_Key, list[str]] = {}
+        self._documents: dict[_Key, list[int]] = {}
+        self._types: dict[str, str] = {}
+        for index, document in enumerate(context):
+            for fact in document:
+                key = (fact.entity, fact.relation.name)
+                values = self._values.setdefault(key, [])
+                if fact.value not in values:
+                    values.append(fact.value)
+                self._documents.setdefault(key, []).append(index)
+                self._types[fact.entity] = fact.relation.subject
+                if fact.relation.value in ENTITY_TYPES:
+                    self._types.setdefault(fact.value, fact.relation.value)
+        self._stated = sorted({name for _, name in self._values})
+        self._single = [key for key in self._values if not self._relations[key[1]].many]
+        self._several = [key for key in self._values if self._relations[key[1]].many]
+        self._shared = [key for key in self._single if self._is_shared(key[1], len(context))]
+        self._chains = self._find_chains()
+        self._asked: set[str] = set()
+
+    def about(self, fact: Fact, kind: str) -> ReaderQuestion:
+        """Return the question about one fact of the context."""
+        return self._question((fact.entity, fact.relation.name), kind)
+
+    def ask(self, kind: str) -> ReaderQuestion | None:
+        """Return a new question of `kind`, or None if none was found.
+
+        Raises:
+            ValueError: If `kind` is unknown.
+        """
+        draw = {
+            "single": self._ask_single,
+            "same_relation": self._ask_shared,
+            "unanswerable": self._ask_unanswerable,
+            "two_hop": self._ask_two_hop,
+            "two_hop_direct": self._ask_two_hop_directly,
+            "multi_value": self._ask_several,
+        }.get(kind)
+        if draw is None:
+            raise ValueError(f"unknown kind of question {kind!r}")
+        question = draw()
+        if question is None or question.text in self._asked:
+            return None
+        self._asked.add(question.text)
+        return question
+
+    def _is_shared(self, relation: str, documents: int) -> bool:
+        stating = {self._documents[key][0] for key in self._values if key[1] == relation}
+        return len(stating) == documents
+
+    def _find_chains(self) -> list[tuple[_Key, _Key]]:
+        second: dict[str, list[_Key]] = {}
+        for key in self._single:
+            second.setdefault(key[0], []).append(key)
+        return [
+            (key, follow)
+            for key in self._single
+            if self._relations[key[1]].phrase is not None
+            for follow in second.get(self._values[key][0], ())
+            if self._documents[key] != self._documents[follow] and follow[1] != key[1]
+        ]
+
+    def _form(self, relation: Relation, subject: str) -> str:
+        form = self._rng.choice(relation.questions)
+        if subject.startswith("the "):
+            form = form.replace("the {s}", "{s}")
+        return form.format(s=subject)
+
+    def _question(self, key: _Key, kind: str) -> ReaderQuestion:
+        text = self._form(self._relations[key[1]], key[0])
+        where = tuple(dict.fromkeys(self._documents[key]))
+        return ReaderQuestion(text, ", ".join(self._values[key]), kind, where)
+
+    def _ask_single(self) -> ReaderQuestion | None:
+        return self._question(self._rng.choice(self._single), "single") if self._single else None
+
+    def _ask_shared(self) -> ReaderQuestion | None:
+        if not self._shared:
+            return None
+        return self._question(self._rng.choice(self._shared), "same_relation")
+
+    def _ask_several(self) -> ReaderQuestion | None:
+        if not self._several:
+            return None
+        return self._question(self._rng.choice(self._several), "multi_value")
+
+    def _ask_two_hop(self) -> ReaderQuestion | None:
+        if not self._chains:
+            return None
+        first, second = self._rng.choice(self._chains)
+        phrase = self._relations[first[1]].phrase
+        if phrase is None:
+            return None
+        text = self._form(self._relations[second[1]], phrase.format(s=first[0]))
+        answer = f"{self._values[first][0]}; {self._values[second][0]}"
+        where = (self._documents[first][0], self._documents[second][0])
+        return ReaderQuestion(text, answer, "two_hop", where)
+
+    def _ask_two_hop_directly(self) -> ReaderQuestion | None:
+        """Ask for the end of a chain without its bridge."""
+        question = self._ask_two_hop()
+        if question is None:
+            return None
+        final = question.answer.partition("; ")[2]
+        return ReaderQuestion(
+            f"In short: {question.text}", final, "two_hop_direct", question.documents
+        )
+
+    def _ask_unanswerable(self) -> ReaderQuestion | None:
+        """Ask about an unknown entity, or about a known one what no document says of it."""
+        if self._rng.random() < 0.5:
+            relation = self._relations[self._rng.choice(self._stated)]
+            entity = self._world.label(relation.subject)
+        else:
+            entity = self._rng.choice(list(self._types))
+            unsaid = [
+                relation
+                for relation in relations_of(self._types[entity])
+                # "X makes Y" would half answer "which products does X sell": not asked.
+                if not relation.many and (entity, relation.name) not in self._values
+            ]
+            if not unsaid:
+                return None
+            relation = self._rng.choice(unsaid)
+        return ReaderQuestion(self._form(relation, entity), REFUSAL, "unanswerable", ())
+
+
+# Contexts whose facts need the chunk before: a pronoun, an alias or a unit explained there.
+#
+# The last sentence of a document says what the first sentence of the next one needs. A chunk that
+# was prefilled alone has not seen that sentence, so these are the questions at which reuse loses
+# and remedies can be told apart.
+#
+# - `pronoun`: "The founder of Kelo is Mirko." / "She lives in Bran." Nothing but the order of the
+#   documents links the two.
+# - `alias`: "The baker is Mirko." / "The baker lives in Bran." The alias links them, so a reader that
+#   has learned it can answer in two steps when the question is asked.
+# - `unit`: "Lengths are in Tolu." / "The Savo measures 35.", in one pair of documents only: one look
+#   at the whole context finds the unit when the question is asked.
+
+
+LINKED_KINDS: Final = ("pronoun", "alias", "unit")
+
+_INTRODUCTIONS: Final = {
+    kind: tuple(one for one in RELATIONS if one.value == kind and not one.many)
+    for kind in ("person", "company", "town")
+}
+
+_LENGTH_DIGITS: Final = 3
+
+
+@dataclass(frozen=True)
+class LinkedContext:
+    """Documents whose neighbours belong together.
+
+    Attributes:
+        documents: Their texts.
+        linked: Questions that need the document before the one with the answer.
+        plain: Questions about facts that stand in one sentence.
+    """
+
+    documents: tuple[str, ...]
+    linked: tuple[ReaderQuestion, ...]
+    plain: tuple[ReaderQuestion, ...]
+
+
+@dataclass
+class _Writer:
+    """Sentences per document, and the questions about them, while they are drawn."""
+
+    world: World
+    kind: str
+    texts: list[list[str]]
+    linked: list[ReaderQuestion]
+    plain: list[ReaderQuestion]
+
+    def state(self, document: int, entity: str, relation: Relation, *, value: str = "") -> str:
+        """State a fact about a named entity, ask about it, and return the value."""
+        rng = self.world.rng
+        value = value or self.world.fact(entity, relation).value
+        self.texts[document].append(rng.choice(relation.statements).format(s=entity, v=value))
+        text = rng.choice(relation.questions).format(s=entity)
+        self.plain.append(ReaderQuestion(text, value, "single", (document,)))
+        return value
+
+    def ask(self, document: int, text: str, answer: str) -> None:
+        """Ask what needs `document` and the one before it."""
+        self.linked.append(ReaderQuestion(text, answer, self.kind, (document - 1, document)))
+
+
+def linked_context(
+    world: World,
+    kind: str,
+    documents: int,
+    facts: int,
+    *,
+    share: float = 1.0,
+    one_alias: bool = False,
+) -> LinkedContext:
+    """Return a context of linked documents.
+
+    Args:
+        world: Where names and values come from.
+        kind: One of `LINKED_KINDS`.
+        documents: How many, at least two.
+        facts: Sentences per document, at least two.
+        share: How many of the neighbours are linked; at least one pair is.
+        one_alias: Whether all aliases of the context are the same name, so that only the nearest
+            explanation counts.
+
+    Raises:
+        ValueError: If `kind` is unknown or a number is too small.
+    """
+    if kind not in LINKED_KINDS:
+        raise ValueError(f"unknown kind {kind!r}, choose from {', '.join(LINKED_KINDS)}")
+    if documents < 2 or facts < 2:
+        raise ValueError(f"links need two documents of two facts, got {documents} x {facts}")
+    rng = world.rng
+    writer = _Writer(world, kind, [[] for _ in range(documents)], [], [])
+    pairs = [index for index in range(1, documents) if rng.random() < share]
+    pairs = pairs or [rng.randrange(1, documents)]
+    if kind == "unit":
+        pairs = [rng.choice(pairs)]
+    link: Callable[[int], str]
+    if kind == "pronoun":
+        filler, link = _pronouns(writer)
+    elif kind == "alias":
+        filler, link = _aliases(writer, f"the {rng.choice(JOBS)}" if one_alias else None)
+    else:
+        filler, link = _units(writer)
+    last = {index - 1: link(index) for index in pairs}
+    for index, text in enumerate(writer.texts):
+        while len(text) + (index in last) < facts:
+            filler(index)
+        if index in last:
+            text.append(last[index])
+    rng.shuffle(writer.linked)
+    rng.shuffle(writer.plain)
+    texts = tuple(" ".join(text) for text in writer.texts)
+    return LinkedContext(texts, tuple(writer.linked), tuple(writer.plain))
+
+
+_Draw = tuple["Callable[[int], object]", "Callable[[int], str]"]
+
+
+def _relation(writer: _Writer, kind: str) -> Relation:
+    return writer.world.rng.choice(single_valued(kind))
+
+
+def _filler(writer: _Writer, kind: str, relation: Relation) -> Callable[[int], object]:
+    """Half of the other sentences state the asked relation of entities that are named there."""
+    rng, world = writer.world.rng, writer.world
+
+    def fill(document: int) -> object:
+        if rng.random() < 0.5:
+            return writer.state(document, world.entity(kind), relation)
+        other = world.kind()
+        return writer.state(document, world.entity(other), _relation(writer, other))
+
+    return fill
+
+
+def _pronouns(writer: _Writer) -> _Draw:
+    rng, world = writer.world.rng, writer.world
+    kind = rng.choice(tuple(_INTRODUCTIONS))
+    relation = _relation(writer, kind)
+
+    def link(document: int) -> str:
+        entity = world.entity(kind)
+        value = world.fact(entity, relation).value
+        pronoun = "She" if kind == "person" else "It"
+        # The second forms begin with "The ... of": only the first name the subject first.
+        writer.texts[document].insert(0, relation.statements[0].format(s=pronoun, v=value))
+        writer.ask(document, rng.choice(relation.questions).format(s=entity), value)
+        introduction = rng.choice(_INTRODUCTIONS[kind])
+        subject = world.entity(introduction.subject)
+        text = rng.choice(introduction.questions).format(s=subject)
+        writer.plain.append(ReaderQuestion(text, entity, "single", (document - 1,)))
+        return rng.choice(introduction.statements).format(s=subject, v=entity)
+
+    return _filler(writer, kind, relation), link
+
+
+def _aliases(writer: _Writer, shared: str | None) -> _Draw:
+    rng, world = writer.world.rng, writer.world
+    relation = rng.choice([one for one in single_valued("person") if one.value != "job"])
+    aliases = [f"the {job}" for job in rng.sample(JOBS, len(JOBS))]
+
+    def link(document: int) -> str:
+        entity, alias = world.entity("person"), shared or aliases.pop()
+        value = world.fact(entity, relation).value
+        statement = rng.choice(relation.statements).format(s=alias, v=value)
+        writer.texts[document].insert(0, statement[0].upper() + statement[1:])
+        text = rng.choice(relation.questions)
+        writer.ask(document, text.format(s=entity), value)
+        if shared is None:
+            question = ReaderQuestion(text.format(s=alias), value, "single", (document,))
+            writer.plain.append(question)
+        return f"{alias.capitalize()} is {entity}."
+
+    return _filler(writer, "person", relation), link
+
+
+def _units(writer: _Writer) -> _Draw:
+    rng, world = writer.world.rng, writer.world
+
+    def link(document: int) -> str:
+        entity, unit = world.entity("product"), world.name()
+        value = str(rng.randrange(10 ** (_LENGTH_DIGITS - 1), 10**_LENGTH_DIGITS))
+        writer.texts[document].insert(0, f"The {entity} measures {value}.")
+        writer.ask(document, f"What does the {entity} measure?", f"{value} {unit}")
+        return f"Lengths are in {unit}."
+
+    return _filler(writer, "product", _relation(writer, "product")), link

@@ -11,23 +11,34 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from kvcache_rag.reader.contexts import World, draw_context, noisy, profile
-from kvcache_rag.reader.linked import LINKED_KINDS, linked_context
-from kvcache_rag.reader.names import names
-from kvcache_rag.reader.questions import Asker, ReaderQuestion
-from kvcache_rag.reader.wide import wide_names
+from kvcache_rag.reader.contexts import (
+    LINKED_KINDS,
+    Asker,
+    ReaderQuestion,
+    World,
+    draw_context,
+    linked_context,
+    noisy,
+    profile,
+)
+from kvcache_rag.reader.names import names, wide_names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvcache_rag.reader.contexts import Context
+
 
 NamePool = Literal["train", "held_out", "wide", "wide_train"]
 
 _NOISE: Final = {"noise_20": 0.2, "noise_40": 0.4, "noise_60": 0.6, "noise_80": 0.8}
+
 KINDS: Final = (
     *("single", "same_relation", "unanswerable", "two_hop", "multi_value", "two_hop_direct"),
     *_NOISE,
     *LINKED_KINDS,
 )
+
 _FORMS: Final = {
     "single": ("profile", "mixed"),
     "same_relation": ("rivals",),
@@ -36,6 +47,7 @@ _FORMS: Final = {
     "two_hop_direct": ("chain",),
     "multi_value": ("several",),
 }
+
 _TRIES: Final = 20
 
 
@@ -176,3 +188,78 @@ def _pool(pool: NamePool) -> tuple[str, ...]:
 def _is_degenerate(question: ReaderQuestion) -> bool:
     """Whether a question for several values has only one."""
     return question.kind == "multi_value" and "," not in question.answer
+
+
+Size = tuple[int, int]  # documents, facts per document
+
+_LINKED_KINDS: Final = {"pronoun": 0.45, "alias": 0.45, "unit": 0.1}
+
+_LINKED_PAIRS: Final = (1.0, 0.7, 0.4)  # how many neighbours are linked
+
+_ONE_ALIAS: Final = 0.5  # of the contexts with aliases
+
+_DRAWS_OF_A_QUESTION: Final = 3
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Weights of context forms, and of question kinds within each form."""
+
+    forms: dict[str, float]
+    questions: dict[str, dict[str, float]]
+
+
+READING: Final = Mix(
+    {
+        "uniform": 0.22,
+        "rivals": 0.16,
+        "profile": 0.22,
+        "mixed": 0.14,
+        "chain": 0.14,
+        "several": 0.12,
+    },
+    {
+        "uniform": {"single": 0.86, "unanswerable": 0.14},
+        "rivals": {"single": 0.56, "same_relation": 0.30, "unanswerable": 0.14},
+        "profile": {"single": 0.84, "unanswerable": 0.16},
+        "mixed": {"single": 0.62, "two_hop": 0.14, "multi_value": 0.10, "unanswerable": 0.14},
+        "chain": {"single": 0.24, "two_hop": 0.66, "unanswerable": 0.10},
+        "several": {"single": 0.26, "multi_value": 0.64, "unanswerable": 0.10},
+    },
+)
+
+
+def draw_example(
+    rng: random.Random, mix: Mix, size: Size, questions: int, pool: Sequence[str]
+) -> ReaderExample:
+    """Return one training example of `mix`; it may have no question at all."""
+    world = World(rng, pool)
+    form = rng.choices(list(mix.forms), list(mix.forms.values()))[0]
+    context = draw_context(world, form, *size)
+    asker = Asker(world, context)
+    texts = write_documents(rng, context)
+    weights = mix.questions[form]
+    kinds = rng.choices(list(weights), list(weights.values()), k=questions * _DRAWS_OF_A_QUESTION)
+    found = []
+    for kind in kinds:
+        question = asker.ask(kind)
+        if question is not None:
+            found.append(question)
+        if len(found) == questions:
+            break
+    return ReaderExample(texts, tuple(found))
+
+
+def draw_linked_example(
+    rng: random.Random, size: Size, questions: int, pool: Sequence[str]
+) -> ReaderExample:
+    """Return one training example in which facts need the document before."""
+    kind = rng.choices(list(_LINKED_KINDS), list(_LINKED_KINDS.values()))[0]
+    context = linked_context(
+        World(rng, pool),
+        kind,
+        *size,
+        share=rng.choice(_LINKED_PAIRS),
+        one_alias=rng.random() < _ONE_ALIAS,
+    )
+    return ReaderExample(context.documents, (context.linked + context.plain)[:questions])

@@ -9,22 +9,22 @@ from fastapi import FastAPI
 
 from kvcache_rag.serve import (
     auth,
-    chat,
     completions,
     errors,
-    guard,
     limits,
-    pages,
+    metrics,
+    middleware,
+    playground,
     rag,
     status,
-    telemetry,
 )
-from kvcache_rag.serve.context import AppContext
-from kvcache_rag.serve.shell import Shell
+from kvcache_rag.serve import completions as chat
+from kvcache_rag.serve.lifecycle import AppContext
+from kvcache_rag.serve.middleware import Shell
 
 if TYPE_CHECKING:
+    from kvcache_rag.serve.backend import Backend, Retriever
     from kvcache_rag.serve.settings import ServerSettings
-    from kvcache_rag.serve.work import Backend, Retriever
 
 _ABOUT: Final = (
     "Answers questions over documents whose keys and values were computed once: OpenAI's API, with "
@@ -53,7 +53,7 @@ def build_app(
         redoc_url=None,
     )
     authenticate = auth.authenticator(settings)
-    counting = telemetry.ServerTelemetry(backend)
+    counting = metrics.ServerTelemetry(backend)
     context = AppContext(
         backend=backend,
         settings=settings,
@@ -62,14 +62,14 @@ def build_app(
         telemetry=counting,
         retriever=retriever,
     )
-    for module in (chat, completions, rag, status, telemetry, pages):
+    for module in (chat, completions, rag, status, metrics, playground):
         app.include_router(module.router(context))
     errors.install(app)
     # Each surrounds those before it.
     bounds = settings.limits
     app.add_middleware(Shell, body_bytes=bounds.body_bytes, body_seconds=bounds.body_seconds)
-    guard.install(app, settings, authenticate)
-    telemetry.install(app, counting)
+    middleware.install(app, settings, authenticate)
+    metrics.install(app, counting)
     _declare_own_errors(app)
     return app
 

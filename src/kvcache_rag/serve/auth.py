@@ -6,9 +6,9 @@ from typing import Annotated, TypeAlias
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from kvcache_rag.serve.context import Caller
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.keys import METRICS_NAMESPACE, ApiKeys, new_key
+from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.settings import ServerSettings
 
 __all__ = ["Anonymous", "Authenticator", "ByKey", "authenticator", "new_key"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI, Request
 
-    from kvcache_rag.serve.work import Failed
+    from kvcache_rag.serve.backend import Failed
 
 LOG: Final = logging.getLogger("kvcache_rag.serve")
 INVALID: Final = "invalid_request_error"

@@ -22,18 +22,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve.context import Caller
+from kvcache_rag.serve.lifecycle import Caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+
 METRICS_NAMESPACE: Final = "@metrics"
 """A key of this namespace reads `/metrics`, and nothing else."""
 
 LEAST_LETTERS: Final = 16
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
 _LOG = logging.getLogger(__name__)
 
 

@@ -1,20 +1,146 @@
-"""Refuse what is too much, before it costs anything."""
+"""Refuse what cannot fit before it waits, without tokenising all of it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from fastapi import HTTPException, Request
+from fastapi.routing import APIRoute
+
+from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.serve.errors import TOO_LONG, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-    from kvcache_rag.serve.context import Caller
+    from starlette.responses import Response
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.serve.backend import Backend, Work
+    from kvcache_rag.serve.lifecycle import Caller
     from kvcache_rag.serve.settings import Limits
-    from kvcache_rag.serve.work import Backend, Work
+
+
+# Characters of a token, of which texts that fit have fewer on the average, almost always: only
+# longer ones are looked at, which costs nothing where a request may be answered.
+PER_TOKEN = 8
+
+# What is read in pieces may have some tokens more than as a whole, but not so many times as many.
+SURELY = 2
+
+
+def is_doubtful(engine: Engine, work: Work) -> bool:
+    """Whether a request is so long that it should be looked at before it waits."""
+    return sum(map(len, _texts(work))) > PER_TOKEN * engine.context_window
+
+
+def ensure_fits(engine: Engine, work: Work) -> None:
+    """Read a request piece by piece until it is certain that it does not fit.
+
+    No more is tokenised than a few context windows, however long the request is.
+
+    Raises:
+        ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
+        InvalidInputError: If a text is not valid Unicode.
+    """
+    window, tokens = engine.context_window, 0
+    for text in _texts(work):
+        for start in range(0, len(text), window):
+            tokens += len(engine.tokenize_text(text[start : start + window]))
+            if tokens > SURELY * window:
+                raise ContextTooLongError(
+                    f"the request has more than {SURELY * window} tokens and the model's context "
+                    f"window is {window}; shorten it, or send fewer or smaller documents"
+                )
+
+
+def _texts(work: Work) -> Iterator[str]:
+    yield work.question
+    yield work.system
+    yield from (turn.content for turn in work.history)
+    yield from work.chunks
+
+
+# Bodies that are small in bytes and large in work: refused once they are parsed.
+#
+# Every error of a body is collected before the first one is told, so a million empty messages would
+# keep the server busy for seconds; and whatever walks a deeply nested value may run out of stack.
+
+
+MOST_VALUES: Final = 20_000
+"""Values in one body: texts, numbers, lists, objects and the names in them."""
+
+DEEPEST: Final = 32
+"""Lists and objects around a value."""
+
+
+class CheckedRequest(Request):
+    """A request whose JSON is neither too deep nor made of too many values."""
+
+    async def json(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            HTTPException: 400 if it is too deep or too much; FastAPI lets no other error pass.
+            ValueError: If it is no JSON.
+        """
+        try:
+            found = await super().json()
+        except RecursionError as error:
+            raise _refused(_too_deep()) from error
+        check_json(found)
+        return found
+
+
+class CheckedRoute(APIRoute):
+    """A route that reads its body as a `CheckedRequest`: `APIRouter(route_class=CheckedRoute)`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler behind the check."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handle(CheckedRequest(request.scope, request.receive))
+
+        return checked
+
+
+def check_json(value: Any) -> None:
+    """Refuse JSON that is too deep, or made of too many values.
+
+    Raises:
+        HTTPException: 400.
+    """
+    layer, depth, count = [value], 0, 1
+    while layer:
+        if depth > DEEPEST:
+            raise _refused(_too_deep())
+        below: list[Any] = []
+        for one in layer:
+            if isinstance(one, (dict, list)):
+                count += len(one) * (2 if isinstance(one, dict) else 1)
+                below.extend(one.values() if isinstance(one, dict) else one)
+            if count > MOST_VALUES:
+                raise _refused(
+                    f"the body is made of more than the {MOST_VALUES} values that are allowed; "
+                    "send fewer messages or documents"
+                )
+        layer, depth = below, depth + 1
+
+
+def _too_deep() -> str:
+    return f"the body is nested deeper than the {DEEPEST} levels that are allowed; send it flatter"
+
+
+def _refused(message: str) -> HTTPException:
+    return HTTPException(400, message)
+
+
+# Refuse what is too much, before it costs anything.
+
 
 RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
 

@@ -1,32 +1,99 @@
-"""A backend over engines of this process."""
+"""What the stores of an engine hold and did, as plain values."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.serve.asking import grounded, plain_prompt
-from kvcache_rag.serve.engines import Engines, ensure_same_keys, twin
+from kvcache_rag.generation.stream import in_thread
+from kvcache_rag.prefetch import Engines, Prefetcher, ensure_same_keys, twin
+from kvcache_rag.serve.backend import Failed, Finished, Turn
 from kvcache_rag.serve.errors import failed
-from kvcache_rag.serve.lengths import ensure_fits, is_doubtful
-from kvcache_rag.serve.prefetcher import Prefetcher
-from kvcache_rag.serve.queue_retrieving import DEADLINE
+from kvcache_rag.serve.limits import ensure_fits, is_doubtful
+from kvcache_rag.serve.queue import DEADLINE
 from kvcache_rag.serve.scheduler import Scheduler
-from kvcache_rag.serve.serving import Server, failure, policy_of
-from kvcache_rag.serve.tiers import TierCounters
-from kvcache_rag.serve.work import Failed, Finished, Turn
-from kvcache_rag.streaming import in_thread
+from kvcache_rag.serve.worker import Server, failure, grounded, plain_prompt, policy_of
+from kvcache_rag.stores import DiskStore, MemoryStore
+from kvcache_rag.stores.disk.maintenance import namespaces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.serve.work import Event, Retriever, Work
+    from kvcache_rag.serve.backend import Event, Retriever, Work
+    from kvcache_rag.stores import ChunkStore
+
+
+# Seconds for which the size of a folder is believed: it is found by looking at every file.
+RECOUNT = 60.0
+
+_COUNTS = ("misses", "puts", "evictions", "corrupt", "put_failures", "failures")
+
+
+class TierCounters:
+    """Counters of every tier, and how much each holds now.  Safe to use from any thread."""
+
+    def __init__(self, stores: Sequence[ChunkStore]) -> None:
+        """Look at `stores`; a store that is given twice counts once."""
+        self._tiers = list(
+            dict.fromkeys(tier for store in stores for tier in getattr(store, "tiers", (store,)))
+        )
+        self._lock = threading.Lock()
+        self._folders: dict[DiskStore, tuple[float, int]] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """One entry per tier, fastest first; see `Backend.stats`.  It may look at many files."""
+        found: list[dict[str, Any]] = []
+        for store in self._tiers:
+            stats = store.stats()
+            names = [one["tier"] for one in found]
+            found.append(
+                {
+                    # Metrics are told apart by it: chunks and combinations may both lie on disk.
+                    "tier": store.tier if store.tier not in names else f"combinations-{store.tier}",
+                    "bytes": self._held(store),
+                    "hits": sum(stats.hits.values()),
+                    "bytes_read": sum(stats.bytes_read.values()),
+                    "bytes_written": sum(stats.bytes_written.values()),
+                    "seconds": sum(stats.seconds.values()),
+                    **{name: getattr(stats, name) for name in _COUNTS},
+                }
+            )
+        return found
+
+    def _held(self, store: ChunkStore) -> int | None:
+        if isinstance(store, MemoryStore):
+            return store.nbytes
+        if not isinstance(store, DiskStore):
+            return None
+        with self._lock:
+            counted, held = self._folders.get(store, (0.0, 0))
+            now = time.monotonic()
+            if store not in self._folders or now - counted > RECOUNT:
+                held = _folder_bytes(store)
+                self._folders[store] = (now, held)
+        return held
+
+
+def _folder_bytes(store: DiskStore) -> int:
+    return sum(
+        file.nbytes
+        for namespace in namespaces(store.root)
+        for spec in namespace.specs()
+        for file in spec.chunks()
+    )
+
+
+# A backend over engines of this process.
+
 
 MOMENT = 1.0  # seconds
+
 PREFETCH_OFF, PREFETCH_SAME = "off", "same"
 
 

@@ -8,14 +8,23 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.responses import Response
 
+from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.metrics import Answer
-from kvcache_rag.request import DEFAULT_NEW_TOKENS
-from kvcache_rag.serve.bodies import CheckedRoute
-from kvcache_rag.serve.context import AppContext, Caller
-from kvcache_rag.serve.documents import SomeText, Text
+from kvcache_rag.prompt.template import Message
+from kvcache_rag.serve.backend import Source, Started, Work
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.exchange import respond
-from kvcache_rag.serve.replies import (
+from kvcache_rag.serve.lifecycle import AppContext, Caller, respond
+from kvcache_rag.serve.limits import CheckedRoute
+from kvcache_rag.serve.requests import (
+    LARGEST,
+    Asking,
+    Generating,
+    SomeText,
+    StopText,
+    Text,
+    work_of,
+)
+from kvcache_rag.serve.responses import (
     ANSWERING,
     FinishReason,
     KVCacheReport,
@@ -24,10 +33,6 @@ from kvcache_rag.serve.replies import (
     now,
     plain,
 )
-from kvcache_rag.serve.schema import LARGEST, Asking, Generating, StopText
-from kvcache_rag.serve.work import Source, Started, Work
-from kvcache_rag.serve.working import work_of
-from kvcache_rag.template import Message
 
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 # What a question has in common with a chat, and is read the same way.

@@ -9,9 +9,10 @@ from typing import Final
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.template import FILE_NAME, PromptTemplate
+from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
 
 DEFAULT_HOST: Final = "127.0.0.1"
+
 DEFAULT_PORT: Final = 8000
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path
 
-from kvcache_rag.serve.context import AppContext, Caller
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.replies import Model, ModelList, Status, error_responses, now
-from kvcache_rag.serve.working import check_model
+from kvcache_rag.serve.lifecycle import AppContext, Caller
+from kvcache_rag.serve.requests import check_model
+from kvcache_rag.serve.responses import Model, ModelList, Status, error_responses, now
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")
 _PATIENCE: Final = 2.0  # seconds in which a backend has to say whether it is ready

@@ -1,24 +1,182 @@
-"""The contract of every store.
-
-A store maps `ChunkKey` to `ChunkKV`.  It never fails a question: what cannot be read is a miss,
-what cannot be written is counted.  It knows nothing of models; the shapes it may expect are handed
-in as a `ChunkLayout`.
-"""
+"""What a caller may hand to a store; the rest is refused before memory or a path is touched."""
 
 from __future__ import annotations
 
+import re
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
-    from kvcache_rag.stores.reader import ChunkReader
+    from torch import Tensor
+
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_key(key: ChunkKey) -> ChunkKey:
+    """Return the key.
+
+    Raises:
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
+    """
+    for part, value in (("digest", key.digest), ("spec", key.spec)):
+        if not _DIGEST.fullmatch(value):
+            raise InvalidInputError(
+                f"the {part} of a ChunkKey is 64 hexadecimal digits, not {value[:80]!r}; "
+                "make keys with chunk_key()"
+            )
+    return key
+
+
+def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
+    """Refuse a chunk that is not what its key and its own layout say.
+
+    Raises:
+        InvalidInputError: If length, start, shapes or dtypes differ.
+    """
+    said = (key.tokens, key.start)
+    if (len(chunk), chunk.start) != said:
+        raise InvalidInputError(
+            f"the chunk has {len(chunk)} tokens from position {chunk.start}, its key says "
+            f"{key.tokens} from {key.start}; compute the key from the chunk's own ids"
+        )
+    if chunk.tokens.dtype != torch.int32 or chunk.tokens.dim() != 1:
+        raise InvalidInputError("the token ids of a chunk are one row of int32")
+    layout = chunk.layout
+    shapes = tuple(tuple(tuple(tensor.shape) for tensor in group) for group in chunk.tensors)
+    expected = tuple(group.shapes(key.tokens) for group in layout.groups)
+    dtypes = {tensor.dtype for group in chunk.tensors for tensor in group}
+    if shapes != expected or dtypes - {layout.dtype}:
+        raise InvalidInputError(
+            f"the chunk's tensors are {shapes} {sorted(map(str, dtypes))}, its layout says "
+            f"{expected} {layout.dtype}"
+        )
+
+
+def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:
+    """Refuse memory that the chunk of `key` does not fit.
+
+    Raises:
+        InvalidInputError: If the layout, length, start, shapes or dtypes differ.
+    """
+    if out.layout != layout:
+        raise InvalidInputError("`out` has another layout than the chunk asked for")
+    check_chunk(key, out)
+
+
+# Chunks that are read layer by layer, each layer straight to its place in a prompt.
+
+
+class ChunkReader(ABC):
+    """A chunk that a store holds, opened for one reading.
+
+    Used by one thread at a time.  Nothing it gave counts before `finish` has returned.
+
+    Attributes:
+        tier: Name of the tier that holds the chunk.
+        tokens: Token ids, `(tokens,)` int32.
+        nbytes: Bytes of its keys and values.
+    """
+
+    tier: str
+    tokens: Tensor
+    nbytes: int
+
+    @abstractmethod
+    def aim(self, out: ChunkKV) -> None:
+        """Say where the chunk goes, before its first layer; `out` has its layout and length."""
+
+    @abstractmethod
+    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor] | None:
+        """Read K and V of one layer.
+
+        Args:
+            group: Index of the layer group.
+            place: Which of its layers; every layer once, ascending.
+
+        Returns:
+            None when they were read to where they go; else K and V, `(heads, tokens, width)`, in
+            memory apart from that, which must not be written to.
+
+        Raises:
+            CorruptChunkError: If it is damaged; it was put aside.
+            ChunkNotFoundError: If it cannot be read.
+        """
+
+    def read(self, out: ChunkKV) -> None:
+        """Read all layers to `out`; raises what `layer` does."""
+        self.aim(out)
+        for group, layers in enumerate(out.layout.groups):
+            for place in range(len(layers.layers)):
+                found = self.layer(group, place)
+                if found is not None:
+                    out.keys(group)[place].copy_(found[0])
+                    out.values(group)[place].copy_(found[1])
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Verify what was read, and count it.
+
+        Raises:
+            CorruptChunkError: If it is damaged; it was put aside.
+            ChunkNotFoundError: If it cannot be read.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Let go of what is open; also without `finish`."""
+
+
+class ResidentChunk(ChunkReader):
+    """A chunk whose tensors are in memory, verified and counted.
+
+    Attributes:
+        chunk: The chunk, shared with others and never written to.
+    """
+
+    def __init__(self, chunk: ChunkKV, tier: str) -> None:
+        """Give out the tensors of `chunk`, which came from `tier`."""
+        self.chunk, self.tier = chunk, tier
+        self.tokens, self.nbytes = chunk.tokens, chunk.nbytes
+        self._layers = [
+            (chunk.keys(group).unbind(0), chunk.values(group).unbind(0))
+            for group in range(len(chunk.tensors))
+        ]
+
+    def read(self, out: ChunkKV) -> None:
+        """Copy all of it."""
+        out.copy_from(self.chunk)
+
+    def aim(self, out: ChunkKV) -> None:
+        """Nothing: its tensors stay where they are."""
+
+    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor]:
+        """Its own tensors."""
+        keys, values = self._layers[group]
+        return keys[place], values[place]
+
+    def finish(self) -> None:
+        """Nothing: it was counted when it was found."""
+
+
+# The contract of every store.
+#
+# A store maps `ChunkKey` to `ChunkKV`. It never fails a question: what cannot be read is a miss,
+# what cannot be written is counted. It knows nothing of models; the shapes it may expect are handed
+# in as a `ChunkLayout`.
 
 
 @dataclass(frozen=True)
@@ -222,3 +380,111 @@ class ChunkStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """Counters of this process."""
+
+
+# Counting what a store did, from any thread.
+
+
+Number = TypeVar("Number", int, float)
+
+
+class Counters:
+    """The numbers behind `StoreStats`."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._lock = threading.Lock()
+        self._hits: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._read: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+        self._last_failure = ""
+
+    def hit(self, tier: str, nbytes: int = 0, seconds: float = 0.0) -> None:
+        """Count a chunk of `nbytes` given back by `tier` after `seconds`."""
+        with self._lock:
+            self._hits[tier] += 1
+            self._read[tier] += nbytes
+            self._seconds[tier] = self._seconds.get(tier, 0.0) + seconds
+
+    def kept(self, tier: str, nbytes: int) -> None:
+        """Count a chunk of `nbytes` written to `tier`."""
+        with self._lock:
+            self._counts["puts"] += 1
+            self._written[tier] += nbytes
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count `count` more of an attribute of `StoreStats`."""
+        with self._lock:
+            self._counts[name] += count
+
+    @contextmanager
+    def reading(self, damaged: str, absent: str) -> Iterator[None]:
+        """Count what fails within, and say it as every store does.
+
+        Args:
+            damaged: What to say of a chunk that is not what it should be.
+            absent: What to say of one that cannot be read.
+
+        Raises:
+            CorruptChunkError: For a `CorruptChunkError`.
+            ChunkNotFoundError: For an `OSError`.
+        """
+        try:
+            yield
+        except CorruptChunkError as error:
+            self.add("corrupt")
+            raise CorruptChunkError(f"{damaged}, prefill it: {error}") from None
+        except OSError as error:
+            self.add("misses")
+            raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
+
+    def failed(self, reason: str) -> None:
+        """Count a chunk that could not be written."""
+        with self._lock:
+            self._counts["put_failures"] += 1
+            self._last_failure = reason
+
+    def note(self, reason: str) -> None:
+        """Remember why writing will fail, before anything was written."""
+        with self._lock:
+            self._last_failure = reason
+
+    def stats(self) -> StoreStats:
+        """The counts at this moment."""
+        with self._lock:
+            return StoreStats(
+                hits=dict(self._hits),
+                last_failure=self._last_failure,
+                bytes_read=dict(self._read),
+                bytes_written=dict(self._written),
+                seconds=dict(self._seconds),
+                **self._counts,
+            )
+
+
+def added(parts: Iterable[Mapping[str, Number]]) -> dict[str, Number]:
+    """The sums of numbers by name."""
+    total: dict[str, Number] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def joined(own: StoreStats, tiers: Sequence[StoreStats], put_failures: int) -> StoreStats:
+    """Counters of a store over `tiers`: what it answered itself, and the sums of what they did."""
+    return StoreStats(
+        hits=added(tier.hits for tier in tiers),
+        misses=own.misses,
+        corrupt=sum(tier.corrupt for tier in tiers),
+        puts=own.puts,
+        put_failures=put_failures,
+        evictions=sum(tier.evictions for tier in tiers),
+        last_failure=next((t.last_failure for t in reversed(tiers) if t.last_failure), ""),
+        failures=sum(tier.failures for tier in tiers),
+        bytes_read=added(tier.bytes_read for tier in tiers),
+        bytes_written=added(tier.bytes_written for tier in tiers),
+        seconds=added(tier.seconds for tier in tiers),
+    )

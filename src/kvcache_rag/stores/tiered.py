@@ -8,19 +8,17 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
-from kvcache_rag.stores.checks import check_key
-from kvcache_rag.stores.counters import Counters, joined
-from kvcache_rag.stores.epochs import EpochWatch, IdleLooks, forgotten
+from kvcache_rag.stores.base import ChunkStore, Counters, Hit, StoreStats, check_key, joined
+from kvcache_rag.stores.disk.namespaces import EpochWatch, IdleLooks, forgotten
 from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.writeback import WriteBack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.codecs import Codec
-    from kvcache_rag.stores.reader import ChunkReader
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.base import ChunkReader
 
 _IDLE_LOOK = 60.0  # seconds between two looks at namespaces that nobody asks for
 

@@ -17,18 +17,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import CorruptChunkError
-from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
-from kvcache_rag.stores.checks import check_chunk, check_key, check_out
-from kvcache_rag.stores.copies import private_copy, size_in_memory
-from kvcache_rag.stores.counters import Counters
+from kvcache_rag.stores.base import (
+    ChunkStore,
+    Counters,
+    Hit,
+    StoreStats,
+    check_chunk,
+    check_key,
+    check_out,
+)
+from kvcache_rag.stores.memory import private_copy, size_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.codecs import Codec
-    from kvcache_rag.stores.epochs import EpochWatch
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.disk.namespaces import EpochWatch
 
 _MARK_BYTES = 1024  # what a queued claim or release counts as
 _IDLE = 5.0  # seconds after which a thread without work ends; the next write starts another

@@ -1,0 +1,222 @@
+"""How far a build is, for whoever watches: a bar in a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from tqdm.auto import tqdm
+
+from kvcache_rag.corpus.processes import Processes
+from kvcache_rag.corpus.texts import Reading, Text
+from kvcache_rag.corpus.worker import Report, Tally, Worker
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kv.chunk import ChunkKey
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.disk.folders import namespace_digest
+from kvcache_rag.stores.disk.maintenance import Leftover, discard, namespaces
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from kvcache_rag.corpus.texts import Corpus
+    from kvcache_rag.corpus.worker import BuildSettings
+
+
+PAUSE: Final = 30.0  # seconds between two lines
+
+
+class Progress:
+    """Shows a tally while it grows, on the stream of errors.
+
+    Attributes:
+        tally: What is shown.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        """Show nothing yet; how many texts there are is known at the end only."""
+        self.tally = tally
+        self._is_terminal = sys.stderr.isatty()
+        self._said = time.monotonic()
+        self._bar: Any = tqdm(desc="build", unit=" chunks", disable=not self._is_terminal)
+
+    def update(self) -> None:
+        """Show what the tally says now."""
+        tally = self.tally
+        if self._is_terminal:
+            self._bar.set_postfix_str(
+                f"{tally.there} there, {tally.tokens_per_second:.0f} tokens/s", refresh=False
+            )
+            self._bar.update(tally.done - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._said >= PAUSE:
+            self._said = now
+            sys.stderr.write(
+                f"build: {tally.done} chunks, {tally.prefilled} prefilled, {tally.there} there, "
+                f"{tally.tokens_per_second:.0f} tokens/s\n"
+            )
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        self._bar.close()
+
+
+# Unfinished files of workers that were killed.
+
+
+def tidy(store: DiskStore, spec: str, namespace: str) -> int:
+    """Remove what killed workers left half written in a spec's folder.
+
+    Chunks are written under the lock of their stripe, so what lies unfinished while that lock is
+    held belongs to nobody (on this machine: an unlucky writer of another one computes its chunk
+    again).
+
+    Returns:
+        How many files were removed.
+    """
+    found = [
+        entry
+        for folder in namespaces(store.root)
+        if folder.name == namespace_digest(namespace)
+        for one in folder.specs()
+        if one.name == spec[:16]
+        for entry in one.entries()
+        if isinstance(entry, Leftover)
+    ]
+    removed = 0
+    for leftover in found:
+        stripe = os.path.basename(os.path.dirname(leftover.path))
+        if len(stripe) != 2:
+            continue  # a manifest, which is written without a lock
+        with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
+            removed += discard(leftover)
+    return removed
+
+
+# A whole build: hand texts out, count what comes back, tidy up.
+
+
+class Workers(Protocol):
+    """Who computes."""
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[Report, None, None]:
+        """Build every text of a reading; closing the generator ends the workers.
+
+        Args:
+            settings: What is built, and where it goes.
+            reading: A way through the corpus that is not begun; it says what was met.
+            batch: Texts that a worker gets at a time.
+
+        Yields:
+            What became of the texts, as it becomes known.
+
+        Raises:
+            KVCacheRagError: If the build cannot go on.
+        """
+        ...
+
+
+class InProcess:
+    """This process is the only worker."""
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[Report, None, None]:
+        """See `Workers`; the model is loaded when there is a text."""
+        worker: Worker | None = None
+        for texts in batches(reading.texts(), batch):
+            worker = worker or Worker(settings)
+            yield worker.build(texts)
+
+
+@dataclass(frozen=True)
+class ProcessPool:
+    """Processes of this machine, which may die.
+
+    Attributes:
+        workers: How many at most.
+        devices: Where they put their models, in turn; empty for what the settings say.
+    """
+
+    workers: int
+    devices: tuple[str, ...] = ()
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[Report, None, None]:
+        """See `Workers`."""
+        pool = Processes(settings, self.workers, self.devices)
+        with closing(pool.run(batches(reading.texts(), batch))) as reports:
+            yield from reports
+
+
+def batches(texts: Iterator[Text], size: int) -> Iterator[list[Text]]:
+    """Lists of at most `size` texts, read when they are asked for."""
+    while found := list(islice(texts, size)):
+        yield found
+
+
+@dataclass
+class Build:
+    """A build, while it runs and when it is over.
+
+    Attributes:
+        settings: What is built, and where it goes.
+        corpus: What it is built from.
+        workers: Who computes.
+        batch: Texts that a worker gets at a time.
+        tally: What became of the texts.
+        reading: What was met in the corpus.
+        tidied: Unfinished files of killed workers that were removed.
+    """
+
+    settings: BuildSettings
+    corpus: Corpus
+    workers: Workers
+    batch: int = 16
+    tally: Tally = field(default_factory=Tally)
+    reading: Reading = field(init=False)
+    tidied: int = 0
+
+    def __post_init__(self) -> None:
+        self.reading = Reading(self.corpus)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every text of the corpus is in the store."""
+        return not self.tally.failed and not self.reading.unreadable
+
+    def run(self) -> None:
+        """Do it; whatever happens, what is stored stays and no worker is left.
+
+        Raises:
+            InvalidInputError: If the corpus has no text, or nothing can be stored.
+            KVCacheRagError: If the model cannot be used, or workers die and die.
+        """
+        progress = Progress(self.tally)
+        try:
+            with closing(self.workers.run(self.settings, self.reading, self.batch)) as reports:
+                for report in reports:
+                    self.tally.add(report)
+                    progress.update()
+                    if report.refusal:
+                        raise InvalidInputError(report.refusal)
+        finally:
+            progress.close()
+            self._tidy()
+        if not self.tally.done and not self.reading.unreadable:
+            raise InvalidInputError("there is no text in the corpus; nothing was built")
+
+    def _tidy(self) -> None:
+        if self.settings.is_remote or not self.tally.spec:
+            return
+        store = DiskStore(self.settings.store, namespace=self.settings.namespace)
+        self.tidied = tidy(store, self.tally.spec, self.settings.namespace)

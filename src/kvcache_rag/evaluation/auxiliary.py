@@ -1,0 +1,218 @@
+"""How far an auxiliary model looks where the main model looks (CacheClip, arXiv 2510.10129).
+
+CacheClip rests on small models attending to much the same text as large ones.  Whether this holds
+for two models at hand is measured on questions and chunks, before any answer is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.generation.gate import scorer_name
+from kvcache_rag.models.attention.last_layer import QueryAttention
+from kvcache_rag.models.cache import growing_cache
+from kvcache_rag.progress import progress_bar
+from kvcache_rag.prompt.alignment import Offsets, highest, shared_out, token_offsets, within
+from kvcache_rag.scoring.statistics import mean_interval
+from kvcache_rag.verdict import AuxiliaryAgreement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.auxiliary import Auxiliary, ChunkAttention
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.scoring.question import Question
+
+
+# Part of the auxiliary's weight that is dealt out evenly, so that the divergence stays finite.
+_SMOOTHING = 1e-6
+
+
+@dataclass(frozen=True)
+class AttentionAgreement:
+    """Agreement of two models on one question.
+
+    Attributes:
+        kl: Kullback-Leibler divergence of the auxiliary's attention from the main model's, in nats;
+            0 where they are equal.
+        jaccard: Common part of the tokens that each ranks highest, over their union; 1 where they
+            choose the same, about `share / (2 - share)` by chance.
+        tokens: Tokens of the main model that were compared.
+    """
+
+    kl: float
+    jaccard: float
+    tokens: int
+
+
+def attention_agreement(
+    engine: Engine, auxiliary: Auxiliary, question: str, chunks: Sequence[str], share: float = 0.2
+) -> AttentionAgreement:
+    """Compare what two models attend to, both in the last layer, mean of heads and query tokens.
+
+    The main model reads everything at once (full prefill), the auxiliary model stitches cached
+    chunks.  Compared are the main model's tokens that hold a letter of a chunk; the auxiliary's
+    weights come to them by characters.  For the divergence each token of the auxiliary divides its
+    weight among its characters, so that nothing counts twice; the ranking is the one that
+    `CacheClip` chooses by.  Both are made to add up to 1 over the tokens compared.
+
+    Args:
+        engine: The main model.
+        auxiliary: The auxiliary model.
+        question: Not empty.
+        chunks: Texts, at least one.
+        share: Part of the tokens in the sets of `jaccard`.
+
+    Raises:
+        InvalidInputError: If there is nothing to compare, or `share` is not from 0 to 1.
+        UnsupportedModelError: If the main model's attention cannot be seen.
+        ContextTooLongError: If the question is too long for the auxiliary model.
+    """
+    if not 0 < share <= 1:
+        raise InvalidInputError(f"share must be above 0 and at most 1, not {share!r}")
+    ids = engine.tokenize(question, chunks)
+    places = [_offsets(engine, text, own) for text, own in zip(chunks, ids.chunks, strict=True)]
+    is_read = torch.tensor(
+        [
+            bool(text[start:stop].strip())
+            for text, offsets in zip(chunks, places, strict=True)
+            for start, stop in offsets
+        ],
+        dtype=torch.bool,
+    )
+    if not is_read.any():
+        raise InvalidInputError("there is no chunk with text to compare attention over")
+    main = _main_weights(engine, ids.prefix, ids.chunks, ids.query)[is_read].double()
+    found = auxiliary.attention(question, chunks)
+    pairs = list(zip(found, places, strict=True))
+    other = torch.cat([_dealt(one, offsets) for one, offsets in pairs])[is_read]
+    ranked = torch.cat([highest(offsets, one.character_scores) for one, offsets in pairs])[is_read]
+    count = max(1, round(share * len(main)))
+    first, second = _best(main, count), _best(ranked, count)
+    return AttentionAgreement(
+        kl=_divergence(main, other),
+        jaccard=len(first & second) / len(first | second),
+        tokens=len(main),
+    )
+
+
+def _offsets(engine: Engine, text: str, ids: Sequence[int]) -> Offsets:
+    template = engine.template
+    spans = token_offsets(engine.tokenizer, template.wrap(text), ids)
+    return within(spans, len(template.chunk_start), len(text))
+
+
+def _main_weights(
+    engine: Engine, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int]
+) -> Tensor:
+    """`(chunk tokens,)` float32: what the query attends to under full prefill."""
+    context = [*prefix, *(token for chunk in chunks for token in chunk)]
+    with engine._lock, torch.inference_mode():
+        attention = QueryAttention(engine._adapter)
+        model = attention.model
+        cache = growing_cache(model.measured.kinds)
+        model.forward(torch.tensor([context]), cache, torch.arange(len(context)), keep=1)
+        weights = attention.weights(torch.tensor(query), cache, len(context)).mean(0)
+    return weights[len(prefix) : len(context)].clone()
+
+
+def _dealt(found: ChunkAttention, offsets: Offsets) -> Tensor:
+    """The auxiliary's weights on tokens of the main model, `(tokens,)` float64."""
+    characters = shared_out(found.offsets, found.weights, len(found.text))
+    over = torch.zeros(len(found.text), dtype=torch.float64)
+    for start, stop in offsets:  # several tokens may hold bytes of one character
+        over[start:stop] += 1
+    each = characters / over.clamp_min(1)
+    return torch.stack([each[start:stop].sum() for start, stop in offsets])
+
+
+def _divergence(main: Tensor, other: Tensor) -> float:
+    expected = main / main.sum()
+    total = other.sum()
+    even = torch.full_like(expected, 1 / len(expected))
+    held = other / total if total > 0 else even
+    smooth = (1 - _SMOOTHING) * held + _SMOOTHING * even
+    seen = expected > 0
+    return float((expected[seen] * (expected[seen] / smooth[seen]).log()).sum())
+
+
+def _best(weights: Tensor, count: int) -> set[int]:
+    return set(torch.sort(weights, descending=True, stable=True).indices[:count].tolist())
+
+
+# Whether an auxiliary model sees what the main model sees (evidence for CacheClip).
+
+
+SHARE = 0.2
+"""Part of the chunk tokens that are called the top (CacheClip's ratio)."""
+
+
+def auxiliary_agreement(
+    engine: Engine,
+    auxiliary: Auxiliary,
+    questions: Sequence[Question],
+    *,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> AuxiliaryAgreement:
+    """Compare what both models attend to, on every question that fits.
+
+    Args:
+        engine: The main model.
+        auxiliary: The small one.
+        questions: With their documents; those over the same documents are drawn together for the
+            intervals.
+        seed: Of the intervals.
+        show_progress: Whether to show a bar.
+
+    Raises:
+        InvalidInputError: If no question fits.
+    """
+    compared, clusters = [], []
+    with progress_bar(len(questions), "attention", "question", show=show_progress) as bar:
+        for question in questions:
+            bar.update(1)
+            try:
+                found = attention_agreement(
+                    engine, auxiliary, question.question, question.chunks, share=SHARE
+                )
+            except ContextTooLongError:
+                continue
+            compared.append(found)
+            clusters.append(question.chunks)
+    if not compared:
+        raise InvalidInputError("no question fits the context window; use shorter documents")
+    divergence = mean_interval([one.kl for one in compared], clusters, seed=seed)
+    jaccard = mean_interval([one.jaccard for one in compared], clusters, seed=seed)
+    chance = [random_jaccard(one.tokens, max(1, round(SHARE * one.tokens))) for one in compared]
+    return AuxiliaryAgreement(
+        name=scorer_name(auxiliary),
+        divergence=divergence.value,
+        divergence_low=divergence.low,
+        divergence_high=divergence.high,
+        jaccard=jaccard.value,
+        jaccard_low=jaccard.low,
+        jaccard_high=jaccard.high,
+        random_jaccard=sum(chance) / len(chance),
+    )
+
+
+def random_jaccard(tokens: int, chosen: int) -> float:
+    """Expected Jaccard index of two random choices of `chosen` out of `tokens` (hypergeometric)."""
+
+    def ways(total: int, some: int) -> float:
+        return math.lgamma(total + 1) - math.lgamma(some + 1) - math.lgamma(total - some + 1)
+
+    rest = tokens - chosen
+    return sum(
+        common
+        / (2 * chosen - common)
+        * math.exp(ways(chosen, common) + ways(rest, chosen - common) - ways(tokens, chosen))
+        for common in range(max(1, chosen - rest), chosen + 1)
+    )

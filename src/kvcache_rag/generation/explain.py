@@ -1,0 +1,346 @@
+"""What becomes of every token of a prompt: reused or computed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.prompt.alignment import token_offsets
+from kvcache_rag.stitching.stitch import StitchedPrompt
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from kvcache_rag.generation.answer import Answerer
+    from kvcache_rag.generation.context import Prompt
+    from kvcache_rag.generation.gate import BoundGate
+    from kvcache_rag.generation.joint import Combinations
+    from kvcache_rag.generation.request import ChunkInput, Planner, Request
+    from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.prompt.template import Message
+    from kvcache_rag.stitching.loader import ContextChunk, ContextLoader
+    from kvcache_rag.stitching.stitch import SpanKind
+
+
+TokenState: TypeAlias = Literal["reused", "prefilled", "recomputed", "computed"]
+"""`reused`: keys and values are cached; `prefilled`: of a chunk that is computed by itself first,
+because it is not cached or loading it would take longer; `recomputed`: computed again in the
+context of the whole prompt; `computed`: the query, and everything in a full prefill."""
+
+
+@dataclass(frozen=True)
+class ExplainedToken:
+    """One token of a prompt.
+
+    Attributes:
+        id: In the vocabulary.
+        text: What it adds to the prompt's text; "" where several tokens write one character, for
+            all but the last of them, and for a token that stands for no text.
+        position: At which its keys stand when the model answers.
+        state: What becomes of it.
+    """
+
+    id: int
+    text: str
+    position: int
+    state: TokenState
+
+
+@dataclass(frozen=True)
+class ExplainedSpan:
+    """A run of tokens of a prompt, half-open.
+
+    Attributes:
+        kind: What the tokens are.
+        start: First token.
+        stop: One behind the last token.
+        tier: Of the store, from which a chunk would be loaded; "" for one that is not cached (or
+            would not be loaded), in a full prefill, and for prefix and query.
+    """
+
+    kind: SpanKind
+    start: int
+    stop: int
+    tier: str = ""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A prompt, token by token.  The counts are those of `Metrics`.
+
+    Attributes:
+        tokens: Of the whole prompt; their texts joined are its text.
+        spans: Prefix (may be empty), chunks in prompt order, query.
+        policy: The policy that answers, as it can be pasted back.
+        positions: Where the chunks stand.
+        gate: Why the engine's gate lets `FullRecompute()` answer instead, or "".
+        prefix_tokens: Tokens of the shared prefix.
+        reused_tokens: Chunk tokens whose keys and values come from the store.
+        recomputed_tokens: Context tokens that the policy computes again.
+        prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
+        query_tokens: Tokens of history, question and everything behind the chunks.
+    """
+
+    tokens: tuple[ExplainedToken, ...]
+    spans: tuple[ExplainedSpan, ...]
+    policy: str
+    positions: PositionScheme
+    gate: str
+    prefix_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    query_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The prompt's text."""
+        return "".join(token.text for token in self.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+# Say of every token of a prompt whether it would be reused or computed, without answering.
+#
+# What is said is what `generate` would do now: the same plan, gate, lock and choice of tokens.
+# Nothing is computed that it would not compute, and where the policy chooses without looking at
+# keys and values, nothing is computed at all.
+
+
+_FEWEST_NEW = 1  # a prompt that leaves no room for a single token of an answer is refused
+
+
+class ExplainMethods:
+    """The method of `Engine` that shows a prompt instead of answering it.
+
+    Attributes:
+        policy: What is reused when a call does not say.
+    """
+
+    policy: ReusePolicy
+    _answerer: Answerer
+    _planner: Planner
+    _gate: BoundGate
+    _joint: Combinations | None
+    _lock: threading.RLock
+
+    def explain(
+        self,
+        question: str,
+        chunks: Sequence[ChunkInput] = (),
+        *,
+        policy: ReusePolicy | None = None,
+        history: Sequence[Message | Mapping[str, str]] = (),
+    ) -> Explained:
+        """What `generate` would reuse and compute for this question now; no token is generated.
+
+        A policy that chooses tokens has the context loaded to choose from, so chunks that are
+        missing are prefilled and stored, as `generate` would.  With others (`Reuse()`,
+        `FullRecompute()`, `Combination()`) nothing is computed or loaded.  A damaged file counts as
+        cached until it is read.
+
+        Args:
+            question: Not empty.
+            chunks: As for `generate`.
+            policy: What to reuse; None for the engine's own.
+            history: Earlier turns, oldest first.
+
+        Raises:
+            InvalidInputError: If an argument cannot be used.
+            ContextTooLongError: If the prompt does not fit.
+            ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
+            UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
+        """
+        asked = self._planner.request(
+            question,
+            chunks,
+            policy=policy or self.policy,
+            history=history,
+            max_new_tokens=_FEWEST_NEW,
+        )
+        asked = self._gate.admitted(asked)
+        request = asked if self._joint is None else self._joint.arranged(asked)
+        with self._lock, torch.inference_mode():
+            return _explained(self._answerer, asked, request)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """What becomes of the context of a prompt.
+
+    Attributes:
+        policy: The one that chose.
+        tiers: Per chunk the tier it would be loaded from, or "".
+        prefilled: Per chunk whether it is computed by itself first; None if nothing is reused.
+        selected: `(context_tokens,)` bool, tokens computed again; None for none.
+    """
+
+    policy: ReusePolicy
+    tiers: tuple[str, ...]
+    prefilled: tuple[bool, ...] | None
+    selected: Tensor | None = None
+
+
+def _explained(runner: Answerer, asked: Request, request: Request) -> Explained:
+    """Explain a request; `asked` has the chunks as the caller named them, one by one."""
+    prompt = runner.prompt(request, 0, "")
+    members = [_known(runner, chunk) for chunk in asked.rounds[0]]
+    joint = any(chunk.is_joint for chunk in prompt.chunks)
+    prefix = runner.renderer.prefix_ids
+    ids = [*prefix, *(one for chunk in members for one in chunk.ids or ()), *prompt.query]
+    shape = StitchedPrompt.of(len(prefix), [len(one) for one in members], len(prompt.query))
+    named = zip(prompt.chunks, members, strict=not joint)
+    chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
+    choice = _choice(runner, prompt, chunks)
+    states, places = _states(shape, choice, joint=joint), _positions(shape, choice)
+    pieces = _texts(runner, asked, members)
+    tiers = ("", *(choice.tiers * len(members) if joint else choice.tiers), "")
+    chunk_tokens = sum(map(len, members))
+    prefilled = chunk_tokens
+    if choice.prefilled is not None:
+        sizes = [chunk_tokens] if joint else [len(one) for one in members]
+        prefilled = sum(size for size, new in zip(sizes, choice.prefilled, strict=True) if new)
+    return Explained(
+        tokens=tuple(map(ExplainedToken, ids, pieces, places, states)),
+        spans=tuple(
+            ExplainedSpan(span.kind, span.start, span.stop, tier)
+            for span, tier in zip(shape.spans, tiers, strict=True)
+        ),
+        policy=repr(choice.policy),
+        positions=choice.policy.positions,
+        gate=request.gate,
+        prefix_tokens=len(prefix),
+        reused_tokens=chunk_tokens - prefilled,
+        recomputed_tokens=states.count("recomputed"),
+        prefilled_tokens=prefilled,
+        query_tokens=len(prompt.query),
+    )
+
+
+def _known(runner: Answerer, chunk: ContextChunk) -> ContextChunk:
+    """A chunk with its ids; a reference that has gone is what its text is."""
+    if chunk.ids is not None or runner.loader is None:
+        return chunk
+    try:
+        return replace(chunk, ids=runner.loader.ids(replace(chunk, text=None)))
+    except ChunkNotFoundError:
+        if chunk.text is None:
+            raise
+        return runner.loader.from_text(chunk)
+
+
+def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
+    policy = prompt.request.policy
+    if runner.filler is None or runner.is_full(prompt):
+        runner.ensure_capturable(prompt)
+        return _Choice(policy, ("",) * len(chunks), None)
+    is_joint = any(chunk.is_joint for chunk in chunks)
+    tiers = _tiers((is_joint and runner.filler.loader.combinations) or runner.filler.loader, chunks)
+    firsts = [chunk.key not in {one.key for one in chunks[:at]} for at, chunk in enumerate(chunks)]
+    prefilled = tuple(first and not tier for first, tier in zip(firsts, tiers, strict=True))
+    if policy.is_reuse:
+        return _Choice(policy, tiers, prefilled)
+    length = len(runner.renderer.prefix_ids) + sum(map(len, chunks)) + len(prompt.query)
+    try:
+        buffer = runner.room(1, length + _FEWEST_NEW)
+        filled = runner.filler.fill(buffer, 0, 0, prompt, chunks)
+    except BaseException:
+        runner.forget()  # as when an answer fails
+        raise
+    return _Choice(filled.policy, tiers, prefilled, filled.selected)
+
+
+def _tiers(loader: ContextLoader, chunks: Sequence[ContextChunk]) -> tuple[str, ...]:
+    """Per chunk the tier from which it would be loaded, "" for one that would be computed.
+
+    Like `ContextLoader.reason`, but it decides on a copy of what was measured, and tries out
+    nothing.
+    """
+    store, layout = loader.prefiller.store, loader.prefiller.model.measured.chunk_layout
+    costs, found = copy.deepcopy(loader.costs), dict[Any, str]()
+    for chunk in chunks:
+        if chunk.key in found:
+            continue
+        tier, size = store.locate(chunk.key) or "", layout.nbytes(len(chunk))
+        is_known = chunk.ids is not None or chunk.text is not None  # else nobody can compute it
+        is_slow = bool(tier) and is_known and costs.is_slow(size, len(chunk))
+        found[chunk.key] = "" if is_slow and costs.verdict(tier, size, len(chunk)) else tier
+    return tuple(found[chunk.key] for chunk in chunks)
+
+
+def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[TokenState]:
+    if choice.prefilled is None:
+        return ["computed"] * shape.tokens
+    states: list[TokenState] = ["reused"] * shape.context_tokens
+    prefilled = choice.prefilled * len(shape.chunks) if joint else choice.prefilled
+    for span, new in zip(shape.chunks, prefilled, strict=True):
+        if new:
+            states[span.start : span.stop] = ["prefilled"] * len(span)
+    if choice.selected is not None:
+        for place in choice.selected.nonzero()[:, 0].tolist():
+            states[place] = "recomputed"
+    return states + ["computed"] * (shape.tokens - shape.context_tokens)
+
+
+def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
+    """Where keys stand, as `stitch.distances` and `recompute` have it."""
+    places, policy = list(range(shape.tokens)), choice.policy
+    if policy.positions != "composite" or choice.prefilled is None:
+        return places
+    behind = shape.spans[0].stop
+    gap = 0
+    if policy.adjacent_query:
+        highest = behind + max(map(len, shape.chunks), default=0)
+        gap = shape.context_tokens - highest
+    stays = set() if choice.selected is None else set(choice.selected.nonzero()[:, 0].tolist())
+    for span in shape.spans[:-1]:
+        first = gap + (behind if span.kind == "chunk" else 0)
+        for place in range(span.start, span.stop):
+            if place not in stays:
+                places[place] = first + place - span.start
+    return places
+
+
+def _texts(runner: Answerer, asked: Request, members: Sequence[ContextChunk]) -> list[str]:
+    """What each token of the prompt adds to its text."""
+    tokenizer, renderer = runner.tokenizer, runner.renderer
+    parts = [(renderer.prefix_text, renderer.prefix_ids)]
+    for chunk in members:
+        ids = chunk.ids or ()
+        if chunk.text is not None and renderer.chunk_ids(chunk.text) == ids:
+            parts.append((renderer.template.wrap(chunk.text), ids))
+        else:  # known by its key alone
+            read = tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            parts.append((read, ids))
+    written = renderer.query_text(renderer.template.ask(asked.question), asked.history)
+    parts.append((written, asked.query))
+    return [piece for text, ids in parts for piece in _pieces(tokenizer, text, ids)]
+
+
+def _pieces(tokenizer: Any, text: str, ids: Sequence[int]) -> list[str]:
+    """What each token adds to a text; what no token stands for goes with the one behind it."""
+    bos: str = getattr(tokenizer, "bos_token", None) or ""
+    habit = bool(bos) and ids[:1] == (tokenizer.bos_token_id,) and not text.startswith(bos)
+    pieces, place = [""] * habit, 0
+    offsets = token_offsets(tokenizer, text, ids[len(pieces) :])
+    following = [start for start, _ in offsets[1:]] + [len(text)]
+    for (_, stop), start in zip(offsets, following, strict=True):
+        # The last of several tokens over one character has it.
+        end = max(min(stop, start), place)
+        pieces.append(text[place:end])
+        place = end
+    if pieces:
+        pieces[-1] += text[place:]
+    return pieces

@@ -1,0 +1,152 @@
+"""The gate: a policy answers only where a verdict says that it is good enough on this model.
+
+Otherwise the question is answered by `FullRecompute()`, with the reason in the metrics, or refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.codecs import Native
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kv.chunk import canonical_json, digest
+from kvcache_rag.policies import FullRecompute
+from kvcache_rag.verdict import Gate, Identity, Verdict
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.generation.request import Request
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prefill import Prefiller
+    from kvcache_rag.prompt.renderer import PromptRenderer
+    from kvcache_rag.stores import ChunkStore
+
+
+# Written into the template to see how it writes; any text would do.
+_PROBES = ("Where is it?", "In the first place.")
+
+
+def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
+    """What a verdict on this model, prefix, template and storage is about."""
+    told = prefiller.description
+    question, text = _PROBES
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    template = renderer.template
+    written = {
+        "chunk": renderer.chunk_ids(text),
+        "query": renderer.query_ids(template.ask(question)),
+        "with_history": renderer.query_ids(template.ask(question), turns),
+        "again": renderer.query_ids(template.ask_again(question, text)),
+    }
+    return Identity(
+        model=str(told.get("model")),
+        revision=str(told.get("revision")),
+        codec=str(told.get("codec")),
+        dtype=_dtype(told),
+        prefix=str(told.get("prefix_digest")),
+        template=digest("kvcache-rag-template", canonical_json(written))[:16],
+        spec=prefiller.spec,
+    )
+
+
+@dataclass(frozen=True)
+class BoundGate:
+    """A gate of an engine; lets everything pass without a verdict.
+
+    Attributes:
+        gate: The setting.
+        verdict: Its verdict, which is about this engine.
+        auxiliary: The engine's own scorer.
+        exact_combinations: Whether chunks computed together are stored without loss.
+    """
+
+    gate: Gate | None = None
+    verdict: Verdict | None = None
+    auxiliary: Scorer | None = None
+    exact_combinations: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        given: Gate | Verdict | str | os.PathLike[str] | None,
+        prefiller: Prefiller | None,
+        renderer: PromptRenderer,
+        stores: Sequence[ChunkStore],
+        auxiliary: Scorer | None,
+    ) -> BoundGate:
+        """Read the verdict and compare it with the engine.
+
+        Args:
+            given: The setting, a verdict or the path of one, or None for no gate.
+            prefiller: None for a model that keeps no keys and values.
+            renderer: Writes prompts.
+            stores: Of chunks and of combinations.
+            auxiliary: The engine's own scorer.
+
+        Raises:
+            InvalidInputError: If it cannot be read, or is none.
+            FingerprintMismatchError: If it is about another model, template or codec.
+        """
+        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
+        if given is None or prefiller is None:
+            return cls()
+        gate = given if isinstance(given, Gate) else Gate(given)
+        verdict = gate.loaded()
+        verdict.identity.ensure_same(identity(prefiller, renderer))
+        exact = all(store.codec.name == Native.name for store in stores)
+        return cls(gate, verdict, auxiliary, exact)
+
+    def objection(self, policy: ReusePolicy) -> str:
+        """Why a policy does not pass, or ""; what equals a full prefill always passes."""
+        if self.gate is None or self.verdict is None or policy.is_full:
+            return ""
+        if policy.joint and self.exact_combinations:
+            return ""
+        auxiliary = ""
+        if policy.needs_scorer:
+            auxiliary = scorer_name(policy.auxiliary or self.auxiliary)
+        return self.verdict.objection(policy_key(policy), self.gate.threshold, auxiliary)
+
+    def admitted(self, request: Request) -> Request:
+        """The request, or what is answered instead.
+
+        Raises:
+            InvalidInputError: If its policy is below and the gate refuses.
+        """
+        reason = self.objection(request.policy)
+        if not reason:
+            return request
+        reuses = any(request.rounds)
+        if self.gate is not None and self.gate.below == "error" and reuses:
+            raise InvalidInputError(f"{reason}; use FullRecompute() or another policy")
+        # Without chunks nothing is lost and there is nothing to report; the policy is replaced all
+        # the same, because a batch is answered under one policy.
+        said = f"fell back to FullRecompute(): {reason}" if reuses else ""
+        return replace(request, policy=FullRecompute(), gate=said)
+
+
+def _dtype(told: Mapping[str, Any]) -> str:
+    computed, kept = (str(told.get(name)) for name in ("compute_dtype", "stored_dtype"))
+    both = computed if computed == kept else f"{computed}, kept as {kept}"
+    return both.replace("torch.", "")
+
+
+def policy_key(policy: ReusePolicy) -> str:
+    """What names a policy in a verdict: its `repr` without the auxiliary, which is named apart."""
+    written = repr(policy)
+    return written if policy.auxiliary is None else written.replace(repr(policy.auxiliary), "None")
+
+
+def scorer_name(scorer: Scorer | None) -> str:
+    """Name of an auxiliary model, the same in every process; "" for none.
+
+    Model and revision where it has an engine, else its attribute `name`, else its class.
+    """
+    told = getattr(getattr(scorer, "engine", None), "identity", None)
+    if isinstance(told, Identity):
+        return f"{told.model}@{told.revision[:12]}"
+    return "" if scorer is None else str(getattr(scorer, "name", type(scorer).__qualname__))

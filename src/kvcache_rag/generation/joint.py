@@ -1,0 +1,220 @@
+"""Chunks computed together: the KV of an ordered list of chunks under full attention.
+
+Shared RAG-DCache, arXiv 2504.11765, with k > 1.  The address is that of one chunk whose ids are
+those of all chunks: such a chunk behind the same prefix has the very same keys and values, so one
+key for both is right, and equal content is never stored under two names.  Ordered chunk keys fix
+these ids, since each key is the hash of its chunk's.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, InvalidInputError
+from kvcache_rag.prefill import PendingChunk
+from kvcache_rag.stitching.loader import ContextChunk
+from kvcache_rag.stores import MemoryStore
+from kvcache_rag.stores.disk.namespaces import EpochWatch, IdleLooks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvcache_rag.generation.request import Request
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.stitching.loader import ContextLoader
+    from kvcache_rag.stores import ChunkStore
+
+
+# Chunks whose ids, and combinations whose chunks, are remembered.
+REMEMBERED = 4096
+
+COMBINATION_BYTES = 1 << 30
+"""Limit of the store that keeps combinations when the caller gives none."""
+
+# Seconds until a deletion of the namespace by somebody else is noticed: before the next question
+# with combinations, and when nobody asks.  As of `TieredStore`.
+RECHECK, IDLE_LOOK = 5.0, 60.0
+
+
+class Combinations:
+    """Turns the chunks of a prompt into one, and prefills such ahead.
+
+    They have a store of their own, so that they, many and large as they are, never push out chunks.
+    Safe to use from any thread.
+    """
+
+    def __init__(self, plain: ContextLoader, joint: ContextLoader, window: int) -> None:
+        """Combine what `plain` addresses into what `joint` stores.
+
+        Args:
+            plain: Of single chunks.
+            joint: Of combinations.
+            window: Context window in tokens.
+        """
+        self._plain, self._joint, self._window = plain, joint, window
+        self._lock = threading.Lock()
+        self._ids: LRUCache[ChunkKey, array[int]] = LRUCache(REMEMBERED)
+        self._members: LRUCache[ChunkKey, frozenset[ChunkKey]] = LRUCache(REMEMBERED)
+        self._watch = EpochWatch(plain.prefiller.store, RECHECK)
+        self._idle = IdleLooks(self._look, IDLE_LOOK)
+
+    @property
+    def store(self) -> ChunkStore:
+        """Where combinations are kept."""
+        return self._joint.prefiller.store
+
+    def arranged(self, request: Request) -> Request:
+        """The request with the chunks of each round as one, if its policy wants that.
+
+        Raises:
+            ChunkNotFoundError: If only the key of a chunk is known and its ids are nowhere.
+        """
+        if not request.policy.joint:
+            return request
+        self._look()
+        self._idle.start()
+        return replace(request, rounds=tuple(map(self.joined, request.rounds)))
+
+    def joined(self, chunks: Sequence[ContextChunk]) -> tuple[ContextChunk, ...]:
+        """Chunks as one combination; none or a single one stays what it is."""
+        if len(chunks) < 2:
+            return tuple(chunks)
+        parts = [self._known_ids(chunk) for chunk in chunks]
+        ids = tuple(one for part in parts for one in part)
+        members = frozenset(chunk.key for chunk in chunks)
+        key = self._joint.prefiller.key(ids)
+        with self._lock:
+            self._members[key] = members
+            for chunk, part in zip(chunks, parts, strict=True):
+                self._ids[chunk.key] = array("i", part)
+        return (ContextChunk(key, ids, is_joint=True),)
+
+    def _known_ids(self, chunk: ContextChunk) -> Sequence[int]:
+        if chunk.ids is not None:
+            return chunk.ids
+        with self._lock:
+            remembered = self._ids.get(chunk.key)
+        if remembered is not None:
+            return remembered
+        written = () if chunk.text is None else self._plain.renderer.chunk_ids(chunk.text)
+        if written and self._plain.prefiller.key(written) == chunk.key:
+            return written
+        try:
+            return self._plain.ids(replace(chunk, text=None))
+        except ChunkNotFoundError as error:
+            if written:  # a reference that has gone: its text is what counts
+                return written
+            raise ChunkNotFoundError(
+                f"chunk {chunk.key.digest[:12]} is not in the store any more; pass its text "
+                "instead of its key"
+            ) from error
+
+    def fill(
+        self,
+        lists: Sequence[Sequence[ContextChunk]],
+        guard: AbstractContextManager[object],
+        *,
+        show_progress: bool,
+    ) -> list[ChunkKey]:
+        """Prefill and store combinations that are not stored yet.
+
+        Args:
+            lists: Chunks of each, in prompt order; a single one is stored as what it is, a chunk.
+            guard: Held for one batch at a time.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            Their keys, in order.
+
+        Raises:
+            InvalidInputError: If one has no chunk.
+            ContextTooLongError: If one does not fit the context window; nothing is computed then.
+        """
+        self._look()
+        self._idle.start()
+        room = self._window - len(self._plain.prefiller.prefix_ids)
+        for index, chunks in enumerate(lists):
+            if not chunks:
+                raise InvalidInputError(f"combination {index} is empty; leave it out")
+            tokens = sum(map(len, chunks))
+            if tokens > room:
+                raise ContextTooLongError(
+                    f"combination {index} has {tokens} tokens and the model's context window has "
+                    f"room for {room}; combine fewer or smaller chunks"
+                )
+        joined = [self.joined(chunks)[0] for chunks in lists]
+        for loader in (self._plain, self._joint):
+            pending = [
+                PendingChunk(chunk.key, tuple(self._known_ids(chunk)))
+                for chunk in joined
+                if chunk.is_joint == (loader is self._joint)
+            ]
+            if pending:
+                with guard:
+                    loader.prefiller.prefix()
+                loader.prefiller.fill(pending, guard=guard, show_progress=show_progress)
+        return [chunk.key for chunk in joined]
+
+    def forget_all(self) -> None:
+        """Remember nothing of any chunk, nor of the prefix."""
+        with self._lock:
+            self._members.clear()
+            self._ids.clear()
+        for loader in (self._plain, self._joint):
+            loader.prefiller.forget_prefix()
+        self._watch = EpochWatch(self._plain.prefiller.store, RECHECK)  # look anew
+
+    def _look(self) -> None:
+        """Forget a namespace whose chunks were deleted, by any process or past the engine."""
+        plain = self._plain.prefiller
+        before, now = self._watch.look(plain.namespace)
+        if before == now:
+            return
+        with self._lock:
+            self._members.clear()
+            self._ids.clear()
+        if self._is_stale(now):
+            try:
+                self.store.delete_namespace(plain.namespace)
+            except OSError:  # as a remote that is down; tried again at the next look
+                self._watch.undone(plain.namespace)
+
+    def _is_stale(self, now: int) -> bool:
+        """Whether the chunks were deleted later than the combinations; `now` is their epoch."""
+        plain = self._plain.prefiller
+        if self.store is plain.store:
+            return False
+        if isinstance(self.store, MemoryStore):  # of this process alone: nobody else deletes there
+            return now > self.store.epoch(plain.namespace)
+        # What is deleted in the memory of one process is still there for all others.
+        deleted, last = (_shared_epoch(one, plain.namespace) for one in (plain.store, self.store))
+        return deleted > last
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop at once every combination of which a chunk was released.
+
+        Known are those that this process used or computed; others on disk age out by their limit.
+        """
+        gone = frozenset(keys)
+        with self._lock:
+            found = [key for key, members in self._members.items() if members & gone]
+            for key in found:
+                del self._members[key]
+            for key in gone:
+                self._ids.pop(key, None)
+        for key in found:
+            self.store.delete(key)
+
+
+def _shared_epoch(store: ChunkStore, namespace: str) -> int:
+    """The largest of the tiers that other processes see, 0 without any."""
+    tiers = (
+        tier for tier in getattr(store, "tiers", (store,)) if not isinstance(tier, MemoryStore)
+    )
+    return max((tier.epoch(namespace) for tier in tiers), default=0)

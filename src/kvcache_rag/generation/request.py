@@ -1,0 +1,386 @@
+"""What to do when the chunks do not fit the context window."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, InvalidInputError
+from kvcache_rag.kv.chunk import ChunkKey
+from kvcache_rag.models.generate import checked_generation
+from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.prompt.template import as_messages
+from kvcache_rag.stitching.loader import ContextChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.prefill import Prefiller
+    from kvcache_rag.prompt.renderer import PromptRenderer
+    from kvcache_rag.prompt.template import Message
+
+
+Overflow = Literal["error", "drop_lowest", "refine"]
+"""`error`: refuse; `drop_lowest`: leave out the chunks with the lowest scores, or the last ones
+(retrievers put the best first); `refine`: several stitched prompts, each improving the answer of
+the one before."""
+
+
+def split_rounds(
+    sizes: Sequence[int],
+    *,
+    room: int,
+    later_room: int,
+    overflow: Overflow,
+    scores: Sequence[float] | None = None,
+) -> list[list[int]]:
+    """Which chunks go into which round.
+
+    Args:
+        sizes: Tokens of each chunk, best first.
+        room: Tokens for chunks beside prefix, query and answer, in the first round.
+        later_room: The same in later rounds, whose query carries the answer so far.
+        overflow: What to do.
+        scores: Of each chunk, higher is better, where the order says nothing; None for best first.
+
+    Returns:
+        Indices of the chunks of each round; at least one round, which may be empty.
+
+    Raises:
+        ContextTooLongError: If not even the query fits, or "error" and not everything fits, or one
+            chunk alone does not fit.
+    """
+    if room < 0:
+        raise ContextTooLongError(
+            f"instruction, history, question and max_new_tokens alone are {-room} tokens over the "
+            "model's context window; shorten the question or the history, or lower max_new_tokens"
+        )
+    if sum(sizes) <= room:
+        return [list(range(len(sizes)))]
+    if overflow == "error":
+        raise ContextTooLongError(
+            f"the chunks have {sum(sizes)} tokens and the context window has room for {room}; "
+            'retrieve fewer or smaller chunks, or use overflow="drop_lowest" or "refine"'
+        )
+    if overflow == "drop_lowest":
+        ranked = sorted(range(len(sizes)), key=lambda i: -scores[i] if scores else i)
+        kept = _fitting(sizes, ranked, room)
+        if not kept:
+            raise ContextTooLongError(_too_long(ranked[0], sizes[ranked[0]], room))
+        return [kept]
+    if later_room < 0:
+        raise ContextTooLongError(
+            f"a later round, which carries the answer so far, is {-later_room} tokens over the "
+            "context window; lower max_new_tokens or retrieve fewer chunks"
+        )
+    rounds: list[list[int]] = [[]]
+    used, space = 0, room
+    for index, size in enumerate(sizes):
+        if used + size > space and rounds[-1]:
+            rounds.append([])
+            used, space = 0, later_room
+        if used + size > space:
+            raise ContextTooLongError(_too_long(index, size, space))
+        rounds[-1].append(index)
+        used += size
+    return rounds
+
+
+def _too_long(index: int, size: int, room: int) -> str:
+    return (
+        f"chunk {index} has {size} tokens and the context window has room for {room}; "
+        "split it into smaller chunks"
+    )
+
+
+def _fitting(sizes: Sequence[int], ranked: Sequence[int], room: int) -> list[int]:
+    """The best chunks that fit together, in prompt order."""
+    kept, used = [], 0
+    for index in ranked:
+        if used + sizes[index] > room:
+            break
+        kept.append(index)
+        used += sizes[index]
+    return sorted(kept)
+
+
+# One question, checked and tokenised, before anything is loaded.
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk given by reference, with its text in case the reference has gone.
+
+    Attributes:
+        key: Its address, from `Engine.add` or `Engine.reference`.
+        text: Its text.
+    """
+
+    key: ChunkKey
+    text: str
+
+
+ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
+"""How a caller may name a chunk."""
+
+DEFAULT_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question ready to be answered.
+
+    Attributes:
+        question: As the caller wrote it.
+        query: Ids of history, question and generation prompt (of the first round).
+        history: Earlier turns.
+        rounds: Chunks per prompt; more than one with `overflow="refine"`.
+        dropped_chunks: Chunks left out.
+        policy: What to reuse.
+        max_new_tokens: Of the answer.
+        stop: Strings before which the answer ends.
+        options: Further arguments of `generate()`.
+        started: `time.perf_counter()` at the call.
+        prefix_mismatch: Carried into the metrics.
+        is_plain: Whether it is a text to continue, without template and chunks.
+        gate: Why another policy answers than was asked for, or "".
+    """
+
+    question: str
+    query: tuple[int, ...]
+    history: tuple[Message | Mapping[str, str], ...]
+    rounds: tuple[tuple[ContextChunk, ...], ...]
+    dropped_chunks: int
+    policy: ReusePolicy
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    options: dict[str, Any]
+    started: float
+    prefix_mismatch: bool = False
+    is_plain: bool = False
+    gate: str = ""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Turns texts and keys into chunks, and splits them into prompts that fit.
+
+    Attributes:
+        renderer: Tokenises.
+        prefiller: Knows prefix, spec and store; None for a model that keeps no keys and values.
+        window: Context window in tokens.
+    """
+
+    renderer: PromptRenderer
+    prefiller: Prefiller | None
+    window: int
+
+    def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
+        """Check and address one chunk.
+
+        Args:
+            given: Text, key, or both.
+            index: Its number, for messages.
+
+        Raises:
+            InvalidInputError: If it is empty or of no known type.
+            FingerprintMismatchError: If the key belongs to another model, prefix or namespace.
+            ContextTooLongError: If it does not fit the context window.
+        """
+        text = given if isinstance(given, str) else None
+        if isinstance(given, StoredChunk):
+            text = given.text
+        key = given if isinstance(given, ChunkKey) else getattr(given, "key", None)
+        if text is None and not isinstance(key, ChunkKey):
+            raise InvalidInputError(
+                f"chunk {index} is a {type(given).__name__}; give a text, ChunkKey or StoredChunk"
+            )
+        if isinstance(key, ChunkKey):
+            mismatch = self.mismatch(key)
+            if mismatch and text is None:
+                raise FingerprintMismatchError(mismatch)
+            held = not mismatch and self._is_held(key)
+            if held or text is None:
+                return ContextChunk(key, None, text)
+        return self._from_text(text or "", index)
+
+    def _from_text(self, text: str, index: int) -> ContextChunk:
+        if not text.strip():
+            raise InvalidInputError(f"chunk {index} is empty; leave it out")
+        try:
+            ids = self.renderer.chunk_ids(text)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
+        room = self.window - len(self.renderer.prefix_ids)
+        if len(ids) > room:
+            raise ContextTooLongError(
+                f"chunk {index} has {len(ids)} tokens and the model's context window has "
+                f"room for {room}; split it into smaller chunks"
+            )
+        if self.prefiller is None:
+            return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
+        return ContextChunk(self.prefiller.key(ids), ids, text)
+
+    def mismatch(self, key: ChunkKey) -> str:
+        """Why a key is not of this engine, or ""."""
+        mine = self.prefiller
+        if mine is None:
+            return "this model keeps no keys and values, so no key belongs to it; pass texts"
+        if not re.fullmatch("[0-9a-f]{64}", str(key.digest)):
+            return f"{key.digest!r} is not the digest of a chunk; pass the chunk's text"
+        expected = (mine.spec, mine.namespace, len(mine.prefix_ids))
+        if (key.spec, key.namespace, key.start) == expected:
+            return ""
+        return (
+            f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
+            "namespace; pass its text, or add it again with this engine"
+        )
+
+    def _is_held(self, key: ChunkKey) -> bool:
+        return self.prefiller is not None and self.prefiller.store.contains(key)
+
+    def request(
+        self,
+        question: str,
+        chunks: Sequence[ChunkInput] | None = (),
+        *,
+        policy: ReusePolicy,
+        history: Sequence[Message | Mapping[str, str]] | None = (),
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        overflow: Overflow = "error",
+        stop: Sequence[str] = (),
+        scores: Sequence[float] | None = None,
+        prefix_mismatch: bool = False,
+        streaming: bool = False,
+        **options: Any,
+    ) -> Request:
+        """Check, tokenise and split a question.
+
+        Args:
+            question: Not empty.
+            chunks: Best first.
+            policy: What to reuse.
+            history: Earlier turns, oldest first; they stand behind the chunks.
+            max_new_tokens: Of the answer.
+            overflow: What to do when the chunks do not fit (see `overflow.Overflow`).
+            stop: Strings before which the answer ends.
+            scores: Of each chunk, where they do not stand best first; for "drop_lowest".
+            prefix_mismatch: Noted in the metrics.
+            streaming: Whether pieces are handed on as they come.
+            options: Further arguments of transformers' `generate()`.
+        """
+        started = time.perf_counter()
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInputError("the question is empty; ask something")
+        if not isinstance(policy, ReusePolicy):
+            raise InvalidInputError(
+                f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
+            )
+        if overflow not in ("error", "drop_lowest", "refine"):
+            raise InvalidInputError(
+                f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
+            )
+        check_new_tokens(max_new_tokens)
+        options = checked_generation(options, streaming=streaming)
+        planned = self.chunks(chunks or ())
+        if scores is not None and len(scores) != len(planned):
+            raise InvalidInputError(
+                f"{len(scores)} scores for {len(planned)} chunks; give one each"
+            )
+        template, turns = self.renderer.template, as_messages(history)
+        query = self.renderer.query_ids(template.ask(question), turns)
+        room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
+        sizes = [len(chunk) for chunk in planned]
+        later = 0
+        if overflow == "refine" and sum(sizes) > room - len(query):
+            again = self.renderer.query_ids(template.ask_again(question, ""), turns)
+            later = room - len(again) - max_new_tokens
+        split = split_rounds(
+            sizes,
+            room=room - len(query),
+            later_room=later,
+            overflow=overflow,
+            scores=scores,
+        )
+        return Request(
+            question=question,
+            query=query,
+            history=tuple(turns),
+            rounds=tuple(tuple(planned[index] for index in one) for one in split),
+            dropped_chunks=len(planned) - sum(map(len, split)),
+            policy=policy,
+            max_new_tokens=max_new_tokens,
+            stop=checked_stop(stop),
+            options=options,
+            started=started,
+            prefix_mismatch=prefix_mismatch,
+        )
+
+    def chunks(self, given: Sequence[ChunkInput]) -> list[ContextChunk]:
+        """Check and address chunks.
+
+        Raises:
+            InvalidInputError: If they are one text instead of a list, or one cannot be used.
+        """
+        if isinstance(given, str):
+            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
+        return [self.chunk(one, index) for index, one in enumerate(given)]
+
+    def completion(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        stop: Sequence[str] = (),
+        streaming: bool = False,
+        **options: Any,
+    ) -> Request:
+        """Check and tokenise a text that is continued as it is.
+
+        Raises:
+            InvalidInputError: If it is empty.
+            ContextTooLongError: If it does not fit the context window.
+        """
+        started = time.perf_counter()
+        ids = self.renderer.text_ids(prompt) if isinstance(prompt, str) and prompt else ()
+        if not ids:  # some tokenizers have no token for space alone
+            raise InvalidInputError("the prompt is empty; write something to continue")
+        check_new_tokens(max_new_tokens)
+        options = checked_generation(options, streaming=streaming)
+        if len(ids) + max_new_tokens > self.window:
+            raise ContextTooLongError(
+                f"the prompt has {len(ids)} tokens and the context window is {self.window}, "
+                "of which "
+                f"{max_new_tokens} are kept for the answer; shorten it or lower max_new_tokens"
+            )
+        return Request(
+            question=prompt,
+            query=ids,
+            history=(),
+            rounds=((),),
+            dropped_chunks=0,
+            policy=FullRecompute(),
+            max_new_tokens=max_new_tokens,
+            stop=checked_stop(stop),
+            options=options,
+            started=started,
+            is_plain=True,
+        )
+
+
+def checked_stop(stop: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Stop strings as a tuple; raises `InvalidInputError` unless all are texts, none empty."""
+    strings = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(strings, (list, tuple)) or not all(
+        isinstance(one, str) and one for one in strings
+    ):
+        raise InvalidInputError(f"stop must be a list of texts that are not empty, not {stop!r}")
+    return tuple(strings)
+
+
+def check_new_tokens(count: int) -> None:
+    """Raise `InvalidInputError` unless `count` is a positive number of tokens."""
+    if not isinstance(count, int) or count < 1:
+        raise InvalidInputError(f"max_new_tokens must be a positive number, not {count!r}")

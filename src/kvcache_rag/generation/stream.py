@@ -1,0 +1,291 @@
+"""Text as it is generated.
+
+Generation runs in a thread of its own; what it raises reaches the consumer, and a consumer that
+goes away stops it at the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.metrics import Answer, Metrics
+
+Emit = Callable[[str], None]
+
+Run = Callable[[Emit, threading.Event], Answer]
+"""Generates, hands on pieces of text, and stops early once the event is set."""
+
+# Questions wait for the model here and not in asyncio's own few threads, in which the rest of the
+# application (name look-ups, files) would then wait too.
+_WAITING: Final = ThreadPoolExecutor(64, thread_name_prefix="kvcache-rag-wait")
+
+_Got = TypeVar("_Got")
+
+
+async def in_thread(call: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
+    """`asyncio.to_thread` in threads of our own."""
+    within = contextvars.copy_context()
+    task = functools.partial(within.run, call, *arguments, **options)
+    return await asyncio.get_running_loop().run_in_executor(_WAITING, task)
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread inside torch while the interpreter ends would abort the process."""
+    running = list(_running.items())
+    for _, cancelled in running:
+        cancelled.set()
+    for thread, _ in running:
+        thread.join(timeout=10)
+
+
+class TextDecoder:
+    """Turns token ids into text piece by piece; the pieces join to the text of all ids.
+
+    A piece is held back while it may still change: an incomplete character, or the beginning of a
+    stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        """Decode with `tokenizer`; end the text before the first of the `stop` strings."""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._openings = [_Opening(one) for one in self._stop]
+        self._ids: list[int] = []
+        self._given = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take further ids and return the text that has become certain."""
+        if self.stopped:
+            return ""
+        self._ids.extend(ids)
+        whole = self._decode()
+        cut = min((whole.find(stop) for stop in self._stop if stop in whole), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            return self._give(whole[:cut])
+        certain = whole.rstrip("\ufffd")
+        return self._give(certain[: len(certain) - self._open(certain)])
+
+    def finish(self) -> str:
+        """The rest of the text, when no further ids come."""
+        return "" if self.stopped else self._give(self._decode())
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _give(self, text: str) -> str:
+        piece = text[self._given :]
+        if piece:
+            self._given = len(text)
+            self.text += piece
+        return piece
+
+    def _open(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        return max((opening.length(text) for opening in self._openings), default=0)
+
+
+class _Opening:
+    """How much of a string the end of a growing text is (Knuth, Morris and Pratt).
+
+    Every character of the text is looked at once, however long the string is.
+    """
+
+    def __init__(self, string: str) -> None:
+        """Look for the beginning of `string`, which is not empty and not yet in the text."""
+        self._string = string
+        self._borders = [0]  # of each beginning, its longest end that begins the string too
+        self._text, self._length = "", 0
+
+    def length(self, text: str) -> int:
+        """Length of the longest end of `text` that begins the string."""
+        if not text.startswith(self._text):
+            self._length, self._text = 0, ""  # what came last has changed what came before
+        for character in text[len(self._text) :]:
+            self._length = self._after(self._length, character)
+        self._text = text
+        return self._length
+
+    def _after(self, length: int, character: str) -> int:
+        while length and (length == len(self._string) or self._string[length] != character):
+            length = self._border(length)
+        return length + (self._string[length] == character)
+
+    def _border(self, length: int) -> int:
+        while len(self._borders) < length:
+            self._borders.append(self._after(self._borders[-1], self._string[len(self._borders)]))
+        return self._borders[length - 1]
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer, as an iterator of strings.
+
+    `metrics`, `text` and `answer` are known when it has ended.  Closing it, or dropping it, stops
+    generation.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Start generating in a thread."""
+        self._pieces: queue.SimpleQueue[str | Answer | BaseException] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._answer: Answer | None = None
+        self._ended = False
+        pieces, cancelled = self._pieces, self._cancelled
+
+        def work() -> None:
+            # No reference to the stream itself: it can be dropped, and `__del__` then stops this
+            # thread.
+            try:
+                pieces.put(run(pieces.put, cancelled))
+            except BaseException as error:
+                pieces.put(error)
+
+        self._thread = threading.Thread(target=work, name="kvcache-rag-generate", daemon=True)
+        _running[self._thread] = cancelled
+        self._thread.start()
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> str:
+        if self._ended:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, str):
+            return piece
+        self._ended = True
+        if isinstance(piece, BaseException):
+            raise piece
+        self._answer = piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating at the next token and wait until the model is free."""
+        self._cancelled.set()
+        self._ended = True
+        self._thread.join()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            InvalidInputError: If the stream has not ended yet.
+        """
+        if self._answer is None:
+            raise InvalidInputError(
+                "the stream has not ended; read it to its end before its metrics"
+            )
+        return self._answer
+
+    @property
+    def metrics(self) -> Metrics:
+        """Cost of the answer, once the stream has ended."""
+        return self.answer.metrics
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, once the stream has ended."""
+        return self.answer.text
+
+
+class AsyncAnswerStream(AsyncIterator[str]):
+    """An `AnswerStream` that never blocks the event loop, started by its first piece."""
+
+    def __init__(self, start: Callable[[], AnswerStream]) -> None:
+        """Take what starts the stream; it may block, so it runs in a thread."""
+        self._start = start
+        self._stream: AnswerStream | None = None
+        self._closed = False
+
+    def __aiter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            stream = self._stream or await in_thread(self._open)
+            piece: str | None = await in_thread(next, stream, None)
+        except asyncio.CancelledError:
+            self._closed = True
+            if self._stream is not None:
+                self._stream._cancelled.set()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def _open(self) -> AnswerStream:
+        self._stream = stream = self._start()
+        if self._closed:  # while it was being started
+            stream._cancelled.set()
+        return stream
+
+    async def aclose(self) -> None:
+        """Stop generating at the next token."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream._cancelled.set()  # now; its end may have to wait for a thread
+            await in_thread(self._stream.close)
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once the stream has ended."""
+        if self._stream is None:
+            raise InvalidInputError(
+                "the stream has not ended; read it to its end before its metrics"
+            )
+        return self._stream.answer
+
+    @property
+    def metrics(self) -> Metrics:
+        """Cost of the answer, once the stream has ended."""
+        return self.answer.metrics
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, once the stream has ended."""
+        return self.answer.text
+
+
+async def cancellable(run: Callable[..., _Got], *arguments: Any, **options: Any) -> _Got:
+    """`run` in a thread, with an event `cancelled`; cancelling the caller sets the event.
+
+    Args:
+        run: Takes `cancelled=`, and gives up at its next token once that is set.
+        arguments: Of `run`.
+        options: Of `run`.
+    """
+    cancelled = threading.Event()
+    try:
+        return await in_thread(run, *arguments, cancelled=cancelled, **options)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise

@@ -1,0 +1,129 @@
+"""Where a row says that its text's KV is kept.
+
+A reference is five flat scalars in the metadata of a vector database's row.  The key of a chunk can
+always be computed again from its text, so a lost or stale reference is only slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from cachetools import LRUCache
+
+from kvcache_rag.errors import FingerprintMismatchError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.generation.request import StoredChunk
+    from kvcache_rag.kv.chunk import ChunkKey
+
+
+REFERENCE_KEYS: Final = ("kv_bytes", "kv_key", "kv_spec", "kv_text", "kv_tokens")
+"""The metadata of a row that a reference is written in."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The KV of one row's text.
+
+    Attributes:
+        key: Content address of the chunk, 64 hexadecimal digits.
+        spec: What the chunk's tensors depend on; another engine's spec means another chunk.
+        tokens: Number of tokens of the chunk.
+        nbytes: Size of its keys and values.
+        text: Digest of the text that the chunk was computed from (`text_digest`).
+    """
+
+    key: str
+    spec: str
+    tokens: int
+    nbytes: int
+    text: str
+
+    @classmethod
+    def of(cls, key: ChunkKey, text: str, engine: Engine) -> Reference:
+        """The reference of a chunk that `engine` computed from `text`."""
+        digest = text_digest(text, engine)
+        return cls(key.digest, key.spec, key.tokens, engine.nbytes(key), digest)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Reference | None:
+        """The reference in a row's metadata; None if there is none, or not a whole one."""
+        try:
+            return cls(
+                key=str(metadata["kv_key"]),
+                spec=str(metadata["kv_spec"]),
+                tokens=int(metadata["kv_tokens"]),
+                nbytes=int(metadata["kv_bytes"]),
+                text=str(metadata["kv_text"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def to_metadata(self) -> dict[str, str | int]:
+        """Flat scalars for a row, each far below the size limits of hosted databases."""
+        return {
+            "kv_bytes": self.nbytes,
+            "kv_key": self.key,
+            "kv_spec": self.spec,
+            "kv_text": self.text,
+            "kv_tokens": self.tokens,
+        }
+
+    def resolve(self, engine: Engine) -> ChunkKey | None:
+        """The chunk's address; None if another model, codec or prefix computed it."""
+        try:
+            return engine.reference(self.key, self.spec, self.tokens)
+        except (FingerprintMismatchError, UnsupportedModelError):
+            return None
+
+    def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
+        """What to hand to `engine` for `text`: this reference if it still holds, else the text."""
+        if self.text != text_digest(text, engine):
+            return text
+        from kvcache_rag.generation.request import StoredChunk  # loads torch
+
+        key = self.resolve(engine)
+        return text if key is None else StoredChunk(key, text)
+
+
+class References:
+    """References by the text they are of, for frameworks whose documents cannot carry them.
+
+    Thread-safe; the least recently used are forgotten, which is only slower.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        """Remember at most `limit` references (about half a kilobyte each)."""
+        self._known: LRUCache[tuple[str, str], Reference] = LRUCache(limit)
+        self._lock = threading.Lock()
+
+    def note(self, reference: Reference) -> None:
+        """Remember a reference, in the place of an older one of the same text and spec."""
+        with self._lock:
+            self._known[reference.text, reference.spec] = reference
+
+    def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
+        """What to hand to `engine` for `text`: a reference if one is known, else the text."""
+        try:
+            key = (text_digest(text, engine), engine.spec)
+        except UnsupportedModelError:
+            return text  # it keeps no keys and values
+        with self._lock:
+            known = self._known.get(key)
+        return text if known is None else known.chunk(text, engine)
+
+
+def text_digest(text: str, engine: Engine) -> str:
+    """Digest by which a reference knows its text, as it stands in this engine's prompt.
+
+    The wrapper is part of it, because a chunk in another wrapper has other tokens; the prefix is
+    not, because the engine's spec covers it.
+    """
+    written = engine.template.wrap(text)
+    return hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()

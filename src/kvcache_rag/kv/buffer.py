@@ -1,0 +1,94 @@
+"""One preallocated buffer for the K and V of a whole prompt.
+
+Chunks are read straight into their places and generated tokens are appended in place, so nothing is
+ever concatenated.  A buffer may hold several rows (a batch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
+
+
+@dataclass(frozen=True, eq=False)
+class KVBuffer:
+    """Memory for `rows` prompts of up to `capacity` tokens.
+
+    Attributes:
+        layout: Shapes and dtype per layer group.
+        tensors: Per group one fused tensor `[layers, 2, rows, heads, capacity, width]`, or K and V
+            apart as `[layers, rows, heads, capacity, width]`.
+        rows: Number of prompts.
+        capacity: Tokens per prompt.
+    """
+
+    layout: ChunkLayout
+    tensors: tuple[tuple[Tensor, ...], ...]
+    rows: int
+    capacity: int
+
+    @classmethod
+    def allocate(
+        cls, layout: ChunkLayout, rows: int, capacity: int, device: torch.device | str
+    ) -> KVBuffer:
+        """A new zeroed buffer: padding must hold finite numbers, since a mask cannot hide a NaN."""
+        groups = []
+        # Outside inference mode, so that it can be used in and out of it.
+        with torch.inference_mode(mode=False):
+            for group in layout.groups:
+                shapes = [(*shape[:-3], rows, *shape[-3:]) for shape in group.shapes(capacity)]
+                groups.append(
+                    tuple(torch.zeros(shape, dtype=layout.dtype, device=device) for shape in shapes)
+                )
+        return cls(layout, tuple(groups), rows, capacity)
+
+    def narrowed(self, rows: int) -> KVBuffer:
+        """The first `rows` rows, as views."""
+        if rows == self.rows:
+            return self
+        tensors = tuple(tuple(part[..., :rows, :, :, :] for part in one) for one in self.tensors)
+        return KVBuffer(self.layout, tensors, rows, self.capacity)
+
+    def single(self, row: int, start: int) -> KVBuffer:
+        """The places of one row from `start` on, as views: a buffer of one prompt."""
+        tensors = tuple(
+            tuple(part[..., row : row + 1, :, start:, :] for part in one) for one in self.tensors
+        )
+        return KVBuffer(self.layout, tensors, 1, self.capacity - start)
+
+    def copy_first(self, other: KVBuffer, tokens: int) -> None:
+        """Take over the first `tokens` places of a buffer of as many rows."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            for target, source in zip(mine, theirs, strict=True):
+                target[..., :tokens, :].copy_(source[..., :tokens, :])
+
+    def slots(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """K and V of each layer, `(rows, heads, capacity, width)`, as views."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for group, tensors in zip(self.layout.groups, self.tensors, strict=True):
+            for place, layer in enumerate(group.layers):
+                found[layer] = (
+                    (tensors[0][place, 0], tensors[0][place, 1])
+                    if group.is_fused
+                    else (tensors[0][place], tensors[1][place])
+                )
+        return found
+
+    def view(self, row: int, start: int, stop: int, *, local_start: int, tokens: Tensor) -> ChunkKV:
+        """The places `start..stop` of a row, as a chunk that can be loaded into.
+
+        Args:
+            row: Which prompt.
+            start: First place.
+            stop: One behind the last place.
+            local_start: Position at which the chunk's keys were computed.
+            tokens: `(stop - start,)` int32, where the ids go.
+        """
+        views = tuple(
+            tuple(tensor[..., row, :, start:stop, :] for tensor in group) for group in self.tensors
+        )
+        return ChunkKV(self.layout, tokens, local_start, views)

@@ -1,0 +1,1 @@
+"""Attention over chunks where they lie, their keys rotated inside (LazyAttention)."""

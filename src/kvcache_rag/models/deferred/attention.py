@@ -1,0 +1,293 @@
+"""Attention over chunks where they lie: the query is turned, not the keys.
+
+LazyAttention, arXiv 2606.04302.  Per chunk the query, its grouped heads packed, is turned back by
+as much as the chunk's keys would have to be turned, attended with, and the partial results are
+merged by their log-sum-exp, as in flash decoding.  `plain_attention` is what that has to equal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.kv.rotary import rotate_
+from kvcache_rag.models.attention.scaled import scaled_attention
+from kvcache_rag.models.deferred.cache import LayerSegments, awaited, segments_of
+from kvcache_rag.models.deferred.plan import Plan, Shape, make_plan
+
+if TYPE_CHECKING:
+    from kvcache_rag.models.deferred.segments import SegmentTable
+
+
+# Arguments that change which columns count or by how much, in ways this function does not know.
+_UNKNOWN = ("softcap", "position_bias", "indices", "block_indices")
+
+_FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def deferred_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the segments that `key` carries and, behind them, `key` itself.
+
+    Keys of a cache without segments are attended to plainly.
+
+    Args:
+        module: The calling layer.
+        query: `(rows, heads, queries, width)`, turned to its place.
+        key: `(rows, kv_heads, tail, width)`, as `TailLayer.update` gave it.
+        value: `(rows, kv_heads, tail, value_width)`.
+        attention_mask: `(rows or 1, 1, queries, columns or more)`, bool or additive; None where
+            every new token sees everything up to itself.
+        dropout: Not used: models are in evaluation mode.
+        scaling: Factor of the scores, None for `width ** -0.5`.
+        s_aux: `(heads,)` scores of a sink that holds no value.
+        kwargs: Of other attention functions.
+
+    Returns:
+        `(rows, queries, heads, value_width)` and None, as transformers expects.
+
+    Raises:
+        UnsupportedModelError: If the keys have lost their segments, or the model passes what this
+            function does not know.
+    """
+    name = type(module).__name__
+    layer, is_ours = segments_of(key), awaited()
+    if layer is None and not is_ours:
+        # Of another cache: a logits processor's own pass, an auxiliary model in another thread.
+        return scaled_attention(
+            module, query, key, value, attention_mask, 0.0, scaling, s_aux=s_aux, **kwargs
+        )
+    for unknown in _UNKNOWN:
+        if kwargs.get(unknown) is not None:
+            raise UnsupportedModelError(f"{name} passes {unknown}, which no kernel knows")
+    if layer is None:
+        raise UnsupportedModelError(f"{name} changes its keys between cache and attention")
+    if layer.held.callers is not None:
+        layer.held.callers.append(module)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.device.type == "cuda":
+        return _on_cuda(query, key, value, attention_mask, factor, layer, s_aux), None
+    if has_fast_path(query, value, attention_mask, layer.held.table):
+        return fast_attention(query, key, value, attention_mask, factor, layer, s_aux), None
+    return plain_attention(query, key, value, attention_mask, factor, layer, s_aux), None
+
+
+def has_fast_path(query: Tensor, value: Tensor, mask: Tensor | None, table: SegmentTable) -> bool:
+    """Whether the CPU's kernel knows such tensors."""
+    heads, width = query.shape[1], query.shape[3]
+    return (
+        query.device.type == "cpu"
+        and query.dtype == table.layout.dtype == value.dtype
+        and is_fast(query.dtype, width, value.shape[3], heads, value.shape[1], query.device)
+        and (mask is None or (mask.ndim == 4 and mask.shape[1] == 1))
+    )
+
+
+def is_fast(
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    heads: int,
+    kv_heads: int,
+    device: torch.device,
+) -> bool:
+    """Whether there is a kernel for such a model, so that keys need not be copied and turned."""
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    is_known = device.type == "cpu" and dtype in _FLASH_DTYPES
+    return is_known and width == value_width and heads % kv_heads == 0
+
+
+def _on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    layer: LayerSegments,
+    sinks: Tensor | None,
+) -> Tensor:
+    try:
+        from kvcache_rag.models.deferred.kernel import deferred_attend
+    except ImportError:  # no Triton
+        return plain_attention(query, key, value, mask, factor, layer, sinks)
+    table, group, place = layer.held.table, layer.group, layer.place
+    try:
+        found: Tensor = deferred_attend(query, key, value, mask, factor, table, group, place, sinks)
+    except NotImplementedError:
+        return plain_attention(query, key, value, mask, factor, layer, sinks)
+    return found
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    layer: LayerSegments,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The specification: turned copies of all keys, and ordinary attention in float32.
+
+    Args:
+        query: `(rows, heads, queries, width)`.
+        key: `(rows, kv_heads, tail, width)`.
+        value: `(rows, kv_heads, tail, value_width)`.
+        mask: As for `deferred_attention`, also `(rows or 1, heads, queries, columns or more)`.
+        factor: Of the scores.
+        layer: The segments.
+        sinks: `(heads,)` scores of a sink, or None.
+
+    Returns:
+        `(rows, queries, heads, value_width)`; of tokens that the table keeps, any finite number.
+    """
+    table = layer.held.table
+    rows, heads, queries, _ = query.shape
+    columns = table.tail + key.shape[2]
+    keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
+    values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
+    rotation = table.layout.groups[layer.group].key_rotation
+    for row, segments in enumerate(table.rows):
+        first = table.tail + table.keep[row]
+        keys[row, :, first:] = key[row, :, table.keep[row] :]
+        values[row, :, first:] = value[row, :, table.keep[row] :]
+        for one in segments:
+            place = slice(one.column, one.column + len(one.chunk))
+            keys[row, :, place] = one.chunk.keys(layer.group)[layer.place]
+            values[row, :, place] = one.chunk.values(layer.group)[layer.place]
+            if one.turn and rotation.style != "none":
+                cos, sin = (part[one.turn, None] for part in table.angles[rotation.frequency])
+                rotate_(keys[row, :, place], rotation, cos, sin)
+    repeats = heads // key.shape[1]
+    wide_keys, wide_values = (one.float().repeat_interleave(repeats, 1) for one in (keys, values))
+    scores = query.float() @ wide_keys.transpose(-1, -2) * factor
+    scores = scores + _added(mask, queries, columns, query.device)
+    if sinks is not None:
+        sink = sinks.float().reshape(1, -1, 1, 1).expand(rows, -1, queries, 1)
+        scores = torch.cat([scores, sink], -1)
+    # A row of nothing but the lowest number (padding) stays finite.
+    weights = torch.softmax(scores.clamp_min(torch.finfo(scores.dtype).min), -1)
+    output = weights[..., :columns] @ wide_values
+    return output.to(query.dtype).transpose(1, 2).contiguous()
+
+
+def _added(mask: Tensor | None, queries: int, columns: int, device: torch.device) -> Tensor:
+    if mask is None:
+        last = torch.arange(columns - queries, columns, device=device)
+        mask = (torch.arange(columns, device=device) <= last[:, None])[None, None]
+    mask = mask[..., :columns]
+    if mask.dtype != torch.bool:
+        return mask.float()
+    hidden = torch.zeros(mask.shape, device=device)
+    return hidden.masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+def fast_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    layer: LayerSegments,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`plain_attention` on a CPU, without a copy of K or V; one call of a kernel per chunk.
+
+    Needs `has_fast_path`.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, heads, queries, width = query.shape
+    groups = key.shape[1]
+    packed = query.reshape(rows, groups, -1, width)
+    length = packed.shape[2]
+    plan = _plan(layer, mask, Shape(queries, heads // groups, key.shape[2], width), query.dtype)
+    out, level = attend(packed, key, value, 0.0, False, attn_mask=plan.tail_mask, scale=factor)
+    if rows > 1:
+        out = out.transpose(0, 1).reshape(1, groups, -1, width)
+        level = level.transpose(0, 1).reshape(1, groups, -1)
+    outs, levels = [], []
+    views = layer.held.views[layer.group]
+    for call, turned in zip(plan.calls, _turned(packed, plan), strict=True):
+        keys, values = (one[layer.place] for one in views[call.chunk])
+        if call.mask is not None:
+            keys, values = keys[:, :, call.start : call.stop], values[:, :, call.start : call.stop]
+        partial = attend(turned, keys, values, 0.0, False, attn_mask=call.mask, scale=factor)
+        outs.append(partial[0])
+        levels.append(partial[1])
+    partials = torch.cat([*outs, out], 2).view(groups, -1, length, width)
+    marks = torch.cat([*levels, level], 2).view(groups, -1, length)
+    merged = _merged(partials, marks, plan, rows, sinks)
+    by_head = merged.view(groups, rows, -1, queries, width).permute(1, 3, 0, 2, 4)
+    return by_head.reshape(rows, queries, heads, width).to(query.dtype)
+
+
+def _turned(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    """Queries of each call, `(1, kv_heads, pairs * heads * queries, width)`, turned back."""
+    if not plan.calls:
+        return ()
+    wide = packed.transpose(0, 1).float()
+    partner = wide.index_select(-1, plan.partners)
+    if plan.rows is not None:
+        wide, partner = wide.index_select(1, plan.rows), partner.index_select(1, plan.rows)
+    turned = (wide * plan.cos).addcmul_(partner, plan.sin).to(packed.dtype)
+    groups, _, _, width = turned.shape
+    return torch.split(turned.reshape(1, groups, -1, width), plan.sizes, 2)
+
+
+def _merged(
+    partials: Tensor, levels: Tensor, plan: Plan, rows: int, sinks: Tensor | None
+) -> Tensor:
+    """Partial results of each row as one, `(kv_heads, rows, n, width)`.
+
+    Args:
+        partials: `(kv_heads, parts, n, width)` of segments and, last, of the tails.
+        levels: Log-sum-exp of the scores of each, `(kv_heads, parts, n)`.
+        plan: Which belong together.
+        rows: Of the batch.
+        sinks: `(heads,)` scores that take a share and give nothing, or None.
+    """
+    groups, count, length = levels.shape
+    wide = partials.to(levels.dtype)
+    sink = None
+    if sinks is not None:
+        by_head = sinks.to(levels.dtype).view(groups, 1, -1, 1)
+        sink = by_head.expand(-1, -1, -1, length // by_head.shape[2]).reshape(groups, 1, length)
+    if rows == 1:
+        marks = levels if sink is None else torch.cat([levels, sink], 1)
+        return wide.mul_(torch.softmax(marks, 1)[:, :count, :, None]).sum(1, keepdim=True)
+    padded = torch.nn.functional.pad(levels, (0, 0, 0, 1), value=-torch.inf)
+    total = padded[:, plan.parts].logsumexp(2)
+    total = total if sink is None else torch.logaddexp(total, sink)
+    shares = (levels - total.index_select(1, plan.owners)).exp_()
+    merged = wide.new_zeros(groups, rows, *wide.shape[2:])
+    return merged.index_add_(1, plan.owners, wide.mul_(shares[..., None]))
+
+
+def _plan(layer: LayerSegments, mask: Tensor | None, shape: Shape, dtype: torch.dtype) -> Plan:
+    held = layer.held
+    known: dict[tuple[int, int], tuple[Shape, Plan]] = held.unmasked_plans
+    if mask is not None:
+        known = held.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
+    elif shape.queries == 1 and not any(held.table.keep):
+        shape = replace(shape, tail=1)  # it sees all of the tail, however long that is
+    # The last one only: a tail that grows needs another with every token.
+    found = known.get((layer.group, shape.repeats))
+    if found is None or found[0] != shape:
+        found = shape, make_plan(held.table, layer.group, mask, shape, dtype)
+        known[layer.group, shape.repeats] = found
+    return found[1]

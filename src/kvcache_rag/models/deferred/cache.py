@@ -1,0 +1,151 @@
+"""A cache whose context lies in segments: only what is new is written, behind them.
+
+Its layers count the segments among their tokens, so that transformers makes positions and masks of
+the full width, and hand them to `models.deferred_attention` as an attribute of the keys.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import Cache
+
+from kvcache_rag.models.cache import BufferLayer, DummyLayer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcache_rag.kv.buffer import KVBuffer
+    from kvcache_rag.models.deferred.segments import SegmentTable
+    from kvcache_rag.models.rotation import LayerKind
+
+
+_ATTRIBUTE = "kvcache_rag_segments"
+
+SlotViews = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
+"""K and V of each layer of a group, `(1, kv_heads, tokens, width)`."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSegments:
+    """The segments of one cache, shared by its layers.
+
+    Attributes:
+        table: The segments.
+        views: Per group and chunk (by identity) its tensors, layer by layer: views.
+        plans: What attention worked out, per mask.
+        unmasked_plans: The same for forward passes without a mask.
+        callers: Where the layers that attend are noted, in order; None to note nothing.
+    """
+
+    table: SegmentTable
+    views: tuple[dict[int, SlotViews], ...]
+    plans: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    unmasked_plans: dict[Any, Any] = field(default_factory=dict)
+    callers: list[torch.nn.Module] | None = None
+
+    @classmethod
+    def of(cls, table: SegmentTable, callers: list[torch.nn.Module] | None = None) -> HeldSegments:
+        """Hold the segments of a table."""
+        chunks = {id(one.chunk): one.chunk for row in table.rows for one in row}
+        views = tuple(
+            {
+                name: (
+                    chunk.keys(group)[:, None].unbind(0),
+                    chunk.values(group)[:, None].unbind(0),
+                )
+                for name, chunk in chunks.items()
+            }
+            for group in range(len(table.layout.groups))
+        )
+        return cls(table, views, callers=callers)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSegments:
+    """What one layer attends to besides the keys that carry this.
+
+    Attributes:
+        held: The segments.
+        group: Its layer group.
+        place: Its number in the group.
+    """
+
+    held: HeldSegments
+    group: int
+    place: int
+
+
+class _Passes(threading.local):
+    """Whether the next attention of this thread is that of a cache with segments."""
+
+    awaits_segments = False
+
+
+_PASSES = _Passes()
+
+
+def segments_of(key: Tensor) -> LayerSegments | None:
+    """The segments that belong in front of these keys; None if they carry none."""
+    found: LayerSegments | None = getattr(key, _ATTRIBUTE, None)
+    return found
+
+
+def awaited() -> bool:
+    """Whether keys with segments were given out in this thread since this was last asked."""
+    was = _PASSES.awaits_segments
+    _PASSES.awaits_segments = False
+    return was
+
+
+class TailLayer(BufferLayer):
+    """A cache layer that holds the tokens behind its segments.
+
+    Attributes:
+        segments: What stands in front.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, segments: LayerSegments) -> None:
+        """Hold nothing yet in `keys` and `values`, `(rows, heads, capacity, width)`."""
+        self.segments = segments
+        super().__init__(keys, values, 0)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append in place; the keys given back carry the segments."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        setattr(keys, _ATTRIBUTE, self.segments)
+        _PASSES.awaits_segments = True
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Tokens in segments and buffer: the columns of a row."""
+        return self.segments.held.table.tail + self.length
+
+
+def deferred_cache(held: HeldSegments, kinds: tuple[LayerKind, ...], buffer: KVBuffer) -> Cache:
+    """A transformers cache of segments and, behind them, an empty buffer.
+
+    Args:
+        held: The segments.
+        kinds: Kind of each layer of the model.
+        buffer: Memory for the tokens behind them; the cache writes into it.
+    """
+    slots = buffer.slots()
+    places = {
+        layer: (group, place)
+        for group, layers in enumerate(held.table.layout.groups)
+        for place, layer in enumerate(layers.layout.layers)
+    }
+    layers: list[Any] = []
+    for index, kind in enumerate(kinds):
+        if kind.shared:
+            layers.append(DummyLayer())
+        else:
+            layers.append(TailLayer(*slots[index], LayerSegments(held, *places[index])))
+    return Cache(layers=layers)

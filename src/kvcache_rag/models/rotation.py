@@ -1,0 +1,201 @@
+"""What the rest of the package knows about a model: layer groups, rotations and reach.
+
+Nothing here names a model family or imports a model library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv.rotary import Turn, angle_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvcache_rag.kv.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer keeps its context.
+
+    Attributes:
+        window: Sliding window in tokens, None for a layer that sees everything.
+        shared: Whether the layer reads another layer's keys and stores none.
+    """
+
+    window: int | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class FrequencySet:
+    """One set of rotary frequencies of a model.
+
+    Attributes:
+        name: Where it was found.
+        read: Gives the float32 frequencies `(dim / 2,)`, in radians per position, that the model
+            uses when its highest position is one less than the argument.
+        limit: Longest prompt for which these are the frequencies (dynamic NTK, longrope); None
+            without a limit.
+    """
+
+    name: str
+    read: Callable[[int], Tensor]
+    limit: int | None = None
+
+    def at_rest(self) -> Tensor:
+        """The frequencies for short prompts; read once, as that may be a call of a module."""
+        return self._at_rest
+
+    @cached_property
+    def _at_rest(self) -> Tensor:
+        return self.read(1)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share shape, window and rotation.
+
+    Attributes:
+        layout: Their indices and shapes.
+        window: Sliding window in tokens, or None.
+        key_rotation: How their K slot turns.
+        value_rotation: How their V slot turns (MLA keeps its rotary part there).
+    """
+
+    layout: GroupLayout
+    window: int | None
+    key_rotation: Rotation
+    value_rotation: Rotation
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLayout:
+    """What was measured about a model.
+
+    Attributes:
+        groups: Layer groups, in order of their first layer.
+        kinds: Kind of each layer.
+        frequencies: The model's frequency sets.
+        dtype: Dtype of the cache.
+        residual: Largest relative error of the measured rotations at the first layer.
+        immovable: Why keys cannot be moved, or "" when they can.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    kinds: tuple[LayerKind, ...]
+    frequencies: tuple[FrequencySet, ...]
+    dtype: torch.dtype
+    residual: float
+    immovable: str = ""
+
+    @property
+    def chunk_layout(self) -> ChunkLayout:
+        """Shapes of the tensors of a chunk."""
+        return ChunkLayout(tuple(group.layout for group in self.groups), self.dtype)
+
+    @property
+    def limit(self) -> int | None:
+        """Longest prompt in tokens for which the frequencies hold, or None."""
+        limits = [found.limit for found in self.frequencies if found.limit is not None]
+        return min(limits) if limits else None
+
+    def ensure_movable(self) -> None:
+        """Raise `UnsupportedModelError` if keys cannot be moved to another position."""
+        if self.immovable:
+            raise UnsupportedModelError(
+                f"{self.immovable}; use Combination(), which computes a prompt's chunks together"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """How keys (and in MLA models, values) of a run of tokens get from where they stand to a place.
+
+    Attributes:
+        slots: Per layer group the turns of its K slot and its V slot; None for one that stays.
+    """
+
+    slots: tuple[tuple[Turn | None, Turn | None], ...]
+
+    @classmethod
+    def of(cls, layout: ModelLayout, old: Tensor, new: Tensor, device: torch.device) -> Move:
+        """The move of tokens standing at positions `old`, `(tokens,)`, to positions `new`.
+
+        Raises:
+            UnsupportedModelError: If the model's keys cannot be moved.
+        """
+        layout.ensure_movable()
+        made: dict[Rotation, Turn] = {}
+        old, new = old.to(device), new.to(device)
+        tables = [angle_table(found.at_rest().to(device), old, new) for found in layout.frequencies]
+
+        def turn(rotation: Rotation) -> Turn | None:
+            if rotation.style == "none":
+                return None
+            if rotation not in made:
+                made[rotation] = Turn.of(rotation, *tables[rotation.frequency])
+            return made[rotation]
+
+        groups = layout.groups
+        return cls(tuple((turn(one.key_rotation), turn(one.value_rotation)) for one in groups))
+
+    def narrow(self, start: int, stop: int) -> Move:
+        """The move of the tokens `start..stop` alone."""
+        return Move(
+            tuple(
+                (key and key.narrow(start, stop), value and value.narrow(start, stop))
+                for key, value in self.slots
+            )
+        )
+
+    def turn(self, part: ChunkKV, layers: Sequence[slice] | None = None) -> None:
+        """Turn the keys of a part in place: the plain path.
+
+        Args:
+            part: As many tokens as the move is for.
+            layers: Which layers of each group; None for all.
+        """
+        for index, slots in enumerate(self.slots):
+            chosen = slice(None) if layers is None else layers[index]
+            for turn, held in zip(slots, (part.keys(index), part.values(index)), strict=True):
+                if turn is not None:
+                    turned = held[chosen]
+                    turn.into(turned, [turned])
+
+    def bring(self, part: ChunkKV, source: ChunkKV) -> None:
+        """Copy `source` to `part` and turn its keys, in one pass over the memory."""
+        for index, slots in enumerate(self.slots):
+            held = (part.keys(index), part.values(index))
+            given = (source.keys(index), source.values(index))
+            for turn, out, stored in zip(slots, held, given, strict=True):
+                if turn is None:
+                    out.copy_(stored)
+                else:
+                    turn.into(out, [stored])
+
+
+def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
+    """A copy of a chunk whose keys stand at their local positions, with every key at position 0.
+
+    Args:
+        layout: How the model rotates its caches.
+        chunk: In any float dtype; the arithmetic is float32 with one rounding at the end.
+
+    Raises:
+        UnsupportedModelError: If the model's keys cannot be moved.
+    """
+    tensors = tuple(tuple(tensor.clone() for tensor in group) for group in chunk.tensors)
+    copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
+    steps = torch.arange(len(copy))
+    device = tensors[0][0].device
+    Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).turn(copy)
+    return copy

@@ -1,0 +1,204 @@
+"""What a policy may ask about a loaded and stitched prompt; each is computed only when it asks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.cache import HaltedError, tapped_cache
+from kvcache_rag.prompt.alignment import token_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.stitching.costs import Costs
+    from kvcache_rag.stitching.stitch import StitchedRow
+
+
+# Tokens of the pass that is timed where no rate is known yet.
+TRIAL_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkScores:
+    """Scores of a prompt's chunks that a scorer works out meanwhile, in a thread of its own.
+
+    Attributes:
+        texts: The chunks as they were scored.
+        wrapper: What is written before and behind each in the prompt.
+        tokenizer: Of the model that answers.
+        future: Scores of the characters of `texts`.
+    """
+
+    texts: tuple[str, ...]
+    wrapper: tuple[str, str]
+    tokenizer: Any
+    future: Future[Sequence[Tensor]]
+
+    @classmethod
+    def start(
+        cls,
+        scorer: Scorer,
+        question: str,
+        texts: Sequence[str],
+        wrapper: tuple[str, str],
+        tokenizer: Any,
+    ) -> ChunkScores:
+        """Let a scorer begin; it must not wait for the engine that waits for it."""
+        future: Future[Sequence[Tensor]] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(scorer.scores(question, texts))
+            except BaseException as error:  # raised where the scores are read
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="kvcache-rag-scorer", daemon=True).start()
+        return cls(tuple(texts), wrapper, tokenizer, future)
+
+    def tokens(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for the scores, and hand them on to the tokens of each chunk.
+
+        Args:
+            ids: Per chunk `(tokens,)`, wrapper included.
+
+        Returns:
+            Per chunk `(tokens,)` float32.
+
+        Raises:
+            InvalidInputError: If the scorer did not give one score per character of each chunk.
+        """
+        scores = list(self.future.result())
+        if len(scores) != len(self.texts):
+            raise InvalidInputError(
+                f"{len(scores)} scores for {len(self.texts)} chunks; a Scorer gives one tensor each"
+            )
+        before, after = self.wrapper
+        return [
+            token_scores(self.tokenizer, chunk.tolist(), text, one, before=before, after=after)
+            for chunk, text, one in zip(ids, self.texts, scores, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSignals:
+    """Signals of one stitched prompt.
+
+    Attributes:
+        row: The prompt.
+        costs: Measured rates.
+        scores: What a scorer works out; None without one.
+    """
+
+    row: StitchedRow
+    costs: Costs
+    scores: ChunkScores | None = None
+    _relevance: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _deviations: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def deviation(self, layer: int) -> Tensor:
+        """How far stitched values are from those of a full prefill at one layer.
+
+        All context tokens run at their true positions through the layers below on the plain causal
+        path, and the pass ends before the attention of the layer itself; the prompt's buffer is
+        only read.  Where the values hold rotary columns (MLA keeps them there), the other slot is
+        compared, so that the positions of a chunk are never taken for a deviation.
+
+        Args:
+            layer: 0-based.
+
+        Returns:
+            `(context_tokens,)` float32 on the CPU: squared L2 distance over heads and width.
+
+        Raises:
+            InvalidInputError: If there is no such layer, or it keeps no values of its own.
+        """
+        if layer not in self._deviations:
+            with torch.inference_mode():
+                self._deviations[layer] = self._deviation(layer)
+        return self._deviations[layer]
+
+    def _deviation(self, layer: int) -> Tensor:
+        model, context = self.row.model, self.row.shape.context_tokens
+        slots = self.row.buffer.slots()
+        if layer not in slots:
+            raise InvalidInputError(
+                f"layer {layer} keeps no values of its own; compare at one of {min(slots)} to "
+                f"{max(slots)} that does"
+            )
+        cache, tapped = tapped_cache(model.measured.kinds, layer)
+        with suppress(HaltedError):
+            model.forward(self.row.ids[None, :context], cache, torch.arange(context), keep=1)
+        if tapped.found is None:
+            raise InvalidInputError(f"layer {layer} was never reached; choose another check layer")
+        slot = self._still_slot(layer)
+        held, fresh = slots[layer][slot][0, :, :context], tapped.found[slot][0]
+        return (fresh.float() - held.float()).pow(2).sum((0, 2)).cpu()
+
+    def _still_slot(self, layer: int) -> int:
+        """The slot that no rotation touches: V, or K where V is turned."""
+        for group in self.row.model.measured.groups:
+            if layer in group.layout.layers and group.value_rotation.style != "none":
+                return 0
+        return 1
+
+    def deviation_tokens(self, layer: int) -> int:
+        """As many tokens computed again take about the time of `deviation(layer)`; 0 once known.
+
+        All context tokens run through the layers below and half of `layer` itself, whose keys and
+        values are computed and whose attention is not.
+        """
+        if layer in self._deviations:
+            return 0
+        layers = len(self.row.model.measured.kinds)
+        return math.ceil(self.row.shape.context_tokens * (layer + 0.5) / layers)
+
+    def relevance(self) -> Tensor:
+        """Scores of the context tokens by the policy's scorer, aligned by character offsets.
+
+        Returns:
+            `(context_tokens,)` float32 on the CPU; the prefix has the lowest score.
+
+        Raises:
+            InvalidInputError: If there is no scorer, or it gave something else than scores.
+        """
+        if not self._relevance:
+            self._relevance.append(self._aligned())
+        return self._relevance[0]
+
+    def _aligned(self) -> Tensor:
+        if self.scores is None:
+            raise InvalidInputError(
+                "the policy reads scores but has needs_scorer = False; set it to True"
+            )
+        shape = self.row.shape
+        ids = [self.row.ids[chunk.start : chunk.stop] for chunk in shape.chunks]
+        scores = self.scores.tokens(ids)
+        relevance = torch.full((shape.context_tokens,), min(float(one.min()) for one in scores))
+        for chunk, one in zip(shape.chunks, scores, strict=True):
+            relevance[chunk.start : chunk.stop] = one
+        return relevance
+
+    def affordable(self, seconds: float) -> int:
+        """How many context tokens can be computed again in `seconds`, by measured rates.
+
+        The first time in a process, when no rate is known, a short pass is timed.
+        """
+        found = self.costs.affordable(seconds)
+        if found is None:
+            started = self.costs.clock()
+            ids = self.row.ids[None, :TRIAL_TOKENS]
+            self.row.model.forward(ids, None, torch.arange(ids.shape[1]), keep=1)
+            self.costs.passed(ids.shape[1], self.costs.clock() - started)
+            found = self.costs.affordable(seconds) or 0
+        query = self.row.shape.tokens - self.row.shape.context_tokens - 1
+        return min(max(found - query, 0), self.row.shape.context_tokens)

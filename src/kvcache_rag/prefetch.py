@@ -1,0 +1,435 @@
+"""End what is still running before the interpreter does."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from cachetools import LRUCache
+
+from kvcache_rag.engine import Engine
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from kvcache_rag.policies import ReusePolicy
+
+
+class Closing(Protocol):
+    """Something with threads of its own."""
+
+    def close(self) -> None:
+        """Stop them and wait for their end."""
+        ...
+
+
+_LIVING: weakref.WeakSet[Closing] = weakref.WeakSet()
+
+
+def close_at_exit(living: Closing) -> None:
+    """Close it when the process ends: a thread inside torch would abort the interpreter's end."""
+    _LIVING.add(living)
+
+
+@atexit.register
+def _close_all() -> None:
+    for living in list(_LIVING):
+        living.close()
+
+
+# Engines for the tenants of a server, and a second one with the same weights elsewhere.
+
+
+# Tenants whose engines are remembered; another one costs nothing but its prefix.
+TENANTS = 64
+
+
+class Engines:
+    """One engine per tenant over one model; the memory of a prompt is kept for one of them only.
+
+    Safe to use from any thread.
+
+    Attributes:
+        base: The engine that the others are made from.
+    """
+
+    def __init__(self, base: Engine) -> None:
+        """Serve `base` for its own namespace, and others made from it."""
+        self.base = base
+        self._lock = threading.Lock()
+        self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
+        self._last = base
+
+    def of(self, namespace: str) -> Engine:
+        """The engine of a tenant."""
+        if namespace == self.base.namespace:
+            return self.base
+        with self._lock:
+            known = self._known.get(namespace)
+        if known is None:
+            made = self.base.in_namespace(namespace)
+            with self._lock:
+                known = self._known.setdefault(namespace, made)
+        return known
+
+    def answering(self, namespace: str) -> Engine:
+        """The engine of a tenant, for the thread that answers."""
+        engine = self.of(namespace)
+        if engine is not self._last:
+            self._last.forget_buffer()  # large, and made for prompts of another tenant
+            self._last = engine
+        return engine
+
+    def explained(self, namespace: str) -> None:
+        """Keep no memory of a prompt that was only explained; for the thread that answers."""
+        engine = self.of(namespace)
+        if engine is not self._last:
+            engine.forget_buffer()
+
+
+def twin(engine: Engine, device: str) -> Engine:
+    """A second engine over the same stores, with the same weights on a device of choice.
+
+    On the engine's own device the weights are shared, not copied; each engine has its own lock, so
+    both can compute at a time.
+
+    Args:
+        engine: The engine.
+        device: "cpu", "cuda:1", ...
+
+    Raises:
+        InvalidInputError: If there is no such device, the weights cannot be put there, or what it
+            computes would have other keys.
+    """
+    try:
+        model = _placed(engine.model, torch.device(device))
+        second = Engine(
+            model,
+            engine.tokenizer,
+            store=engine.store,
+            combinations=engine.combinations,
+            template=engine.template,
+            policy=engine.policy,
+            namespace=engine.namespace,
+            auxiliary=engine.auxiliary,
+            gate=engine.gate,
+            prefill_dtype=engine.prefill_dtype,
+            context_window=engine.context_window,
+        )
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidInputError(
+            f"the model cannot be copied to {device!r} to prefetch there: {reason[0]}; name "
+            "another device, or prefetch with the model that answers"
+        ) from error
+    ensure_same_keys(engine, second)
+    return second
+
+
+def ensure_same_keys(engine: Engine, second: Engine) -> None:
+    """Refuse a second engine whose chunks the first one would never find.
+
+    Raises:
+        InvalidInputError: If their keys differ.
+    """
+    try:
+        is_same = engine.spec == second.spec and engine.namespace == second.namespace
+    except UnsupportedModelError as error:
+        raise InvalidInputError(f"there is nothing to prefetch: {error}") from error
+    if not is_same:
+        raise InvalidInputError(
+            "the engine that prefetches computes other keys than the one that answers; load it "
+            "with the same weights, dtype, codec, template and namespace"
+        )
+
+
+def _placed(model: Any, device: torch.device) -> Any:
+    """A copy of a module whose weights lie on `device`; those that lie there are shared."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        memo[id(tensor)] = _moved(tensor, device)
+    return copy.deepcopy(model, memo)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if torch.empty(0, device=device).device == tensor.device:
+        return tensor
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, requires_grad=False)
+    return moved
+
+
+# Compute or load what waiting questions will need, before their turn.
+#
+# The KV cache generator of Shared RAG-DCache (arXiv 2504.11765): while a question waits for the
+# model, the keys and values of its chunks are made on another device (a dedicated one, or the
+# processor), so that its turn only has to load them. Nothing is computed twice: who comes second to
+# a chunk waits under the store's lock of its key.
+
+
+_LOG = logging.getLogger(__name__)
+
+# Questions that may wait here, and that may have been prefetched and still wait for their turn:
+# further ahead, what was made could be evicted again before it is used.
+LIMIT, AHEAD = 1024, 32
+
+
+def _never() -> float:
+    return float("inf")
+
+
+class _State(Enum):
+    WAITING = 1
+    RUNNING = 2
+    READY = 3
+    OVER = 4
+
+
+@dataclass(eq=False)
+class Prefetch:
+    """What one waiting question will need.
+
+    Attributes:
+        chunks: Texts, best first.
+        namespace: Tenant.
+        policy: What will be reused; None for the engine's own.
+        due: When to begin, on the monotonic clock.
+        turn_in: Tells in how many seconds its turn will come.
+        done: Done when nothing more will be computed or loaded for it; its result says whether all
+            that is needed is there.
+        computed: Chunks and combinations that were computed for it.
+    """
+
+    chunks: tuple[str, ...]
+    namespace: str
+    policy: ReusePolicy | None
+    due: float
+    turn_in: Callable[[], float]
+    done: Future[bool] = field(default_factory=Future)
+    computed: int = 0
+    _state: _State = _State.WAITING
+    _is_begun: bool = False
+    _is_useless: bool = False
+
+
+class Prefetcher:
+    """Works off what questions wait for in a thread of its own, the oldest first.
+
+    Safe to use from any thread.  An engine that answers questions too is used between its answers;
+    a second one (`serve.engines.twin`) works beside it.
+
+    Attributes:
+        limit: Questions that may wait here; for further ones nothing is done ahead.
+        ahead: Questions that may have been prefetched and not had their turn; tenants share it.
+    """
+
+    def __init__(self, engine: Engine, *, limit: int = LIMIT, ahead: int = AHEAD) -> None:
+        """Prefetch with `engine` and its like for other tenants; the thread starts when needed."""
+        self.limit, self.ahead = limit, ahead
+        self._engines = Engines(engine)
+        self._changed = threading.Condition()
+        self._waiting: dict[Prefetch, None] = {}
+        self._ready: set[Prefetch] = set()
+        self._counts: Counter[str] = Counter()
+        self._seconds: float | None = None  # that the last chunk or combination took
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def want(
+        self,
+        chunks: Sequence[str],
+        *,
+        namespace: str = "",
+        policy: ReusePolicy | None = None,
+        after: float = 0.0,
+        turn_in: Callable[[], float] = _never,
+    ) -> Prefetch | None:
+        """Note what a question that begins to wait will need.
+
+        Args:
+            chunks: Texts, best first.
+            namespace: Tenant.
+            policy: What it will reuse; None for the engine's own.
+            after: Seconds to leave it alone, as its turn may come.
+            turn_in: Tells in how many seconds its turn will come, from any thread and at once:
+                what would not be ready by then is left to the answer.
+
+        Returns:
+            What to give to `turn` or `drop` later; None if nothing will be done for it.
+        """
+        with self._changed:
+            if self._is_closed or not chunks:
+                return None
+            if len(self._waiting) >= self.limit:
+                self._counts["refused"] += 1
+                return None
+            due = time.monotonic() + after
+            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in)
+            prefetch.done.set_running_or_notify_cancel()  # nobody else can end it
+            self._waiting[prefetch] = None
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="kvcache-rag-prefetch", daemon=True
+                )
+                close_at_exit(self)
+                self._thread.start()
+            self._changed.notify_all()
+        return prefetch
+
+    def turn(self, prefetch: Prefetch) -> bool:
+        """Note that the question is answered now; nothing more is done ahead for it.
+
+        Returns:
+            Whether something was computed or loaded, and all that it needs is there.
+        """
+        return self._end(prefetch) and prefetch._is_begun
+
+    def drop(self, prefetch: Prefetch) -> None:
+        """Note that nobody waits for the question's answer any more."""
+        prefetch._is_useless = True
+        if self._end(prefetch) and prefetch._is_begun:
+            with self._changed:
+                self._counts["useless"] += 1
+
+    def _end(self, prefetch: Prefetch) -> bool:
+        """Do nothing more for a question; whether all was done."""
+        with self._changed:
+            before, prefetch._state = prefetch._state, _State.OVER
+            self._waiting.pop(prefetch, None)
+            self._ready.discard(prefetch)
+            if before is _State.WAITING:
+                prefetch.done.set_result(False)
+            self._changed.notify_all()
+        return before is _State.READY
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, by name.
+
+        Returns:
+            Questions: `waiting` now, `started` (something had to be computed or loaded),
+            `finished`, `cancelled` (midway: nobody wanted it any more, or its turn came),
+            `useless` (finished, but taken back), `failed`, `refused` (too many waited); chunks and
+            combinations: `computed`, `loaded` from a slower tier.
+        """
+        names = ("started", "finished", "cancelled", "useless", "failed", "refused")
+        with self._changed:
+            counts = {name: self._counts[name] for name in (*names, "computed", "loaded")}
+            return {"waiting": len(self._waiting), **counts}
+
+    def close(self) -> None:
+        """Stop after what is being computed, and wait for that."""
+        with self._changed:
+            self._is_closed = True
+            for prefetch in self._waiting:
+                prefetch._state = _State.OVER
+                prefetch.done.set_result(False)
+            self._waiting.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while (prefetch := self._next()) is not None:
+            try:
+                name = self._prepare(prefetch)
+            except KVCacheRagError:
+                name = "failed"  # the answer will say what is wrong with it
+            except Exception:
+                _LOG.exception("a prefetch failed")
+                name = "failed"
+            self._settle(prefetch, name)
+
+    def _next(self) -> Prefetch | None:
+        """The oldest question whose time has come, waiting for it; None at the end."""
+        with self._changed:
+            while not self._is_closed:
+                now = time.monotonic()
+                allowed = self._allowed()
+                first = min(allowed, key=lambda one: (one.due > now, allowed[one]), default=None)
+                if first is not None and first.due <= now:
+                    del self._waiting[first]
+                    first._state = _State.RUNNING
+                    return first
+                self._changed.wait(min((one.due for one in allowed), default=now) - now or None)
+        return None
+
+    def _allowed(self) -> dict[Prefetch, tuple[int, float]]:
+        """Who waits and is not too far ahead, with the order: tenants in turn, the oldest first."""
+        ready = Counter(one.namespace for one in self._ready)
+        tenants = {*ready, *(one.namespace for one in self._waiting)}
+        share = max(1, self.ahead // max(1, len(tenants)))
+        places = Counter(ready)
+        found = {}
+        for one in self._waiting:
+            if ready[one.namespace] < share:
+                found[one] = (places[one.namespace], one.due)
+                places[one.namespace] += 1
+        return found
+
+    def _pays(self, prefetch: Prefetch) -> bool:
+        """Whether something more is done for a question, and would be ready before its turn."""
+        is_wanted = prefetch._state is _State.RUNNING
+        return is_wanted and (self._seconds is None or prefetch.turn_in() >= self._seconds)
+
+    def _settle(self, prefetch: Prefetch, name: str) -> None:
+        is_ready = name == "finished"
+        with self._changed:
+            if prefetch._is_begun or name == "failed":
+                self._counts[name] += 1
+            if prefetch._state is _State.RUNNING and is_ready:
+                prefetch._state = _State.READY
+                self._ready.add(prefetch)
+            elif is_ready and prefetch._is_useless:
+                self._counts["useless"] += prefetch._is_begun
+        prefetch.done.set_result(is_ready)
+
+    def _prepare(self, prefetch: Prefetch) -> str:
+        """Compute and load one after the other, for as long as it is wanted."""
+        engine = self._engines.of(prefetch.namespace)
+        policy = prefetch.policy or engine.policy
+        chunks = prefetch.chunks
+        keys = engine.needed(chunks, policy)
+        if sum(key.tokens for key in keys) > engine.context_window:
+            return "failed"  # its answer will be refused
+        is_joint = 0 < len(keys) < len(chunks)
+        store = engine.combinations if is_joint else engine.store
+        for key, text in dict(zip(keys, chunks, strict=False)).items():
+            is_held = store.contains(key)
+            if not (self._pays(prefetch) or (is_held and prefetch._state is _State.RUNNING)):
+                return "cancelled"
+            if is_held:
+                self._note(prefetch, "loaded", engine.load_ahead([key]))
+                continue
+            self._note(prefetch, "computed", 1)
+            started = time.monotonic()
+            if is_joint:
+                engine.add_combination([chunks])
+            else:
+                engine.add([text])
+            self._seconds = time.monotonic() - started
+        return "finished"
+
+    def _note(self, prefetch: Prefetch, name: str, count: int) -> None:
+        if not count:
+            return
+        with self._changed:
+            self._counts["started"] += not prefetch._is_begun
+            prefetch._is_begun = True
+            prefetch.computed += count if name == "computed" else 0
+            self._counts[name] += count

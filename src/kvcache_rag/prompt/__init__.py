@@ -1,0 +1,1 @@
+"""Text to tokens: how a prompt is written, token ids, and scores between them."""

@@ -1,0 +1,272 @@
+"""Carry scores from the characters of a chunk to tokens and back, whatever tokenizers are used.
+
+Two models have nothing in common but the text (CacheClip, arXiv 2510.10129, section 3: tokens of
+the auxiliary and the main model are aligned by character offsets).  The tokenizer is duck-typed: a
+call that gives `input_ids`, and `decode`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+Offsets: TypeAlias = list[tuple[int, int]]
+"""Per token its characters in a text, half-open; equal numbers for a token without any."""
+
+# A character has at most 4 bytes, so a longer run of tokens that decode to U+FFFD is one of real
+# U+FFFD characters; it is taken in pieces of this many tokens.
+_LONGEST_RUN = 8
+
+_UNREADABLE = "\ufffd"
+
+
+def token_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
+    """Which characters of `text` each token stands for.
+
+    From the tokenizer itself where it can say so and gives the same ids again; else by decoding the
+    ids one after the other.  Tokens that hold bytes of one character all stand for that character.
+
+    Args:
+        tokenizer: Made `ids` from `text`, without special tokens around it.
+        text: The text, chunk wrapper included.
+        ids: Its ids.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        found = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        if list(found["input_ids"]) == list(ids):
+            return [(int(start), int(stop)) for start, stop in found["offset_mapping"]]
+    return _decoded_offsets(tokenizer, text, ids)
+
+
+def token_scores(
+    tokenizer: Any,
+    ids: Sequence[int],
+    text: str,
+    scores: Tensor,
+    *,
+    before: str = "",
+    after: str = "",
+) -> Tensor:
+    """Scores of tokens from those of characters.
+
+    A token matters as much as its most important character.  A token without a character of `text`
+    (the wrapper of a chunk, an empty piece) matters as much as the one behind it, or before it at
+    the end: groups of neighbouring tokens are chosen together, so a wrapper with a low score of its
+    own would keep the first words of a chunk from ever being chosen.
+
+    Args:
+        tokenizer: Made `ids` from `before + text + after`.
+        ids: Of the wrapped chunk.
+        text: The chunk's text.
+        scores: `(characters of text,)` in any float dtype.
+        before: What is written before the text.
+        after: What is written behind it.
+
+    Returns:
+        `(tokens,)` float32 on the CPU.
+
+    Raises:
+        InvalidInputError: If there is not one score per character, or one is NaN.
+    """
+    if scores.shape != (len(text),):
+        raise InvalidInputError(
+            f"{tuple(scores.shape)} scores for a chunk of {len(text)} characters; a Scorer gives "
+            "one per character"
+        )
+    if bool(scores.isnan().any()):
+        raise InvalidInputError(
+            "a score of a character is not a number; a Scorer ranks all of them"
+        )
+    offsets = token_offsets(tokenizer, before + text + after, ids)
+    return highest(within(offsets, len(before), len(text)), scores)
+
+
+def within(offsets: Offsets, start: int, length: int) -> Offsets:
+    """Offsets in a part of the text: `length` characters from `start` on, counted from there."""
+    return [
+        (min(max(first - start, 0), length), min(max(stop - start, 0), length))
+        for first, stop in offsets
+    ]
+
+
+def highest(offsets: Offsets, scores: Tensor) -> Tensor:
+    """Per token the highest score of its characters, of the next token where it has none.
+
+    Args:
+        offsets: Of each token.
+        scores: `(characters,)`.
+
+    Returns:
+        `(tokens,)` float32; zeros if no token has a character.
+    """
+    values = scores.detach().float().cpu().tolist()
+    return _filled([max(values[start:stop], default=None) for start, stop in offsets])
+
+
+def spread(offsets: Offsets, scores: Tensor, length: int) -> Tensor:
+    """Scores of characters from those of tokens: that of the token over it, the highest if several.
+
+    Characters under no token (spaces, for many tokenizers) have the score of the next one.
+
+    Args:
+        offsets: Of each token, within the text.
+        scores: `(tokens,)`.
+        length: Characters of the text.
+
+    Returns:
+        `(length,)` float32 on the CPU.
+    """
+    found: list[float | None] = [None] * length
+    for (start, stop), score in zip(offsets, scores.detach().float().cpu().tolist(), strict=True):
+        for place in range(start, stop):
+            held = found[place]
+            found[place] = score if held is None else max(held, score)
+    return _filled(found)
+
+
+def shared_out(offsets: Offsets, weights: Tensor, length: int) -> Tensor:
+    """Weights of characters whose sum is that of the tokens: each divides its own among them.
+
+    Args:
+        offsets: Of each token, within the text.
+        weights: `(tokens,)`; that of a token without characters is lost.
+        length: Characters of the text.
+
+    Returns:
+        `(length,)` float64 on the CPU.
+    """
+    found = torch.zeros(length, dtype=torch.float64)
+    for (start, stop), weight in zip(offsets, weights.tolist(), strict=True):
+        found[start:stop] += weight / max(stop - start, 1)
+    return found
+
+
+def text_of(tokenizer: Any, ids: Sequence[int], before: str = "", after: str = "") -> str:
+    """The text of a chunk of which only the ids are known, its wrapper cut off where it is found.
+
+    Tokens that a tokenizer does not write back exactly (lower case, lost spaces) give a text that
+    is as close as its tokenizer allows.
+    """
+    text, _ = _read(_decoder(tokenizer), ids)
+    # Some tokenizers lose spaces at either end.
+    if before.strip() and text.lstrip().startswith(before.strip()):
+        text = text.lstrip()[len(before.strip()) :]
+    if after.strip() and text.rstrip().endswith(after.strip()):
+        text = text.rstrip()[: -len(after.strip())]
+    return text
+
+
+def _filled(values: Sequence[float | None]) -> Tensor:
+    """Values with gaps closed from behind, at the end from before."""
+    found, following = list(values), None
+    for order in (range(len(found) - 1, -1, -1), range(len(found))):
+        following = None
+        for index in order:
+            following = found[index] = following if found[index] is None else found[index]
+    return torch.tensor([value or 0.0 for value in found], dtype=torch.float32)
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    return decode
+
+
+def _read(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[str, Offsets]:
+    """The text that ids give when they are decoded one after the other, and where each stands.
+
+    A tokenizer may write a token otherwise at the start of a text (without its space), so each is
+    read behind its predecessor; and only the last byte of a character makes it readable, so the
+    bytes before wait for it and belong to the same character.
+    """
+    text, spans = "", []
+    context = read = certain = 0
+    for stop in range(1, len(ids) + 1):
+        before, whole = decode(ids[context:read]), decode(ids[context:stop])
+        kept = len(before) if whole.startswith(before) else _common(before, whole)
+        fresh, start = whole[kept:], len(text) + certain
+        if fresh.endswith(_UNREADABLE) and stop - read < _LONGEST_RUN and stop < len(ids):
+            certain = len(fresh.rstrip(_UNREADABLE))
+            spans.append((start, len(text) + certain + 1))
+            continue
+        text += fresh
+        spans.append((min(start, len(text)), len(text)))
+        context, read, certain = read, stop, 0
+    return text, [(min(start, len(text)), min(stop, len(text))) for start, stop in spans]
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common start."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _decoded_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
+    decoded, spans = _read(_decoder(tokenizer), ids)
+    unknown = getattr(tokenizer, "unk_token", None)
+    if unknown and unknown not in text:  # stands for what the tokenizer does not know
+        decoded = decoded.replace(unknown, _UNREADABLE * len(unknown))
+    known = _same_letters(decoded, text)
+    offsets: Offsets = []
+    for start, stop in spans:
+        own = [known[place] for place in range(start, stop) if place in known]
+        behind = offsets[-1][1] if offsets else 0
+        offsets.append((min(own), max(own) + 1) if own else (behind, behind))
+    return _widened(offsets, len(text))
+
+
+def _widened(offsets: Offsets, length: int) -> Offsets:
+    """Let tokens without a known letter (spaces, unknown characters) have what lies between."""
+    result, following = list(offsets), length
+    for index in range(len(offsets) - 1, -1, -1):
+        start, stop = offsets[index]
+        if start == stop:
+            result[index] = (start, max(start, following))
+        else:
+            following = start
+    return result
+
+
+def _same_letters(decoded: str, text: str) -> dict[int, int]:
+    """Places of the decoded text and the places in the text that they stand for.
+
+    Compared are letters without case and accents, and no spaces: these are what tokenizers lose.
+    """
+    if decoded == text:
+        return {place: place for place in range(len(text))}
+    ours, theirs = _skeleton(text), _skeleton(decoded)
+    if [letter for _, letter in ours] == [letter for _, letter in theirs]:
+        return {there: here for (there, _), (here, _) in zip(theirs, ours, strict=True)}
+    matcher = difflib.SequenceMatcher(
+        None, "".join(c for _, c in theirs), "".join(c for _, c in ours), autojunk=False
+    )
+    return {
+        theirs[there + i][0]: ours[here + i][0]
+        for there, here, size in matcher.get_matching_blocks()
+        for i in range(size)
+    }
+
+
+def _skeleton(text: str) -> list[tuple[int, str]]:
+    """Places of the characters that are no spaces, each with its plain lower-case letter."""
+    return [
+        (place, unicodedata.normalize("NFKD", character)[0].lower()[0])
+        for place, character in enumerate(text)
+        if not character.isspace() and character not in (_UNREADABLE, "\u2581")
+    ]

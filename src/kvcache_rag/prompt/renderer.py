@@ -1,0 +1,231 @@
+"""Render a template with a tokenizer and give the ids that every path uses.
+
+The tokenizer is duck-typed: `apply_chat_template`, `chat_template`, and a call that gives
+`input_ids`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.prompt.template import DEFAULT_DATE, Message, PromptTemplate, as_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+_SENTINEL = "@@kvcache-rag-context@@"
+
+_Place = Callable[[list[dict[str, str]], str], list[dict[str, str]]]
+
+_CLOCKS = (datetime.date(2001, 2, 3), datetime.date(2033, 11, 22))
+
+_CLOCK = re.compile(
+    r"strftime_now\(\s*(?:format\s*=\s*)?(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)"
+)
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """Token ids of a prompt, each part tokenised apart.
+
+    Attributes:
+        prefix: Everything before the first chunk, beginning-of-sequence token included.
+        chunks: Each chunk with its wrapper.
+        query: History, question and generation prompt.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    query: tuple[int, ...]
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prefix and chunks joined."""
+        return self.prefix + tuple(token for chunk in self.chunks for token in chunk)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The whole prompt."""
+        return self.context + self.query
+
+
+class PromptRenderer:
+    """A template bound to a tokenizer.
+
+    Attributes:
+        template: The template.
+        prefix_text: What stands before the first chunk.
+        prefix_ids: Its ids.
+    """
+
+    def __init__(self, template: PromptTemplate, tokenizer: Any) -> None:
+        """Find where the chunks stand in the chat template, and pin a date it prints."""
+        self.template = template
+        self._tokenizer = tokenizer
+        self._arguments: dict[str, Any] = dict(template.chat_template_kwargs)
+        self._has_chat = bool(getattr(tokenizer, "chat_template", None))
+        self._place = self._find_place()
+        self._pin_date()
+        self.prefix_text = self._split([], "?")[0]
+        ids = self._encode(self.prefix_text)
+        # A chat template writes its own beginning-of-sequence token, or means none.
+        self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
+
+    def tokenize(
+        self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, str]]
+    ) -> PromptIds:
+        """All ids of a prompt.
+
+        Raises:
+            InvalidInputError: If `chunks` is one text, or a text is not valid Unicode.
+        """
+        if isinstance(chunks, str):
+            raise InvalidInputError("chunks must be a list of texts, not one text")
+        query = self.query_ids(self.template.ask(question), history)
+        return PromptIds(self.prefix_ids, tuple(map(self.chunk_ids, chunks)), query)
+
+    def chunk_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a chunk's text in its wrapper."""
+        return tuple(self._encode(self.template.wrap(text)))
+
+    def query_ids(
+        self, asked: str, history: Sequence[Message | Mapping[str, str]] = ()
+    ) -> tuple[int, ...]:
+        """Ids of history, question and generation prompt.
+
+        Args:
+            asked: The last user message (`template.ask(question)` as a rule).
+            history: Earlier turns, oldest first.
+        """
+        return tuple(self._encode(self.query_text(asked, history)))
+
+    def query_text(self, asked: str, history: Sequence[Message | Mapping[str, str]] = ()) -> str:
+        """The text that `query_ids` reads."""
+        return self._split(as_messages(history), asked)[1]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages as one prompt with generation prompt; plain text without a chat template."""
+        turns = [dict(message) for message in messages]
+        if self._has_chat:
+            return self._apply(turns)
+        lines = [
+            f"{turn.get('role', 'user').capitalize()}: {turn.get('content', '')}" for turn in turns
+        ]
+        return "\n".join([*lines, "Assistant:"])
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a whole prompt, with the beginning-of-sequence token exactly once."""
+        ids = self._encode(text)
+        return (*self._leading_bos(ids), *ids)
+
+    def _split(self, history: list[dict[str, str]], asked: str) -> tuple[str, str]:
+        if self._place is None:
+            spoken = "".join(
+                f"\n{turn['role'].capitalize()}: {turn['content']}" for turn in history
+            )
+            return self.template.system, f"{spoken}\nQuestion: {asked}\nAnswer:"
+        before, _, behind = self._apply(self._place(history, asked)).partition(_SENTINEL)
+        return before, behind
+
+    def _find_place(self) -> _Place | None:
+        if not self._has_chat:
+            return None
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        refusals = []
+        for place in (self._in_system, self._in_first_user):
+            try:
+                short, long = self._apply(place([], "c")), self._apply(place(turns, "d"))
+            except InvalidInputError as error:
+                refusals.append(str(error))
+                continue
+            once = short.count(_SENTINEL) == 1 and long.count(_SENTINEL) == 1
+            if once and short.partition(_SENTINEL)[0] == long.partition(_SENTINEL)[0]:
+                return place
+        raise InvalidInputError(
+            refusals[-1]
+            if len(refusals) == 2
+            else "the tokenizer's chat template puts something else before the first message, so "
+            "nothing can be cached behind a fixed prefix; set tokenizer.chat_template to None or "
+            "to one that keeps the order of messages"
+        )
+
+    def _in_system(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
+        system = {"role": "system", "content": self.template.system + _SENTINEL}
+        return [system, *history, {"role": "user", "content": asked}]
+
+    def _in_first_user(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
+        turns = [*history, {"role": "user", "content": asked}]
+        opened = {"role": "user", "content": f"{self.template.system}{_SENTINEL}"}
+        if turns[0]["role"] == "user":
+            opened["content"] += "\n" + turns.pop(0)["content"]
+        return [opened, *turns]
+
+    def _apply(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._arguments,
+            )
+        except Exception as error:  # a template refuses in its own words, with whatever it likes
+            reason = str(error).strip().splitlines()
+            raise InvalidInputError(
+                "the tokenizer's chat template cannot write these messages: "
+                f"{reason[0] if reason else type(error).__name__}"
+            ) from error
+        return rendered
+
+    def _pin_date(self) -> None:
+        """Write a fixed date into a chat template that prints today's."""
+        if self._place is None or "strftime_now" not in self._tokenizer.get_chat_template():
+            return
+        probe = self._place([], "?")
+        seen = []
+        for day in _CLOCKS:
+            self._arguments["chat_template"] = self._dated(day)
+            seen.append(self._apply(probe))
+        given = self.template.template_date
+        self._arguments["chat_template"] = self._dated(given or DEFAULT_DATE)
+        if len(set(seen)) > 1 and given is None:
+            warnings.warn(
+                f"the chat template prints today's date; it is pinned to {DEFAULT_DATE} so that "
+                "cached chunks stay valid tomorrow; set PromptTemplate(template_date=...) to "
+                "choose another",
+                stacklevel=2,
+            )
+
+    def _dated(self, day: datetime.date) -> str:
+        # transformers turns functions among a template's variables into text, so the clock cannot
+        # be handed in; its calls are replaced by what they would give.
+        text: str = self._tokenizer.get_chat_template()
+        return _CLOCK.sub(lambda found: json.dumps(day.strftime(found["format"])), text)
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _leading_bos(self, ids: list[int]) -> tuple[int, ...]:
+        """The token that this tokenizer puts at the start by habit, unless it is there already."""
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        if (
+            bos is None
+            or ids[:1] == [bos]
+            or bos not in self._tokenizer("", verbose=False)["input_ids"]
+        ):
+            return ()
+        return (bos,)

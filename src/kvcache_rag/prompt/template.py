@@ -1,0 +1,140 @@
+"""How a prompt is written: shared prefix, wrapped chunks, then history and question.
+
+The order is fixed, because everything before a chunk is part of that chunk's cache: prefix
+(instruction), chunks, history and question.  With a chat template the chunks stand at the end of
+the system message; templates without a system role get them in the first user message.  Prefix,
+each chunk and the query are tokenised apart, so that the cached and the plain path use the same
+ids.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+FILE_NAME = "prompt_template.json"
+
+DEFAULT_SYSTEM = (
+    "Answer the question using only the documents below. "
+    "If they do not contain the answer, say that you do not know.\n\n"
+)
+
+DEFAULT_DATE = datetime.date(2024, 7, 26)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Attributes:
+        role: "user" or "assistant".
+        content: What was said.
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """The parts of a prompt that are the same for every question.
+
+    Attributes:
+        system: Instruction before the chunks; part of every chunk's cache.
+        chunk_start: Written before each chunk's text.
+        chunk_end: Written behind it.
+        question: Form of the question, with `{question}`.
+        refine: Form of a later round of `overflow="refine"`, with `{question}` and `{answer}`.
+        template_date: Date for chat templates that print one; None pins `DEFAULT_DATE` if the
+            template does.
+        chat_template_kwargs: Further values for the chat template, such as `{"enable_thinking":
+            False}`.
+    """
+
+    system: str = DEFAULT_SYSTEM
+    chunk_start: str = "<|doc_start|>"
+    chunk_end: str = "<|doc_end|>\n"
+    question: str = "{question}"
+    refine: str = (
+        "{question}\n\nAn answer found in other documents is: {answer}\n"
+        "Improve it if the documents above help, else repeat it."
+    )
+    template_date: datetime.date | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, needed in (("question", ("{question}",)), ("refine", ("{question}", "{answer}"))):
+            missing = [field_ for field_ in needed if field_ not in getattr(self, name)]
+            if missing:
+                raise InvalidInputError(
+                    f"PromptTemplate.{name} must contain {' and '.join(missing)}"
+                )
+
+    @classmethod
+    def load(cls, folder: Path) -> PromptTemplate | None:
+        """The template that a model brings along (`prompt_template.json` in its folder), or None.
+
+        Raises:
+            InvalidInputError: If the file is not a JSON object of this class's text fields.
+        """
+        path = folder / FILE_NAME
+        if not path.is_file():
+            return None
+        known = {"system", "chunk_start", "chunk_end", "question", "refine"}
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InvalidInputError(f"{path} is not JSON: {error}") from error
+        texts = isinstance(values, dict) and all(isinstance(v, str) for v in values.values())
+        if not texts or not set(values) <= known:
+            raise InvalidInputError(
+                f"{path} may only hold the text fields {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+    def wrap(self, text: str) -> str:
+        """A chunk as it stands in the prompt."""
+        return f"{self.chunk_start}{text}{self.chunk_end}"
+
+    def ask(self, question: str) -> str:
+        """The question as it stands in the last user message."""
+        return self.question.replace("{question}", question)
+
+    def ask_again(self, question: str, answer: str) -> str:
+        """The question of a later round, with the answer found so far."""
+        parts = {"{question}": self.ask(question), "{answer}": answer}
+        return re.sub(r"\{question\}|\{answer\}", lambda found: parts[found.group()], self.refine)
+
+
+def as_messages(history: Sequence[Message | Mapping[str, str]] | None) -> list[dict[str, str]]:
+    """Earlier turns as plain dictionaries.
+
+    Raises:
+        InvalidInputError: If a turn has no role and content, or is a system message (it belongs to
+            the template).
+    """
+    turns = []
+    if isinstance(history, str):
+        raise InvalidInputError("history must be a list of messages, not one text")
+    for index, turn in enumerate(history or ()):
+        plain = asdict(turn) if isinstance(turn, Message) else turn
+        role = plain.get("role") if isinstance(plain, Mapping) else None
+        content = plain.get("content") if isinstance(plain, Mapping) else None
+        if role not in ("user", "assistant") or not isinstance(content, str):
+            raise InvalidInputError(
+                f"history[{index}] must have the role user or assistant and a text content; "
+                "an instruction belongs into PromptTemplate(system=...)"
+            )
+        turns.append({"role": role, "content": content})
+    return turns

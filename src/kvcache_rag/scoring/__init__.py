@@ -1,0 +1,1 @@
+"""Ask questions, score the answers, and say how sure the scores are."""

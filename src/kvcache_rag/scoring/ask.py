@@ -1,0 +1,547 @@
+"""Ways to answer that are compared: a policy on a model, over chunks kept in some form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from kvcache_rag.codecs import by_name
+from kvcache_rag.engine import Engine
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.stores import DiskStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.metrics import Answer
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.scoring.question import Question, Task
+    from kvcache_rag.stores import ChunkStore
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to answer.
+
+    Attributes:
+        label: Of the policy.
+        policy: What is reused; the label alone tells cells apart.
+        model: Label of the model.
+        codec: Name of the codec, whose files chunks go through; "" keeps them in memory as they
+            were computed.
+        k: Documents per question; None for all there are.
+    """
+
+    label: str
+    policy: ReusePolicy = field(compare=False)
+    model: str = "tiny"
+    codec: str = ""
+    k: int | None = None
+
+    def place(self, task: str, question: str) -> Place:
+        """Where the answer to a question belongs."""
+        return Place(task, question, self.model, self.label, self.codec, self.k)
+
+
+def make_cells(
+    policies: Mapping[str, ReusePolicy],
+    models: Sequence[str] = ("tiny",),
+    codecs: Sequence[str] = ("",),
+    ks: Sequence[int | None] = (None,),
+) -> tuple[Cell, ...]:
+    """All combinations; a full prefill reads no chunks, so it is asked with the first codec only.
+
+    Args:
+        policies: By label.
+        models: Labels.
+        codecs: Names, "" for memory.
+        ks: Numbers of documents, None for all.
+    """
+    return tuple(
+        Cell(label, policy, model, codec, k)
+        for model in models
+        for k in ks
+        for codec in codecs
+        for label, policy in policies.items()
+        if codec == codecs[0] or not policy.is_full
+    )
+
+
+def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
+    """What a cell's first tokens are compared with.
+
+    That is the same policy over the first codec, and for the first codec itself the full prefill;
+    None for a full prefill, or if it is not among `cells`.
+    """
+    if cell.policy.is_full:
+        return None
+    same = [one for one in cells if (one.model, one.k) == (cell.model, cell.k)]
+    first = next(one for one in same if one.label == cell.label)
+    return first if first != cell else next((one for one in same if one.policy.is_full), None)
+
+
+# What was asked and answered: one record per question and cell, kept in a file that can go on.
+#
+# A file holds one JSON object a line: notes (what the answers depend on) and records, in the order
+# in which they were made. A run that was cut short is continued by running it again; a run that
+# differs in what a note says is refused, because its answers could not be told from the others.
+
+
+class Place(NamedTuple):
+    """Which question was answered in which way.
+
+    Attributes:
+        task: Name of the task.
+        question: Id of the question, unique in its task.
+        model: Label of the model.
+        policy: Label of the policy.
+        codec: Name of the codec; "" where chunks stayed in memory as they were computed.
+        k: Documents per question; None for all there are.
+    """
+
+    task: str
+    question: str
+    model: str
+    policy: str
+    codec: str
+    k: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One question answered in one way.
+
+    Attributes:
+        place: Which question, and how.
+        digest: Of question, documents and right answers: another one is another question.
+        cluster: The same for questions over the same documents.
+        scores: By name of the metric, each from 0 to 1.
+        answer: The answer, without white space around it.
+        chunk_tokens: Tokens of the documents.
+        reused_tokens: Of these, loaded from the store.
+        recomputed_tokens: Context tokens that the policy computed again; `chunk_tokens` for a full
+            prefill.
+        generated_tokens: Tokens of the answer.
+        times: Seconds of the same question asked alone, on a warm machine: `ttft` and its parts
+            `load`, `stitch`, `recompute`, `prefill`.  Only a sample of the questions has them.
+        divergence: Kullback-Leibler divergence, in nats, of the distribution of the answer's first
+            token from that of the cell it is compared with; None if it was not asked for.
+    """
+
+    place: Place
+    digest: str
+    cluster: str
+    scores: Mapping[str, float]
+    answer: str
+    chunk_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    generated_tokens: int
+    times: Mapping[str, float] | None = None
+    divergence: float | None = None
+
+    def to_line(self) -> str:
+        """As one line of JSON."""
+        values = asdict(self)
+        del values["place"]
+        merged = {**self.place._asdict(), **values}
+        return json.dumps(merged, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Record:
+        """From the object of such a line."""
+        rest = dict(values)
+        place = Place(*(rest.pop(name) for name in Place._fields))
+        return cls(place=place, **rest)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The answers of one evaluation.
+
+    Attributes:
+        rows: In the order of tasks, models, k, cells and questions.
+        metrics: Headline metric of each task.
+        policies: Each label's policy, as it can be pasted back.
+        baseline: Label of the full prefill, None if it was not asked.
+    """
+
+    rows: tuple[Record, ...]
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
+    baseline: str | None = None
+
+
+class RecordFile:
+    """Records on disk, appended as they come; in memory only, without a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what is there.
+
+        Args:
+            path: A file that exists or shall be made; None keeps records in memory.
+
+        Raises:
+            InvalidInputError: If it holds something else.
+        """
+        self._path = path
+        self._records: dict[Place, Record] = {}
+        self._notes: dict[str, str] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        number = 0
+        try:
+            for line in content[:whole].split(b"\n")[:-1]:
+                number += 1
+                self._keep(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidInputError(
+                f"line {number} of {path} is no record of an evaluation; name another file"
+            ) from error
+        if whole < len(content):  # a run was killed while it wrote
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def _keep(self, values: dict[str, Any]) -> None:
+        if "note" in values:
+            self._notes[values["note"]] = str(values["value"])
+        else:
+            record = Record.from_values(values)
+            self._records[record.place] = record  # a later one knows more, such as times
+
+    def note(self, name: str, value: str) -> None:
+        """Write down what answers depend on.
+
+        Raises:
+            InvalidInputError: If the file was made with another value.
+        """
+        known = self._notes.get(name)
+        if known is None:
+            self._notes[name] = value
+            self._write([json.dumps({"note": name, "value": value}, ensure_ascii=False)])
+        elif known != value:
+            raise InvalidInputError(
+                f"{self._path} holds answers with {name} {known}, not {value}; name another file "
+                "or delete it"
+            )
+
+    def get(self, place: Place, digest: str) -> Record | None:
+        """The record of a place, None if it is to be made.
+
+        Args:
+            place: Which question, and how.
+            digest: Of the question.
+
+        Raises:
+            InvalidInputError: If the file's question of that id is another one.
+        """
+        found = self._records.get(place)
+        if found is not None and found.digest != digest:
+            raise InvalidInputError(
+                f"{self._path} holds answers to other questions of {place.task} (seed, sizes or "
+                "data have changed); name another file or delete it"
+            )
+        return found
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Keep new records, and write them before returning."""
+        new = list(records)
+        self._records.update((record.place, record) for record in new)
+        self._write([record.to_line() for record in new])
+
+    def _write(self, lines: list[str]) -> None:
+        if self._path is not None and lines:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+
+
+# Engines of one loaded model: one for each form in which chunks are kept.
+#
+# A codec is tested through files: one engine writes them, another one, which did not compute the
+# chunks, reads them.
+
+
+Model: TypeAlias = "str | os.PathLike[str] | Engine | Callable[[], Engine]"
+"""A folder, a hub name, "tiny", an engine, or what makes one when its turn comes."""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where one kind of cell is answered.
+
+    Attributes:
+        writer: Prefills chunks.
+        reader: Answers; the same engine unless chunks go through files.
+    """
+
+    writer: Engine
+    reader: Engine
+
+    def prepare(self, texts: Iterable[str]) -> list[ChunkKey]:
+        """Prefill and store chunks; returns their keys."""
+        return self.writer.add(list(dict.fromkeys(texts)))
+
+    def clear(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop files; memory has a limit of its own."""
+        if self.writer is not self.reader:
+            for key in keys:
+                self.writer.store.delete(key)
+
+
+class Workplaces:
+    """All workplaces of one model, made when they are first needed.
+
+    Attributes:
+        auxiliary: Scores chunks for policies that have no scorer of their own.
+    """
+
+    def __init__(self, base: Engine, folder: Path, auxiliary: Scorer | None = None) -> None:
+        """Share the model of `base`.
+
+        Args:
+            base: An engine of the model.
+            folder: An empty folder for files.
+            auxiliary: Scores chunks for policies that have no scorer of their own.
+        """
+        self._base, self._folder, self.auxiliary = base, folder, auxiliary
+        self._places: dict[tuple[str, str], Workplace] = {}
+
+    def get(self, codec: str, instruction: str) -> Workplace:
+        """The workplace of a codec and an instruction.
+
+        Args:
+            codec: Name of a codec, "" for memory.
+            instruction: What stands before the chunks, "" for what the model brings along.
+        """
+        place = (codec, instruction)
+        if place not in self._places:
+            self._places[place] = self._make(codec, instruction)
+        return self._places[place]
+
+    def _make(self, codec: str, instruction: str) -> Workplace:
+        if not codec:
+            one = self._engine(None, instruction)
+            return Workplace(one, one)
+        folder = self._folder / f"{codec}-{len(self._places)}"
+
+        def opened() -> Engine:
+            store = DiskStore(folder, durable=False, codec=by_name(codec))
+            return self._engine(store, instruction)
+
+        writer = opened()
+        writer.add(["."])  # writes the prefix, too
+        return Workplace(writer, opened())
+
+    def _engine(self, store: ChunkStore | None, instruction: str) -> Engine:
+        base, template = self._base, self._base.template
+        return Engine(
+            base.model,
+            base.tokenizer,
+            store=store,
+            template=replace(template, system=instruction) if instruction else template,
+            context_window=base.context_window,
+            cost_aware=False,
+            auxiliary=self.auxiliary,
+        )
+
+
+def open_model(model: Model) -> Engine:
+    """The engine itself, or a new one."""
+    if isinstance(model, Engine):
+        return model
+    return model() if callable(model) else Engine.from_pretrained(model)
+
+
+# Ask a batch of questions in several ways, on one model.
+#
+# Scores come from padded batches, which is cheap. The time to the first token of a batch says
+# nothing about a user's, so a sample of the questions is asked once more, alone, the cells taking
+# turns.
+
+
+_TIMES: Final = ("ttft", "load", "stitch", "recompute", "prefill")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with what identifies it.
+
+    Attributes:
+        question: The question, with its documents.
+        digest: Of question, documents and right answers.
+        cluster: The same for questions over the same documents.
+    """
+
+    question: Question
+    digest: str
+    cluster: str
+
+
+class Asker:
+    """Answers batches on the engines of one model."""
+
+    def __init__(self, workplaces: Workplaces, compared: Sequence[Cell]) -> None:
+        """Answer there.
+
+        Args:
+            workplaces: Engines of the model.
+            compared: All cells, if first tokens are compared between them, else none.
+        """
+        self._workplaces, self._compared = workplaces, compared
+        self._warm: set[Cell] = set()
+
+    def ask(
+        self, task: Task, todo: Mapping[Cell, Sequence[Asked]], timed: Collection[str]
+    ) -> list[Record]:
+        """Answer some questions in each cell.
+
+        Args:
+            task: Whose questions these are.
+            todo: What is missing, per cell.
+            timed: Ids of questions that are asked alone too.
+
+        Raises:
+            ContextTooLongError: If a question with its documents does not fit.
+        """
+        references = {cell: reference_of(cell, self._compared) for cell in todo if self._compared}
+        used = dict.fromkeys((*todo, *filter(None, references.values())))
+        places = {cell: self._workplaces.get(cell.codec, task.instruction) for cell in used}
+        reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
+        shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
+        texts = [text for left in todo.values() for one in left for text in one.question.chunks]
+        held = []
+        try:
+            held = [(shelf, shelf.prepare(texts)) for shelf in shelves]
+            self._prepare_scorers(used, texts)
+            _prepare_combinations(todo, places)
+            times = self._times(todo, places, timed)
+            first = _FirstTokens(places)
+            records = []
+            for cell, left in todo.items():
+                answers = _answers(task, cell, left, places[cell])
+                for one, answer in zip(left, answers, strict=True):
+                    seconds = times.get((cell, one.question.id))
+                    divergence = first.divergence(cell, references.get(cell), one.question)
+                    records.append(_record(task, cell, one, answer, seconds, divergence))
+        except ContextTooLongError as error:
+            raise ContextTooLongError(
+                f"a question of {task.name} does not fit: {error}; or ask with fewer documents"
+            ) from error
+        finally:
+            for shelf, keys in held:
+                shelf.clear(keys)
+        return records
+
+    def _prepare_scorers(self, cells: Iterable[Cell], texts: Sequence[str]) -> None:
+        """An auxiliary model has its chunks cached too, as after ingestion."""
+        policies = [cell.policy for cell in cells if cell.policy.needs_scorer]
+        scorers = [policy.auxiliary or self._workplaces.auxiliary for policy in policies]
+        for scorer in {id(scorer): scorer for scorer in scorers}.values():
+            prefill = getattr(scorer, "prefill", None)
+            if prefill is not None:
+                prefill(list(dict.fromkeys(texts)))
+
+    def _times(
+        self,
+        todo: Mapping[Cell, Sequence[Asked]],
+        places: Mapping[Cell, Workplace],
+        timed: Collection[str],
+    ) -> dict[tuple[Cell, str], dict[str, float]]:
+        """Times of the sampled questions, asked alone."""
+        sampled: dict[str, list[tuple[Cell, Question]]] = {}
+        for cell, left in todo.items():
+            for one in left:
+                if one.question.id in timed:
+                    sampled.setdefault(one.question.id, []).append((cell, one.question))
+        found = {}
+        for turn, pairs in enumerate(sampled.values()):
+            first = turn % len(pairs)
+            for cell, question in (*pairs[first:], *pairs[:first]):
+                if cell not in self._warm:
+                    self._warm.add(cell)
+                    _alone(cell, question, places[cell])
+                found[cell, question.id] = _alone(cell, question, places[cell])
+        return found
+
+
+def _prepare_combinations(
+    todo: Mapping[Cell, Sequence[Asked]], places: Mapping[Cell, Workplace]
+) -> None:
+    """What a policy keeps as one is there before anything is timed, like single chunks."""
+    for cell, left in todo.items():
+        if cell.policy.joint:
+            lists = dict.fromkeys(one.question.chunks for one in left)
+            places[cell].reader.add_combination([chunks for chunks in lists if chunks])
+
+
+class _FirstTokens:
+    """Distributions of the first token of answers; those compared with are computed once."""
+
+    def __init__(self, places: Mapping[Cell, Workplace]) -> None:
+        self._places = places
+        self._kept: dict[tuple[Cell, str], Tensor] = {}
+
+    def divergence(self, cell: Cell, reference: Cell | None, question: Question) -> float | None:
+        """Kullback-Leibler divergence from the reference's, in nats; None without one."""
+        if reference is None:
+            return None
+        theirs, mine = self._of(reference, question), self._of(cell, question)
+        return max(0.0, float((theirs.exp() * (theirs - mine)).sum()))
+
+    def _of(self, cell: Cell, question: Question) -> Tensor:
+        place = (cell, question.id)
+        if place not in self._kept:
+            reader = self._places[cell].reader
+            logits = reader.logits(question.question, question.chunks, policy=cell.policy)
+            self._kept[place] = logits[-1].double().log_softmax(-1)
+        return self._kept[place]
+
+
+def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]:
+    answer = place.reader.generate(
+        question.question, question.chunks, policy=cell.policy, max_new_tokens=1
+    )
+    return {name: getattr(answer.metrics, name) for name in _TIMES}
+
+
+def _answers(task: Task, cell: Cell, left: Sequence[Asked], place: Workplace) -> list[Answer]:
+    batch = [(one.question.question, one.question.chunks) for one in left]
+    return place.reader.generate_batch(
+        batch, policy=cell.policy, max_new_tokens=task.max_new_tokens
+    )
+
+
+def _record(
+    task: Task,
+    cell: Cell,
+    one: Asked,
+    answer: Answer,
+    times: Mapping[str, float] | None,
+    divergence: float | None,
+) -> Record:
+    metrics, text = answer.metrics, answer.text.strip()
+    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens
+    return Record(
+        place=cell.place(task.name, one.question.id),
+        digest=one.digest,
+        cluster=one.cluster,
+        scores=task.score(text, one.question),
+        answer=text,
+        chunk_tokens=chunk_tokens,
+        reused_tokens=metrics.reused_tokens,
+        recomputed_tokens=chunk_tokens if cell.policy.is_full else metrics.recomputed_tokens,
+        generated_tokens=metrics.generated_tokens,
+        times=times,
+        divergence=divergence,
+    )

@@ -1,0 +1,210 @@
+"""What a request is between the HTTP layer and a model, and what a backend answers to it.
+
+Everything here can be pickled: the same values cross threads, processes and machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from kvcache_rag.metrics import Answer
+    from kvcache_rag.prompt.template import Message
+
+
+BAD_REQUEST, NOT_READY, SERVER_FAULT = 400, 503, 500
+
+INVALID, OVERLOADED, SERVER_ERROR = "invalid_request_error", "overloaded", "server_error"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request, as queues and backends see it.
+
+    Attributes:
+        id: Its name in logs and answers.
+        question: Text of the last user message, or the prompt of a completion.
+        chunks: Texts, best first.
+        history: Earlier turns, oldest first.
+        system: System messages of the request, joined by a blank line; "" for none.
+        namespace: Tenant, from the API key; never from the request's body.
+        policy: Name that `policy_by_name` reads; None for the engine's own.
+        max_new_tokens: Of the answer.
+        stop: Strings before which the answer ends.
+        options: Further arguments of `Engine.generate` (temperature, top_p, seed and the like).
+        is_plain: Whether the question is a text to continue, without template and chunks.
+        is_chat: Whether it is an ordinary conversation, to which no documents were given.
+        streaming: Whether the answer is wanted piece by piece.
+        query: What to retrieve chunks by; "" retrieves nothing.
+        top_k: How many to retrieve.
+    """
+
+    id: str
+    question: str
+    chunks: tuple[str, ...] = ()
+    history: tuple[Message, ...] = ()
+    system: str = ""
+    namespace: str = ""
+    policy: str | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_plain: bool = False
+    is_chat: bool = False
+    streaming: bool = False
+    query: str = ""
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved text.
+
+    Attributes:
+        id: Of its row.
+        text: What becomes a chunk.
+        score: How well it matched, higher is better; None if the retriever does not say.
+        metadata: Of its row, plain values.
+    """
+
+    id: str
+    text: str
+    score: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Started:
+    """An answer begins; until then nothing of it was handed on, and it could begin elsewhere.
+
+    It comes with the first text, so that what is wrong with a request is told in its place.
+
+    Attributes:
+        queue_wait: Seconds that it waited for the model.
+        sources: What was retrieved for it, best first.
+        prefetched: Whether what it needs was computed or loaded while it waited.
+        batch: How many requests are answered together with it, itself included.
+        replica: Name of the process that answers; "" where there is one.
+    """
+
+    queue_wait: float
+    sources: tuple[Source, ...] = ()
+    prefetched: bool = False
+    batch: int = 1
+    replica: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The model takes a request now; told between processes, never to clients.
+
+    Nothing of the answer is there yet, so it is none of a backend's events.
+    """
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Further text of an answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The whole answer, with what it cost."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no answer.
+
+    Attributes:
+        status: HTTP status, 4xx or 5xx.
+        kind: Type of error as OpenAI's clients know it.
+        message: One sentence for the client, without traceback and paths.
+        retry_after: Seconds after which a repetition makes sense; None where it makes none.
+    """
+
+    status: int
+    kind: str
+    message: str
+    retry_after: float | None = None
+
+
+Event: TypeAlias = Started | Piece | Finished | Failed
+"""What a backend yields for a request: `Started`, `Piece`s, `Finished`; or `Failed` at the end."""
+
+
+class Backend(Protocol):
+    """Answers requests; the HTTP layer knows nothing else of models."""
+
+    def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+        """Answer a request, event by event.
+
+        Pieces come if the request streams.  Closing the iterator (`aclose`), or cancelling the task
+        that reads it, takes the request back: waiting, it leaves the queue; running, it stops at
+        the next token.  Nothing is raised but that cancellation.
+        """
+        ...
+
+    async def count(self, work: Work) -> int:
+        """Tokens of the request's prompt, as they will be counted in its answer.
+
+        Raises:
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        ...
+
+    async def explain(self, work: Work) -> Mapping[str, Any]:
+        """The prompt's spans and which of their tokens are reused or recomputed, plain values.
+
+        Raises:
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        ...
+
+    async def ready(self) -> bool:
+        """Whether a request would be answered now; starts what there is to start."""
+        ...
+
+    async def stats(self) -> Mapping[str, Any]:
+        """Counters since the start, plain JSON values.
+
+        Returns:
+            `{"replicas": [...]}`, each with `replica`, `waiting`, `running`, `answered`, `failed`,
+            `cancelled`, `refused`, `service_seconds` (of a recent answer, or None), `batches` (how
+            many, by size), `prefetch` (counts by name), `tiers`: a list with `tier`, `bytes` (held
+            now; None where that is not known), `hits`, `bytes_read`, `bytes_written`, `seconds`,
+            `misses`, `puts`, `evictions`, `corrupt`, `put_failures`, `failures`.
+        """
+        ...
+
+    async def models(self) -> list[str]:
+        """Names under which the models are asked for."""
+        ...
+
+    async def close(self) -> None:
+        """Stop: waiting requests get `Failed`, running ones end, no thread is left."""
+        ...
+
+
+class Retriever(Protocol):
+    """Finds texts for a query."""
+
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        """The `top_k` best texts for `query` that a tenant may see, best first; called in threads.
+
+        Args:
+            query: What is asked.
+            top_k: At most so many.
+            namespace: Tenant.
+
+        Raises:
+            KVCacheRagError: If the user's query cannot be used.
+        """
+        ...

@@ -1,0 +1,326 @@
+"""What every router of the server works with."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from kvcache_rag.serve.backend import Failed, Finished, Piece, Started
+from kvcache_rag.serve.errors import ApiError, as_api_error, failed, fault, request_id
+from kvcache_rag.serve.responses import DONE, HEARTBEAT, EventStream, frame
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from fastapi import Request
+
+    from kvcache_rag.metrics import Answer
+    from kvcache_rag.serve.backend import Backend, Event, Retriever, Work
+    from kvcache_rag.serve.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls, as the server's authentication says; never what a body says.
+
+    Attributes:
+        namespace: Tenant whose chunks are seen; "" without keys.
+        key_id: Name of the API key, for limits, logs and metrics; never the key itself.
+    """
+
+    namespace: str = ""
+    key_id: str = "anonymous"
+
+
+class Limiter(Protocol):
+    """Refuses what is too much (`serve/limits.py`)."""
+
+    def admitted(self, caller: Caller, work: Work) -> AbstractAsyncContextManager[None]:
+        """Let a request in; entering checks documents, bytes and tokens.
+
+        Raises:
+            ApiError: 4xx that says which limit, and how much was asked for.
+        """
+
+
+class Telemetry(Protocol):
+    """Counts what happens (`serve/telemetry.py`)."""
+
+    def observe(self, route: str, caller: Caller, work: Work, event: Event) -> None:
+        """An event on its way to the client.
+
+        Args:
+            route: "chat", "completions", "rag".
+            caller: Who asked.
+            work: What.
+            event: `Started`, `Piece`, `Finished` or `Failed`.
+        """
+
+    def left(self, route: str, caller: Caller, work: Work) -> None:
+        """The client went away before its answer was complete."""
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """Everything counted, as Prometheus reads it, and its content type.
+
+        Args:
+            accept: The `Accept` header.
+        """
+
+
+@dataclass(frozen=True)
+class AppContext:
+    """What every router of the server works with: `router(context) -> APIRouter`.
+
+    Attributes:
+        backend: Answers.
+        settings: What the server was told.
+        authenticate: FastAPI dependency: `caller: Annotated[Caller,
+            Depends(context.authenticate)]`; raises `ApiError` 401.
+        limits: Refuses what is too much.
+        telemetry: Counts what happens.
+        retriever: Finds documents; None without a configured Chroma.
+    """
+
+    backend: Backend
+    settings: ServerSettings
+    authenticate: Callable[..., Awaitable[Caller]]
+    limits: Limiter
+    telemetry: Telemetry
+    retriever: Retriever | None = None
+
+
+# One request from its admission to the last byte of its answer, whatever API it came by.
+#
+# Refuses, counts, streams, keeps silent connections awake, and takes the work back when the client
+# goes away. What an answer looks like is said by a `Form`.
+
+
+_Got = TypeVar("_Got")
+
+CLIENT_LEFT: Final = 499
+"""Status of an answer that nobody reads any more (nginx's number)."""
+
+
+class Form(Protocol):
+    """What an API's answers look like, as JSON objects."""
+
+    def whole(self, started: Started, answer: Answer) -> Mapping[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def opening(self) -> Sequence[Mapping[str, Any]]:
+        """First events of a stream."""
+
+    def begun(self, started: Started) -> Sequence[Mapping[str, Any]]:
+        """Events once the model begins."""
+
+    def piece(self, text: str) -> Mapping[str, Any]:
+        """The event of a piece of text."""
+
+    def closing(self, started: Started, answer: Answer) -> Sequence[Mapping[str, Any]]:
+        """Last events of a stream, before `[DONE]`."""
+
+
+class ClientLeft(Exception):  # no error: nobody is told
+    """Nobody waits for the answer any more."""
+
+
+async def respond(
+    context: AppContext, request: Request, caller: Caller, work: Work, form: Form, *, route: str
+) -> Response:
+    """Answer a request, streamed if its work says so.
+
+    A stream's status is sent with its first piece of text, so a failure before it has its own
+    status; but after `settings.heartbeat` seconds of silence it is sent all the same, and comments
+    follow, so that no proxy gives the connection up.
+
+    Args:
+        context: The server's.
+        request: As it came, its body read.
+        caller: Who asks.
+        work: What.
+        form: Writes the answer.
+        route: Its name in metrics.
+
+    Raises:
+        ApiError: If there is no answer.
+    """
+    exchange = _Exchange(context, request, caller, work, route)
+    try:
+        if not work.streaming:
+            return await _whole(exchange, form)
+        silence = context.settings.heartbeat
+        first = await _until_text(exchange, silence)
+        frames = _frames(exchange, form, first, silence)
+        stream = EventStream(frames, exchange.close)
+        exchange.is_handed_on = True
+        return stream
+    except ClientLeft:
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        if not exchange.is_handed_on:
+            await exchange.close()
+
+
+async def unless_left(request: Request, call: Coroutine[Any, Any, _Got]) -> _Got:
+    """What a call gives; it is cancelled when the client goes away.
+
+    Args:
+        request: Its body read.
+        call: What the client waits for.
+
+    Raises:
+        ClientLeft: If it went away.
+    """
+    tasks = asyncio.create_task(call), asyncio.create_task(_until_left(request))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientLeft
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+class _Exchange:
+    """Events of one request, read in a task of its own; a second one watches for the client's end.
+
+    Attributes:
+        is_handed_on: Whether a stream closes it.
+    """
+
+    def __init__(
+        self, context: AppContext, request: Request, caller: Caller, work: Work, route: str
+    ) -> None:
+        self.is_handed_on = False
+        self._context, self._caller, self._work, self._route = context, caller, work, route
+        self._request_id = request_id(request.scope)
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._ended = False
+        self._tasks = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch(request)),
+        ]
+
+    async def next(self, seconds: float | None = None) -> Event | None:
+        """The next event; None after so many seconds without one.
+
+        Raises:
+            ApiError: If the request failed.
+            ClientLeft: If its client went away.
+        """
+        try:
+            event = await asyncio.wait_for(self._events.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, Failed):
+            raise failed(event)
+        self._ended = isinstance(event, Finished)
+        return event
+
+    async def close(self) -> None:
+        """Take the work back unless it is done."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fault(self, error: BaseException) -> ApiError:
+        """An error of ours, noted in the log."""
+        return fault(error, self._request_id)
+
+    async def _read(self) -> None:
+        context, caller, work = self._context, self._caller, self._work
+        last: Event | None = None
+        try:
+            async with (
+                context.limits.admitted(caller, work),
+                aclosing(context.backend.answer(work)) as events,
+            ):
+                async for event in events:
+                    last = event
+                    context.telemetry.observe(self._route, caller, work, event)
+                    self._events.put_nowait(event)
+            if not isinstance(last, Finished | Failed):
+                raise RuntimeError("the backend gave no answer")
+        except Exception as error:
+            self._events.put_nowait(as_api_error(error, self._request_id))
+
+    async def _watch(self, request: Request) -> None:
+        await _until_left(request)
+        if not self._ended:
+            self._context.telemetry.left(self._route, self._caller, self._work)
+            self._events.put_nowait(ClientLeft())
+
+
+async def _whole(exchange: _Exchange, form: Form) -> Response:
+    started = Started(0.0)
+    while True:
+        event = await exchange.next()
+        if isinstance(event, Started):
+            started = event
+        elif isinstance(event, Finished):
+            return JSONResponse(dict(form.whole(started, event.answer)))
+
+
+async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]:
+    """Events up to the first that shows that there is an answer, or None for too long a silence."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + silence
+    found: list[Event | None] = []
+    while not found or isinstance(found[-1], Started):
+        found.append(await exchange.next(max(until - loop.time(), 0.0)))
+    return found
+
+
+async def _frames(
+    exchange: _Exchange, form: Form, first: Sequence[Event | None], silence: float
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(_written(exchange, form, first, silence)) as frames:
+            async for one in frames:
+                yield one
+    except ClientLeft:
+        return
+    except ApiError as error:
+        yield frame(error.body)
+    except Exception as error:
+        yield frame(exchange.fault(error).body)
+
+
+async def _written(
+    exchange: _Exchange, form: Form, first: Sequence[Event | None], silence: float
+) -> AsyncGenerator[bytes, None]:
+    started = Started(0.0)
+    for data in form.opening():
+        yield frame(data)
+    waiting = list(first)
+    while True:
+        event = waiting.pop(0) if waiting else await exchange.next(silence)
+        if event is None:
+            yield HEARTBEAT
+        elif isinstance(event, Started):
+            started = event
+            for data in form.begun(event):
+                yield frame(data)
+        elif isinstance(event, Piece):
+            if event.text:
+                yield frame(form.piece(event.text))
+        elif isinstance(event, Finished):
+            for data in form.closing(started, event.answer):
+                yield frame(data)
+            yield DONE
+            return

@@ -1,0 +1,202 @@
+"""The page to look at, and what it shows of a prompt: `/`, `/playground/…` and `/v1/explain`.
+
+The page is plain files of this package.  Nothing is loaded from elsewhere, and its policy says so
+to the browser: no script or style but those files, no connection but to this server.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from kvcache_rag.generation.explain import TokenState
+from kvcache_rag.kv.mask import PositionScheme
+from kvcache_rag.serve.completions import chat_work
+from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
+from kvcache_rag.serve.limits import CheckedRoute
+from kvcache_rag.serve.requests import ChatRequest
+from kvcache_rag.serve.responses import ANSWERING, error_responses
+from kvcache_rag.stitching.stitch import SpanKind
+
+PAGE: Final = "index.html"
+
+CONTENT_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+HEADERS: Final = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Kept, but asked for again each time: an update of the package is seen at once.
+    "Cache-Control": "no-cache",
+}
+
+_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file of the page.
+
+    Attributes:
+        content: Its bytes.
+        media_type: Of the `Content-Type` header.
+        etag: Names this content.
+    """
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        """The file, or 304 where the browser has it already."""
+        headers = {**HEADERS, "ETag": self.etag}
+        known = (one.strip() for one in request.headers.get("if-none-match", "").split(","))
+        if any(one.removeprefix("W/") == self.etag or one == "*" for one in known):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers=headers, media_type=self.media_type)
+
+
+def assets() -> dict[str, Asset]:
+    """The files of the page by name, as they are installed."""
+    found = {}
+    for file in (files("kvcache_rag.serve") / "playground").iterdir():
+        media_type = _TYPES.get(file.name.rpartition(".")[2])
+        if media_type is not None:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[file.name] = Asset(content, media_type, etag)
+    return found
+
+
+class PageConfig(BaseModel):
+    """What the page has to know before it asks anything; nothing of it is secret.
+
+    Attributes:
+        rag: Whether `/v1/rag` retrieves documents.
+        needs_key: Whether requests need an API key.
+        top_k: How many documents are retrieved unless a request says.
+    """
+
+    rag: bool
+    needs_key: bool
+    top_k: int
+
+
+class TokenReply(BaseModel):
+    """One token of a prompt."""
+
+    id: int
+    text: str = Field(description="What it adds to the prompt's text.")
+    position: int = Field(description="At which its keys stand when the model answers.")
+    state: TokenState
+
+
+class SpanReply(BaseModel):
+    """A run of tokens of a prompt, half-open."""
+
+    kind: SpanKind
+    start: int
+    stop: int
+    tier: str = Field(description="From which a chunk would be loaded, or empty.")
+
+
+class Explanation(BaseModel):
+    """A prompt, token by token, and what is reused of it; counts as in `kvcache` of an answer."""
+
+    tokens: list[TokenReply]
+    spans: list[SpanReply]
+    policy: str = Field(description="The policy that answers, with its numbers.")
+    positions: PositionScheme
+    gate: str = Field(description="Why a full prefill answers instead of the policy, or empty.")
+    prefix_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    query_tokens: int
+
+
+def router(context: AppContext) -> APIRouter:
+    """The routes.
+
+    Args:
+        context: The server's.
+    """
+    routes, found = APIRouter(route_class=CheckedRoute), assets()
+
+    @routes.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return found[PAGE].response(request)
+
+    @routes.get("/playground/config", include_in_schema=False)
+    async def config() -> JSONResponse:
+        settings = context.settings
+        told = PageConfig(
+            rag=context.retriever is not None,
+            needs_key=settings.api_keys is not None,
+            top_k=settings.top_k,
+        )
+        return JSONResponse(told.model_dump(), headers={"Cache-Control": "no-store"})
+
+    @routes.get("/playground/{name}", include_in_schema=False)
+    async def asset(request: Request, name: str) -> Response:
+        if name not in found or name == PAGE:
+            raise ApiError(404, f"there is no {request.url.path} here", code="unknown_url")
+        return found[name].response(request)
+
+    @routes.post(
+        "/v1/explain",
+        tags=["Playground"],
+        response_model=Explanation,
+        responses=error_responses(*ANSWERING),
+        summary="Which tokens of a prompt are reused, and which are computed",
+        operation_id="explain",
+    )
+    async def explain(
+        request: Request,
+        body: ChatRequest,
+        caller: Annotated[Caller, Depends(context.authenticate)],
+    ) -> Response:
+        """Takes the body of a chat with documents, and generates nothing.
+
+        A policy that chooses tokens by their keys and values has missing chunks prefilled and
+        stored, as an answer would; with `reuse` or `full` nothing is computed.
+        """
+        if body.documents is None:
+            raise ApiError(
+                400,
+                "there are no documents to explain; give documents, an empty list for none",
+                param="documents",
+            )
+        work = chat_work(context, caller, body)
+        try:
+            async with context.limits.admitted(caller, work):
+                found = await unless_left(request, context.backend.explain(work))
+        except ClientLeft:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(dict(found))
+
+    return routes

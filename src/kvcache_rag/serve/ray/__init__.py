@@ -1,0 +1,1 @@
+"""Several processes of the server: replicas of a Ray Serve deployment."""

@@ -1,0 +1,384 @@
+"""Connections on which nothing is asked: closed after a while, so that they cannot pile up.
+
+Of itself uvicorn gives up idle connections only behind a first answer, and none whose request never
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.codecs.named import by_name
+from kvcache_rag.engine import Engine
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.models.pretrained import load
+from kvcache_rag.prompt.template import PromptTemplate
+from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastapi import FastAPI
+
+    from kvcache_rag.serve.backend import Backend, Retriever
+    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.stores import ChunkStore
+
+
+AUTO: Final = "auto"
+
+
+class Patient(asyncio.Protocol):
+    """Hands everything on to uvicorn, and looks from time to time whether something is asked.
+
+    Attributes:
+        seconds: Between two looks.
+        implementation: Uvicorn's class.
+    """
+
+    seconds: ClassVar[float]
+    implementation: ClassVar[Any]
+
+    def __init__(self, **options: Any) -> None:
+        """Take a connection; uvicorn says with which `options`."""
+        self._inner = self.implementation(**options)
+        self._transport: asyncio.BaseTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen: object = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait."""
+        self._transport = transport
+        self._inner.connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on."""
+        self._inner.data_received(data)
+
+    def eof_received(self) -> None:
+        """Hand on."""
+        self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Hand on."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Hand on."""
+        self._inner.resume_writing()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look)
+
+    def _look(self) -> None:
+        # Uvicorn's name of a request and its answer; the last one stays when it is over.
+        cycle = self._inner.cycle
+        is_asked = cycle is not None and not cycle.response_complete
+        if not is_asked and cycle is self._seen and self._transport is not None:
+            self._transport.close()
+            return
+        self._seen = cycle
+        self._wait()
+
+
+def patient(limit: float, http: str = AUTO) -> type[Patient]:
+    """What speaks HTTP and waits so long for a request: `uvicorn.Config(http=patient(15.0))`.
+
+    Args:
+        limit: Seconds for which a connection may be silent, or take to send the head of a request;
+            up to twice that behind an answer.  An answer takes as long as it takes.
+        http: Name of uvicorn's implementation: "auto", "h11" or "httptools".
+    """
+    from uvicorn.config import HTTP_PROTOCOLS
+    from uvicorn.importer import import_from_string
+
+    places: dict[str, str] = dict(HTTP_PROTOCOLS)
+
+    class Configured(Patient):
+        seconds = limit
+        implementation = import_from_string(places[http])
+
+    return Configured
+
+
+# From settings to a running server: model, store, backend, application, socket.
+
+
+_LOG: Final = logging.getLogger("kvcache_rag.serve")
+
+_BACKLOG: Final = 2048
+
+_PATIENCE: Final = 15.0  # seconds for which a connection may ask nothing
+
+_GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
+
+COMBINATIONS: Final = "combinations"
+"""Folder below the store, and name in metrics, of chunks that were computed together."""
+
+_PART: Final = 4  # of each limit, a fourth is theirs
+
+_LOOK: Final = 0.05  # seconds between two questions whether the model is ready
+
+
+def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: What to serve.
+        announce: Called once a question would be answered, with one line that says what is served
+            where, and the URL of the page to look at.
+
+    Raises:
+        InvalidInputError: If the address, the model, the store, the keys or the database cannot be
+            used.
+        MissingExtraError: If uvicorn, chromadb or Ray is needed and not installed.
+    """
+    try:
+        import uvicorn  # noqa: F401  # before a model is loaded for nothing
+    except ImportError as error:
+        raise MissingExtraError("uvicorn", "serve") from error
+    with listening(settings.host, settings.port) as listener:
+        retriever = open_retriever(settings)
+        with opened_backend(settings, retriever) as backend:
+            app = build_app(backend, settings, retriever=retriever)
+            url = _url(listener)
+            line = announcement(settings, url)
+            asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+
+
+@contextmanager
+def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Iterator[Backend]:
+    """The backend that the settings describe; who runs the server closes it in its event loop."""
+    if settings.replicas is None:
+        yield local_backend(settings, retriever)
+        return
+    from kvcache_rag.serve.ray.launch import launch
+
+    with launch(settings, retriever=retriever) as backend:
+        yield backend
+
+
+def local_backend(settings: ServerSettings, retriever: Retriever | None = None) -> LocalBackend:
+    """An engine in this process, and what lets requests wait for it.
+
+    Args:
+        settings: Those about model, store, prefetching and waiting are read.
+        retriever: Finds documents; None for none.
+    """
+    return LocalBackend(
+        open_engine(settings),
+        name=settings.name,
+        retriever=retriever,
+        prefetch=settings.prefetch,
+        prefetch_after=settings.prefetch_after,
+        max_batch=settings.max_batch,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def open_engine(settings: ServerSettings) -> Engine:
+    """Load the model, over the store.
+
+    Raises:
+        InvalidInputError: If one of them cannot be used.
+    """
+    given = settings.prompt_template()
+    store = open_store(settings)
+    auxiliary = None
+    if settings.auxiliary is not None:
+        auxiliary = Auxiliary.from_pretrained(settings.auxiliary, store=store)
+    model, tokenizer, brought = load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        options={"revision": settings.revision} if settings.revision else {},
+    )
+    template = given or brought or PromptTemplate()
+    if settings.system_prompt is not None:
+        # It stands before the chunks, so it is part of what they are computed behind.
+        template = replace(template, system=settings.system_prompt)
+    return Engine(
+        model,
+        tokenizer,
+        store=store,
+        combinations=open_combinations(settings),
+        template=template,
+        context_window=settings.context_window,
+        auxiliary=auxiliary,
+        gate=settings.gate,
+    )
+
+
+def open_store(settings: ServerSettings) -> ChunkStore:
+    """Memory in front of a folder or a URL; without either, memory alone.
+
+    The limits hold for chunks and combinations together, so these get a part only.
+    """
+    memory = MemoryStore(_rest(settings.memory_bytes))
+    if settings.store is None:
+        return memory
+    codec = by_name(settings.codec)
+    if "://" in settings.store:
+        return TieredStore(memory, RemoteStore(settings.store, codec=codec))
+    limit = settings.store_bytes
+    limit = None if limit is None else _rest(limit)
+    return TieredStore(memory, DiskStore(settings.store, max_bytes=limit, codec=codec))
+
+
+def open_combinations(settings: ServerSettings) -> ChunkStore:
+    """Where chunks go that were computed together: below the store, for all who share that.
+
+    A folder of their own, so that they never push out chunks; no command or sweep of the store
+    around it takes it for a part of that.
+    """
+    memory = MemoryStore(settings.memory_bytes // _PART, tier=COMBINATIONS)
+    if settings.store is None:
+        return memory
+    codec, tier = by_name(settings.codec), f"{COMBINATIONS}-{{}}"
+    if "://" in settings.store:
+        url = f"{settings.store.rstrip('/')}/{COMBINATIONS}"
+        return TieredStore(memory, RemoteStore(url, codec=codec, tier=tier.format("remote")))
+    folder, limit = os.path.join(settings.store, COMBINATIONS), settings.store_bytes
+    limit = None if limit is None else limit // _PART
+    disk = DiskStore(folder, max_bytes=limit, codec=codec, tier=tier.format("disk"))
+    return TieredStore(memory, disk)
+
+
+def _rest(limit: int) -> int:
+    """Bytes of a limit that are left for chunks."""
+    return limit - limit // _PART
+
+
+# ---------------------------------------------------------------------- the socket
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens, taken before anything is loaded.
+
+    Args:
+        host: Name or address; of several addresses, the first, IPv4 before IPv6.
+        port: 0 for any free one.
+
+    Raises:
+        InvalidInputError: If nobody can listen there.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise InvalidInputError(
+            f"{host} is no address of this machine ({error.strerror}); listen on 127.0.0.1"
+        ) from error
+    # What is asked at localhost is mostly asked by IPv4.
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _unusable(host, port, error) from error
+        yield listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> InvalidInputError:
+    if error.errno == errno.EADDRINUSE:
+        return InvalidInputError(
+            f"port {port} of {host} is in use by another program; choose another with --port, or 0 "
+            "for any free one"
+        )
+    return InvalidInputError(
+        f"port {port} of {host} cannot be listened on ({error.strerror}); choose another with "
+        "--host and --port"
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announcement(settings: ServerSettings, url: str) -> str:
+    """One line: where the server is, and what it serves."""
+    parts = [
+        f"{settings.name} at {url}/v1",
+        f"chunks in {settings.store}" if settings.store else "chunks in memory only",
+    ]
+    if settings.replicas is not None:
+        parts.append(f"{settings.replicas} replica{'s' * (settings.replicas > 1)}")
+    if settings.chroma:
+        parts.append(f"/v1/rag over {settings.collection}")
+    parts.append("API keys" if settings.api_keys else "no API keys")
+    return f"serving {', '.join(parts)}"
+
+
+# ---------------------------------------------------------------------- the loop
+async def _serve(
+    app: FastAPI, listener: socket.socket, backend: Backend, announce: Callable[[], None]
+) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            wanted = (signal.SIGINT, signal.SIGTERM)
+            before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        http=patient(_PATIENCE),
+        timeout_graceful_shutdown=_GRACE,
+    )
+    waiting = asyncio.create_task(_announce(backend, announce))
+    try:
+        await Server(config).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await backend.close()
+
+
+async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
+    while True:
+        try:
+            if await backend.ready():
+                break
+        except Exception as error:
+            _LOG.warning("the backend does not say whether it is ready: %r", error)
+        await asyncio.sleep(_LOOK)
+    announce()

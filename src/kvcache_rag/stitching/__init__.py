@@ -1,0 +1,1 @@
+"""Put cached chunks together into one prompt: find, load or compute them, and turn their keys."""

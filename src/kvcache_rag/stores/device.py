@@ -1,0 +1,565 @@
+"""Host memory that stored bytes pass through, allocated once and lent again and again.
+
+Pinned memory, which a device reads by itself while the processor goes on, is slow to allocate: page
+by page it is locked by the kernel.  Fresh plain memory costs a page fault for every 4 KiB.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kv.chunk import ChunkKV
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from kvcache_rag.codecs import Codec, TensorSpec
+    from kvcache_rag.kv.chunk import ChunkLayout
+
+
+ALIGNMENT = 512  # every loan begins at such a multiple: any dtype can be viewed there
+
+SLAB = 64 << 20  # a power of two, to which PyTorch rounds pinned memory anyway
+
+
+class Event(Protocol):
+    """Work of a device that ends at some time, as `torch.cuda.Event` does."""
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+
+    def synchronize(self) -> None:
+        """Wait for its end."""
+
+
+def plain_memory(nbytes: int) -> Tensor:
+    """Bytes that are pageable."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def pinned_memory(nbytes: int) -> Tensor:
+    """Bytes that a CUDA device reads by itself; pageable where the system locks no more."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # slower, and right all the same
+        return plain_memory(nbytes)
+
+
+@dataclass(eq=False)
+class Loan:
+    """Bytes that are lent.
+
+    Attributes:
+        memory: `(nbytes,)` uint8.
+    """
+
+    memory: Tensor
+    _until: Event | None = None
+
+    def keep_until(self, event: Event) -> None:
+        """Let the memory be lent again only when `event` has happened, which still reads it."""
+        self._until = event
+
+
+@dataclass(eq=False)
+class _Slab:
+    memory: Tensor
+    taken: list[tuple[int, int]] = field(default_factory=list)  # ascending, apart
+    used: int = 0  # bytes behind the first that were ever lent
+
+    def take(self, size: int) -> int | None:
+        """Where the first gap of `size` bytes begins, which is taken now; None without one."""
+        begin = 0
+        for index, (start, stop) in enumerate([*self.taken, (len(self.memory), 0)]):
+            if start - begin >= size:
+                self.taken.insert(index, (begin, begin + size))
+                self.used = max(self.used, begin + size)
+                return begin
+            begin = stop
+        return None
+
+    def wipe(self) -> None:
+        """Zero what is not lent."""
+        begin = 0
+        for start, stop in [*self.taken, (self.used, 0)]:
+            self.memory[begin : max(begin, start)].zero_()
+            begin = stop
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    slab: _Slab
+    start: int
+    stop: int
+
+
+class Arena:
+    """Memory in slabs that are never given back, up to a limit; any thread may borrow.
+
+    Who finds no room waits for others to give theirs back, so a thread borrows once at a time.
+    What could never fit is lent from plain memory of its own.
+
+    Attributes:
+        limit: Bytes of all slabs together at most.
+    """
+
+    def __init__(self, limit: int, allocate: Callable[[int], Tensor] = plain_memory) -> None:
+        """Hold nothing yet.
+
+        Args:
+            limit: Bytes of all slabs together at most.
+            allocate: Makes a slab of so many bytes, `(nbytes,)` uint8 on the CPU.
+        """
+        self.limit = limit
+        self._allocate = allocate
+        self._changed = threading.Condition()
+        self._slabs: list[_Slab] = []
+        # Given back, oldest first, while a device still reads from it.
+        self._leaving: deque[tuple[Event, _Place]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slabs."""
+        return sum(len(slab.memory) for slab in self._slabs)
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[Loan]:
+        """Lend `nbytes`, uninitialised, until the end of the block or what it was kept for."""
+        size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        place = self._borrow(size)
+        if place is None:
+            yield Loan(plain_memory(nbytes))
+            return
+        loan = Loan(place.slab.memory[place.start : place.start + nbytes])
+        try:
+            yield loan
+        finally:
+            with self._changed:
+                if loan._until is None:
+                    self._free(place)
+                else:
+                    self._leaving.append((loan._until, place))
+                    self._changed.notify_all()
+
+    def wipe(self) -> None:
+        """Forget what was in memory that is not lent now; waits for what a device still reads."""
+        with self._changed:
+            leaving = [*self._leaving]
+        for event, _ in leaving:
+            event.synchronize()
+        with self._changed:
+            self._collect()
+            for slab in self._slabs:
+                slab.wipe()
+
+    def _borrow(self, size: int) -> _Place | None:
+        while True:
+            with self._changed:
+                self._collect()
+                place = self._find(size)
+                if place is not None or not self._could_fit(size):
+                    return place
+                if not self._leaving:
+                    self._changed.wait()
+                    continue
+                event, oldest = self._leaving.popleft()
+            try:
+                event.synchronize()
+            finally:
+                with self._changed:
+                    self._free(oldest)
+
+    def _collect(self) -> None:
+        while self._leaving and self._leaving[0][0].query():
+            self._free(self._leaving.popleft()[1])
+
+    def _find(self, size: int) -> _Place | None:
+        for slab in self._slabs:
+            start = slab.take(size)
+            if start is not None:
+                return _Place(slab, start, start + size)
+        fresh = min(max(SLAB, size), self.limit - self.nbytes)
+        if fresh < size:
+            return None
+        with torch.inference_mode(mode=False):  # to be used in and out of it
+            memory = self._allocate(fresh)
+        self._slabs.append(_Slab(memory, [(0, size)], size))
+        return _Place(self._slabs[-1], 0, size)
+
+    def _could_fit(self, size: int) -> bool:
+        return any(len(slab.memory) >= size for slab in self._slabs)
+
+    def _free(self, place: _Place) -> None:
+        place.slab.taken.remove((place.start, place.stop))
+        self._changed.notify_all()
+
+
+# Copying to a device beside the computing on it: the only CUDA-specific code of the stores.
+#
+# A `Lane` leads to one device. Work that is sent along it runs in order, after what the device was
+# told before and beside what it is told afterwards, until somebody `follow`s.
+
+
+_PLAIN = 64 << 20  # pageable memory for what has to be decoded
+
+_PINNED = 256 << 20  # reading goes on while this much waits for the bus
+
+
+class Lane(Protocol):
+    """A way to a device.
+
+    Attributes:
+        arena: Host memory from which the device reads fastest.
+    """
+
+    arena: Arena
+
+    def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
+        """Do `work` after what the current stream was told so far, and beside what comes later.
+
+        Args:
+            work: Copies and computes; it may use what `fetch` gives.
+            touched: The tensors of others that it reads and writes; they live until it has ended.
+
+        Returns:
+            Its end.
+        """
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A contiguous host tensor on the device, in `work`; itself when it is there already."""
+
+    def follow(self, event: Event) -> None:
+        """Let what the current stream is told from now on happen after `event`."""
+
+
+class Done:
+    """What has happened already."""
+
+    def query(self) -> bool:
+        """Yes."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is waited for."""
+
+
+class DirectLane:
+    """Does at once what it is told: the plain path, for every device without streams of ours."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Lead to `device`."""
+        self.device = device
+        self.arena = Arena(_PLAIN)
+
+    def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
+        """Do it now."""
+        del touched
+        work()
+        return Done()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Copy, and wait for it."""
+        return tensor.to(self.device)
+
+    def follow(self, event: Event) -> None:
+        """It has happened."""
+
+
+class CudaLane:
+    """A stream of its own and pinned memory, so that copying overlaps with computing."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Lead to a CUDA device."""
+        self.device = device
+        self.arena = Arena(_PINNED, pinned_memory)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # in torch
+
+    def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
+        """Do it on the side stream."""
+        # The memory may be new, or still read by what came before.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # in torch
+            event.record(self._stream)
+        for tensor in touched:
+            if tensor.is_cuda:  # not to be allocated anew meanwhile
+                tensor.record_stream(self._stream)
+        return event
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Copy, without waiting if it is pinned; PyTorch keeps memory that it pinned until then."""
+        return tensor.to(self.device, non_blocking=tensor.is_cpu and tensor.is_pinned())
+
+    def follow(self, event: Event) -> None:
+        """The current stream waits on the device, not the caller."""
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+_lanes: dict[torch.device, Lane] = {}
+
+_lock = threading.Lock()
+
+
+def lane_to(device: torch.device) -> Lane:
+    """The lane to a device, one in this process."""
+    if device == torch.device("cuda"):  # of several, the current one
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _lock:
+        if device not in _lanes:
+            _lanes[device] = CudaLane(device) if device.type == "cuda" else DirectLane(device)
+        return _lanes[device]
+
+
+def wipe() -> None:
+    """Forget what passed through the host memory of all lanes."""
+    with _lock:
+        lanes = [*_lanes.values()]
+    for lane in lanes:
+        lane.arena.wipe()
+
+
+def _in_child() -> None:
+    # Its locks may be held by threads that do not exist here.
+    global _lock
+    _lock = threading.Lock()
+    _lanes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+# The way of a chunk's bytes from where they are kept to the memory in which they are used.
+#
+# Bytes of a file are read into reusable host memory, pinned where a CUDA device reads from it. Once
+# they are verified they cross as they are (int8 as int8) along the `Lane` to the device, and are
+# decoded there. What is written is ready for whatever the current stream is told afterwards; the
+# caller goes on meanwhile, with the next chunk for example.
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Stored tensors of one chunk on their way.
+
+    Attributes:
+        tensors: Host memory to read them into, dense, by name.
+    """
+
+    tensors: dict[str, Tensor]
+    _specs: Mapping[str, TensorSpec]
+    _loan: Loan
+    _lane: Lane
+
+    def decode(self, codec: Codec, out: ChunkKV) -> None:
+        """Send what was read, and decode it where `out` lies; only for what was verified."""
+
+        def work() -> None:
+            # All parts in one copy: a call costs as much as some hundred KiB.
+            codec.decode(_carved(self._lane.fetch(self._loan.memory), self._specs), out)
+
+        event = self._lane.send(work, _flat(out))
+        self._loan.keep_until(event)
+        self._lane.follow(event)
+
+
+@contextmanager
+def staged(specs: Mapping[str, TensorSpec], out: ChunkKV) -> Iterator[Staged]:
+    """Host memory for the stored tensors of a chunk that goes to the device of `out`.
+
+    Args:
+        specs: Dtype and shape by name.
+        out: Where the chunk goes.
+    """
+    lane = lane_to(device_of(out))
+    nbytes = sum(_room(spec) for spec in specs.values())
+    with lane.arena.lend(nbytes) as loan:
+        yield Staged(_carved(loan.memory, specs), specs, loan, lane)
+
+
+def deliver(chunk: ChunkKV, out: ChunkKV) -> None:
+    """Copy a chunk that is kept in memory, this machine's or a device's, into `out`.
+
+    Args:
+        chunk: Never written to; its tensors may be let go of at once.
+        out: Of the same layout and length.
+    """
+    lane = lane_to(device_of(out))
+
+    def work() -> None:
+        for target, source in zip(_flat(out), _flat(chunk), strict=True):
+            target.copy_(lane.fetch(source))
+
+    lane.follow(lane.send(work, [*_flat(out), *_flat(chunk)]))
+    out.tokens.copy_(chunk.tokens)
+
+
+def moved(chunk: ChunkKV, device: torch.device) -> ChunkKV:
+    """The chunk on a device: itself when it is there, else a copy, usable in and out of inference.
+
+    Args:
+        chunk: Never written to.
+        device: Where it is needed.
+    """
+    if device_of(chunk) == device:
+        return chunk
+    with torch.inference_mode(mode=False), torch.no_grad():
+        tensors = chunk.layout.empty(len(chunk), device)
+        copy = ChunkKV(chunk.layout, torch.empty_like(chunk.tokens), chunk.start, tensors)
+        deliver(chunk, copy)
+    return copy
+
+
+def device_of(chunk: ChunkKV) -> torch.device:
+    """Where the keys and values of a chunk lie."""
+    return chunk.tensors[0][0].device
+
+
+def in_main_memory(chunk: ChunkKV) -> bool:
+    """Whether bytes can be read straight into a chunk's memory."""
+    return device_of(chunk).type == "cpu"
+
+
+def _flat(chunk: ChunkKV) -> Sequence[Tensor]:
+    return [tensor for group in chunk.tensors for tensor in group]
+
+
+def _room(spec: TensorSpec) -> int:
+    dtype, shape = spec
+    return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _carved(memory: Tensor, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Tensors side by side in uint8 memory, as views."""
+    found, begin = {}, 0
+    for name, (dtype, shape) in specs.items():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        found[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
+        begin += _room((dtype, shape))
+    return found
+
+
+# Chunks cross to a device band of layers by band, while earlier layers already compute.
+#
+# A forward pass needs layer 0 of every chunk first, so that is what crosses first. Rotation happens
+# on the device, right behind each band.
+
+
+if TYPE_CHECKING:
+    Turn = Callable[[Sequence[slice]], object]
+
+BANDS = 6  # so that at most a sixth of the crossing is waited for, in few and so large copies
+
+
+@dataclass(frozen=True, eq=False)
+class LayerArrivals:
+    """Layers that are on their way (an `Arrivals` of `models.arrival`).
+
+    Attributes:
+        events: Per layer the end of the band it belongs to.
+        waited: Seconds for which the caller had to wait: none, the device waits.
+        error: What went wrong: nothing, what lies in memory was verified when it was put there.
+    """
+
+    events: Mapping[int, Event]
+    _lane: Lane
+    waited: float = 0.0
+    error: BaseException | None = None
+
+    def wait(self, layer: int) -> None:
+        """Let the current stream wait for a layer; the caller goes on."""
+        self._lane.follow(self.events[layer])
+
+    def close(self) -> None:
+        """Let the current stream wait for everything, so that the places may be used again."""
+        for event in dict.fromkeys(self.events.values()):
+            self._lane.follow(event)
+
+
+def deliver_layers(
+    chunks: Sequence[ChunkKV],
+    parts: Sequence[ChunkKV],
+    turn: Turn | None = None,
+    *,
+    others: Sequence[ChunkKV] = (),
+    bands: int = BANDS,
+) -> LayerArrivals:
+    """Copy chunks that are kept in memory into their places, the first layers of all of them first.
+
+    Args:
+        chunks: Anywhere; asynchronously from pinned memory.  Never written to.
+        parts: Where they go, on one device; of the same layout and lengths.
+        turn: Called behind the copies of each band with the places of its layers in each group;
+            turns the keys of those layers, of `parts` and `others`.
+        others: Places on that device that are filled already.
+        bands: Into how many runs the model's layers are cut at most.
+
+    Returns:
+        What each layer has to wait for.
+
+    Raises:
+        InvalidInputError: If there are no places, or not one per chunk.
+    """
+    everything = (*chunks, *parts, *others)
+    if not (parts or others) or len(parts) != len(chunks):
+        raise InvalidInputError(
+            f"{len(chunks)} chunks cannot go to {len(parts)} places; give one place per chunk"
+        )
+    chunks, parts, there = tuple(chunks), tuple(parts), (*parts, *others)[0]
+    lane = lane_to(device_of(there))
+    touched = [tensor for one in everything for group in one.tensors for tensor in group]
+    events: dict[int, Event] = {}
+    for layers, slices in _bands(there.layout, bands):
+        work = partial(_copy, lane, chunks, parts, slices, turn)
+        event = lane.send(work, () if events else touched)  # said once, it holds for later work too
+        events.update(dict.fromkeys(layers, event))
+    for chunk, part in zip(chunks, parts, strict=True):
+        part.tokens.copy_(chunk.tokens)
+    return LayerArrivals(events, lane)
+
+
+def _copy(
+    lane: Lane,
+    chunks: Sequence[ChunkKV],
+    parts: Sequence[ChunkKV],
+    slices: Sequence[slice],
+    turn: Turn | None,
+) -> None:
+    for chunk, part in zip(chunks, parts, strict=True):
+        for where, sources, targets in zip(slices, chunk.tensors, part.tensors, strict=True):
+            for source, target in zip(sources, targets, strict=True):
+                _into(target[where], source[where], lane)
+    if turn is not None:
+        turn(slices)
+
+
+def _into(target: Tensor, source: Tensor, lane: Lane) -> None:
+    if source.shape[0]:
+        target.copy_(lane.fetch(source))
+
+
+def _bands(layout: ChunkLayout, count: int) -> list[tuple[list[int], list[slice]]]:
+    """Runs of the model's layers, and where each group has them."""
+    layers = sorted(layer for group in layout.groups for layer in group.layers)
+    size = max(1, -(-len(layers) // max(1, count)))
+    found = []
+    for first in range(0, len(layers), size):
+        band = layers[first : first + size]
+        slices = []
+        for group in layout.groups:
+            below = sum(layer < band[0] for layer in group.layers)
+            slices.append(slice(below, below + sum(layer in band for layer in group.layers)))
+        found.append((band, slices))
+    return found

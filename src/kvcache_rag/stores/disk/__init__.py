@@ -1,0 +1,1 @@
+"""Chunks in a folder: one safetensors file each, shared by processes."""

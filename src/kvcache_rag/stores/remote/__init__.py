@@ -1,0 +1,1 @@
+"""Chunks on a remote: the same files through fsspec."""

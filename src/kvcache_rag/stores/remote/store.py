@@ -1,0 +1,291 @@
+"""Chunks on a remote that many machines share: object storage, or a mounted folder.
+
+fsspec moves the bytes and nothing else; what they are is checked here, as on disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from safetensors import SafetensorError
+
+from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.stores.base import (
+    ChunkStore,
+    Counters,
+    Hit,
+    StoreStats,
+    check_chunk,
+    check_key,
+    check_out,
+)
+from kvcache_rag.stores.device import wipe
+from kvcache_rag.stores.disk.file import (
+    ALIGNMENT,
+    MAX_HEADER,
+    FileSpec,
+    check_header,
+    empty_chunk,
+    file_spec,
+    in_memory,
+    read_file,
+    write_file,
+)
+from kvcache_rag.stores.disk.folders import identity
+from kvcache_rag.stores.disk.locks import ThreadLocks
+from kvcache_rag.stores.remote import objects
+from kvcache_rag.stores.remote.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+
+
+T = TypeVar("T")
+
+_LONG = 600.0  # seconds for what lists everything and is not part of a question
+
+
+class RemoteStore(ChunkStore):
+    """Chunks under a URL; put it behind a `DiskStore` with `TieredStore`.
+
+    A failing remote never fails a question.  Whatever a driver raises, and an answer that does not
+    come within `timeout`, is a miss; after three failures in a row, or one that ran out of time,
+    the remote is skipped for `pause` seconds, then tried by one call.  Locks exclude the threads of
+    this process only, there is no limit on the bytes kept, and `sweep` runs when it is called.
+
+    Attributes:
+        url: Where, without credentials.
+        timeout: Seconds that one call may take; a `put` makes two, a `get` of a damaged object
+            three, all others one.
+        retries: How often a failed call is made again within that time.
+        pause: Seconds for which a failing remote is skipped.
+        release_grace: Seconds between the release of a chunk and its end.
+        max_object_bytes: Larger chunks are neither written nor read.
+        tier: Name under which hits are counted.
+    """
+
+    excludes_processes = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        codec: Codec | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float = 10.0,
+        retries: int = 1,
+        pause: float = 30.0,
+        release_grace: float = 600.0,
+        max_object_bytes: int = 1 << 30,
+        tier: str = "remote",
+    ) -> None:
+        """Name a remote; it is not called yet.
+
+        Args:
+            url: `s3://bucket/folder`, `gs://`, `az://`, `file:///folder`, or another of fsspec's.
+            codec: The form of the chunks, `Native` by default.
+            storage_options: Arguments of the driver: credentials, `endpoint_url`, ...  They appear
+                in no message.
+            timeout: See the attributes, also for the others.
+            retries: See there.
+            pause: See there.
+            release_grace: See there.
+            max_object_bytes: See there.
+            tier: See there.
+
+        Raises:
+            InvalidInputError: If the URL or a number cannot be used.
+            MissingExtraError: If the driver is not installed.
+        """
+        if timeout <= 0 or retries < 0 or pause < 0:
+            raise InvalidInputError("timeout must be above 0, retries and pause not below it")
+        options = dict(storage_options or {})
+        self._transport = Transport(url, options, timeout=timeout, retries=retries, pause=pause)
+        self._objects = objects.Objects(self._transport.root, self._transport.renames)
+        self.url = self._transport.url
+        self.timeout = timeout
+        self.retries = retries
+        self.pause = pause
+        self.release_grace = release_grace
+        self.max_object_bytes = max_object_bytes
+        self.tier = tier
+        self._codec = codec or Native()
+        self._option_names = sorted(options)
+        self._counters = Counters()
+        self._stripes = ThreadLocks()
+        self._sweeping = threading.Lock()
+        self._epochs: dict[str, int] = {}  # as last seen, for when the remote is down
+
+    def __repr__(self) -> str:
+        """The call that made it, with stars for what may be secret."""
+        options = dict.fromkeys(self._option_names, "***")
+        return (
+            f"RemoteStore({self.url!r}, codec={self._codec!r}, "
+            f"storage_options={options or None}, timeout={self.timeout}, retries={self.retries}, "
+            f"pause={self.pause}, release_grace={self.release_grace}, "
+            f"max_object_bytes={self.max_object_bytes}, tier={self.tier!r})"
+        )
+
+    @property
+    def codec(self) -> Codec:
+        """The form in which this store writes chunks."""
+        return self._codec
+
+    def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
+        """Fetch a chunk, check it byte for byte and decode it."""
+        begin = time.perf_counter()
+        spec = file_spec(check_key(key), layout, self._codec)
+        if out is None:
+            out = empty_chunk(key, layout)
+        else:
+            check_out(key, layout, out)
+        with self._counters.reading(
+            f"the object of chunk {key.digest} is damaged",
+            f"chunk {key.digest} cannot be had from the remote",
+        ):
+            size = self._read(key, spec, out)
+        self._counters.hit(self.tier, size, time.perf_counter() - begin)
+        return Hit(out, self.tier)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        """Write the file into a temporary folder of this machine and upload it."""
+        check_chunk(check_key(key), chunk)
+        spec = file_spec(key, chunk.layout, self._codec)
+        least = spec.payload + ALIGNMENT
+        if least > self.max_object_bytes:
+            self._counters.failed(
+                f"an object of {least} bytes exceeds max_object_bytes={self.max_object_bytes}"
+            )
+            return False
+        if self._transport.breaker.is_open():
+            self._counters.failed(f"{self.url} failed and is skipped for {self.pause:g} s")
+            return False
+        try:
+            data = self._encoded(chunk, spec)
+            epoch = self._run(partial(self._objects.epoch, namespace=key.namespace))
+            kept = self._run(partial(self._objects.upload, key=key, data=data, epoch=epoch))
+        except (OSError, SafetensorError, CorruptChunkError) as error:
+            self._counters.failed(f"{type(error).__name__}: {error}")
+            return False
+        if kept:
+            self._counters.kept(self.tier, len(data))
+        else:
+            self._counters.failed("the namespace was deleted during the upload")
+        return kept
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether there is an object for the key; False when the remote does not say."""
+        path = self._objects.path(key)
+        return self._tried(lambda fs: objects.holds(fs, path), False)
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove the object; False when there is none or it cannot be removed."""
+        path = self._objects.path(key)
+        return self._tried(lambda fs: objects.holds(fs, path) and objects.remove(fs, path), False)
+
+    def delete_namespace(self, namespace: str) -> int:
+        """Remove every object of the namespace, even when the remote is being skipped.
+
+        In a bucket that keeps old versions of objects, those stay until its own rules drop them.
+
+        Raises:
+            OSError: If something is left, or the remote does not answer.
+        """
+        call = partial(self._objects.delete_namespace, namespace=namespace)
+        dropped = self._run(call, timeout=_LONG)
+        wipe()
+        return dropped
+
+    def epoch(self, namespace: str) -> int:
+        """A small object of the remote; as last seen while the remote is down."""
+        last = self._epochs.get(namespace, 0)
+        number = self._tried(partial(self._objects.epoch, namespace=namespace), last)
+        self._epochs[namespace] = number
+        return number
+
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+        """Exclude other threads of this process; an object store has no locks."""
+        return self._stripes.hold([check_key(key).digest[:2] for key in keys])
+
+    def claim(self, key: ChunkKey, owner: str) -> None:
+        """Note that `owner` uses the key; best effort."""
+        check_key(key)
+        self._tried(partial(self._objects.claim, key=key, identity=identity(owner)), None)
+
+    def release(self, key: ChunkKey, owner: str) -> None:
+        """Note that `owner` no longer uses the key; best effort."""
+        check_key(key)
+        self._tried(partial(self._objects.release, key=key, identity=identity(owner)), None)
+
+    def sweep(self) -> int:
+        """Drop released chunks and unfinished files: lists every object, so call it rarely."""
+        if not self._sweeping.acquire(blocking=False):
+            return 0
+        try:
+            released = time.time() - self.release_grace
+            dropped = self._tried(partial(self._objects.sweep, released=released), 0, timeout=_LONG)
+        finally:
+            self._sweeping.release()
+        self._counters.add("evictions", dropped)
+        return dropped
+
+    def stats(self) -> StoreStats:
+        """Counters of this store in this process."""
+        return self._counters.stats()
+
+    def _run(self, call: Callable[[Any], T], timeout: float | None = None) -> T:
+        """What the remote says; every failure is counted and remembered, and raised."""
+        try:
+            return self._transport.run(call, timeout=timeout)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self._counters.add("failures")
+            self._counters.note(str(error))
+            raise
+
+    def _tried(self, call: Callable[[Any], T], otherwise: T, timeout: float | None = None) -> T:
+        try:
+            return self._run(call, timeout)
+        except OSError:
+            return otherwise
+
+    def _read(self, key: ChunkKey, spec: FileSpec, out: ChunkKV) -> int:
+        if spec.payload + ALIGNMENT > self.max_object_bytes:
+            raise FileNotFoundError(f"it exceeds max_object_bytes={self.max_object_bytes}")
+        data = self._fetch(key, spec)
+        try:
+            read_file(in_memory(data), len(data), spec, self._codec, out)
+        except CorruptChunkError:
+            # Damaged on the way or in the bucket?  Only what comes twice alike is removed.
+            again = self._fetch(key, spec)
+            if again == data:
+                path = self._objects.path(key)
+                self._tried(lambda fs: objects.remove(fs, path), False)
+                raise
+            data = again
+            read_file(in_memory(data), len(data), spec, self._codec, out)
+        return len(data)
+
+    def _fetch(self, key: ChunkKey, spec: FileSpec) -> bytes:
+        # One byte more than it may have: a larger object is never loaded as a whole.
+        path, end = self._objects.path(key), spec.payload + MAX_HEADER + 9
+        data = self._run(lambda fs: fs.cat_file(path, start=0, end=end))
+        return bytes(data)
+
+    def _encoded(self, chunk: ChunkKV, spec: FileSpec) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="kvcache-rag-") as folder:
+            path = f"{folder}/chunk"
+            write_file(path, chunk, spec, self._codec)
+            with open(path, "rb") as file:
+                data = file.read()
+        check_header(in_memory(data), len(data), spec)
+        return data

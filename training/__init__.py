@@ -1,0 +1,1 @@
+"""What made the data of the package, and is in no wheel."""

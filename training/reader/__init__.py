@@ -1,0 +1,1 @@
+"""How the packaged reader was trained, from nothing, on CPU: `python -m training.reader.train`."""

@@ -1,0 +1,119 @@
+"""Exact match of a network's answers, under full attention and stitched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvcache_rag.reader.generator import make_example
+from kvcache_rag.reader.language import INSTRUCTION, REFUSAL
+from kvcache_rag.scoring.statistics import wilson
+from training.reader.batches import IGNORED, encode, pack, read
+from training.reader.tokenizer import BOS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.reader.generator import NamePool
+    from training.reader.batches import EncodedExample
+    from training.reader.network import Network
+    from training.reader.tokenizer import WordEncoder
+
+
+_BATCH: Final = 16
+
+_QUESTIONS: Final = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one question went: whole answer right, and whether the answer begins as a refusal."""
+
+    right: bool
+    refused: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """A count of successes, with its 95 % Wilson interval."""
+
+    successes: int
+    trials: int
+
+    @property
+    def value(self) -> float:
+        """The share, 0 of nothing."""
+        return self.successes / max(1, self.trials)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % Wilson interval."""
+        return wilson(self.successes, self.trials)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
+
+
+def prefix_ids(encoder: WordEncoder) -> list[int]:
+    """Return the token ids every chunk is read behind."""
+    return [BOS, *encoder.encode(INSTRUCTION)]
+
+
+def held_out_examples(
+    kind: str,
+    questions: int,
+    encoder: WordEncoder,
+    *,
+    seed: int,
+    documents: int = 6,
+    facts: int = 4,
+    names: NamePool = "held_out",
+) -> list[EncodedExample]:
+    """Return examples with at least `questions` questions of `kind`, `names` in them."""
+    examples: list[EncodedExample] = []
+    found = 0
+    while found < questions:
+        example = make_example(
+            seed * 1_000_000 + len(examples),
+            documents=documents,
+            facts=facts,
+            kind=kind,
+            questions=_QUESTIONS,
+            names=names,
+        )
+        examples.append(encode(example, encoder))
+        found += len(example.questions)
+    return examples
+
+
+def answer_outcomes(
+    network: Network, examples: Sequence[EncodedExample], encoder: WordEncoder, *, block: bool
+) -> list[Outcome]:
+    """Ask every question of `examples`.
+
+    Predicts each token behind the right ones before it: an answer is right here, `<eos>` included,
+    if and only if greedy decoding gives it.
+
+    Args:
+        network: The reader.
+        examples: All with the same number of documents if `block`.
+        encoder: The reader's tokenizer.
+        block: Whether chunks are prefilled apart and stitched, or all is one causal text.
+    """
+    prefix, refusal = prefix_ids(encoder), encoder.encode(REFUSAL)[0]
+    outcomes: list[Outcome] = []
+    for start in range(0, len(examples), _BATCH):
+        some = examples[start : start + _BATCH]
+        batch = pack(some, prefix, block=block)
+        with torch.no_grad():
+            asked, _ = read(network, batch)
+            guesses = network.logits(asked).argmax(-1)
+        for row, example in enumerate(some):
+            for index in range(len(example.questions)):
+                here = (batch.segments[row] == index) & (batch.labels[row] != IGNORED)
+                said, wanted = guesses[row][here], batch.labels[row][here]
+                outcomes.append(Outcome(bool((said == wanted).all()), int(said[0]) == refusal))
+    return outcomes
