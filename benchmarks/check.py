@@ -1,16 +1,20 @@
 """Compare the ratios of a benchmark with the committed ones; fail if one got worse.
 
-    python -m benchmarks.check                       # runs a short part first, about three minutes
+    python -m benchmarks.check                       # runs a short part first, five to ten minutes
     python -m benchmarks.check build/bench.json      # what `make bench` wrote
 
-Ratios within one run depend little on the machine's speed, so they can be compared between runs; a
-ratio that is more than 15 % larger than the committed one is a regression.
+Ratios within one run depend little on the machine's speed, so they can be compared between runs (on
+another processor with care: it may change those of decoding, and the output names both).  A ratio
+that is more than 15 % larger than the committed one is a regression.  It is called one only where
+the whole 95 % interval of the change says so: that of the paired rounds, widened by what the
+committed rounds leave open.  Where the interval reaches beyond 15 %, the line says "not sure".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +26,59 @@ from benchmarks.ttft_rows import ratios
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from benchmarks.ttft_rows import Ratio
+
 COMMITTED: Final = Path(__file__).parent / "results" / "ttft.json"
 SHORT: Final = Path("build/bench-check.json")
+DECODE_ROUNDS: Final = 16  # a round of decoding is some 10 % apart from the next
 TOLERANCE: Final = 0.15
 ALIKE: Final = ("shape", "dtype", "device", "chunk", "prefix")
+FINE, NOT_SURE, WORSE = "fine", "not sure", "worse"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A ratio of two reports.
+
+    Attributes:
+        committed: What it was.
+        fresh: What it is now.
+    """
+
+    committed: Ratio
+    fresh: Ratio
+
+    @property
+    def value(self) -> float:
+        """The fresh ratio over the committed one."""
+        return self.fresh.value / self.committed.value
+
+    @property
+    def low(self) -> float:
+        """Lower bound: how far each may be off on its own, as a root of squares of logarithms."""
+        return self.value * _apart(
+            -1, self.fresh.low / self.fresh.value, self.committed.high / self.committed.value
+        )
+
+    @property
+    def high(self) -> float:
+        """Upper bound."""
+        return self.value * _apart(
+            1, self.fresh.high / self.fresh.value, self.committed.low / self.committed.value
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Worse only where no part of the interval is within `TOLERANCE`."""
+        limit = 1 + TOLERANCE
+        if self.fresh.has_interval and self.low > limit:
+            return WORSE
+        return NOT_SURE if self.high > limit else FINE
+
+
+def _apart(sign: int, *factors: float) -> float:
+    """The factor by which a quotient is off whose parts are off by `factors`."""
+    return math.exp(sign * math.hypot(*(math.log(one) for one in factors)))
 
 
 @dataclass(frozen=True)
@@ -33,23 +86,29 @@ class Comparison:
     """Ratios of two reports.
 
     Attributes:
-        common: Per name the committed and the fresh ratio.
+        common: What both have, by name.
         only_committed: Names that were not measured now.
         only_fresh: Names that have no committed ratio.
+        machines: Where each was measured.
     """
 
-    common: Mapping[str, tuple[float, float]]
+    common: Mapping[str, Change]
     only_committed: tuple[str, ...]
     only_fresh: tuple[str, ...]
+    machines: tuple[str, str]
 
     @property
-    def regressions(self) -> dict[str, tuple[float, float]]:
-        """Those that are more than `TOLERANCE` larger now."""
-        return {
-            name: (old, new)
-            for name, (old, new) in self.common.items()
-            if new > old * (1 + TOLERANCE)
-        }
+    def regressions(self) -> dict[str, Change]:
+        """Those that are more than `TOLERANCE` larger now, beyond what chance may do."""
+        return self._of(WORSE)
+
+    @property
+    def unsure(self) -> dict[str, Change]:
+        """Those whose interval is too wide to tell."""
+        return self._of(NOT_SURE)
+
+    def _of(self, verdict: str) -> dict[str, Change]:
+        return {name: one for name, one in self.common.items() if one.verdict == verdict}
 
     @property
     def remark(self) -> str:
@@ -78,21 +137,49 @@ def compare(committed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Compariso
                 "runs of the same command"
             )
     old, new = ratios(committed), ratios(fresh)
-    common = {name: (ratio, new[name]) for name, ratio in old.items() if name in new}
+    common = {name: Change(ratio, new[name]) for name, ratio in old.items() if name in new}
     if not common:
         raise ValueError("the reports have no ratio in common; measure one of the same contexts")
     return Comparison(
         common,
         tuple(name for name in old if name not in new),
         tuple(name for name in new if name not in old),
+        (committed["machine"], fresh["machine"]),
     )
 
 
-def table(rows: Mapping[str, tuple[float, float]]) -> str:
-    """Name, committed ratio, fresh ratio, change."""
-    lines = [f"{'ratio':<58}{'committed':>10}{'now':>9}{'change':>9}"]
-    for name, (old, new) in rows.items():
-        lines.append(f"{name:<58}{old:>10.4f}{new:>9.4f}{100 * (new / old - 1):>+8.1f}%")
+def table(rows: Mapping[str, Change]) -> str:
+    """Name, committed ratio, fresh ratio, change, its interval, verdict."""
+    header = f"{'ratio':<54}{'committed':>10}{'now':>8}{'change':>9}{'95 % interval':>20}"
+    lines = [f"{header}{'rounds':>8}  verdict"]
+    for name, row in rows.items():
+        change, low, high = (f"{100 * (one - 1):+.1f}%" for one in (row.value, row.low, row.high))
+        interval = f"{low} to {high}" if row.fresh.has_interval else "too few rounds"
+        rounds = "" if row.fresh.counted else row.fresh.rounds
+        lines.append(
+            f"{name:<54}{row.committed.value:>10.4f}{row.fresh.value:>8.4f}{change:>9}"
+            f"{interval:>20}{rounds:>8}  {row.verdict}"
+        )
+    return "\n".join(lines)
+
+
+def conclusion(found: Comparison) -> str:
+    """What is worse and what could not be told, a sentence each."""
+    worse, unsure, of = len(found.regressions), len(found.unsure), len(found.common)
+    limit = f"{100 * TOLERANCE:.0f} %"
+    lines = [found.remark] if found.remark else []
+    if len(set(found.machines)) > 1:
+        before, now = found.machines
+        lines.append(
+            f"warning: the committed ratios are of another machine ({before}) than this one "
+            f"({now}); the processor alone may change them, those of decoding most"
+        )
+    if unsure:
+        lines.append(
+            f"warning: {unsure} of {of} ratios may be more than {limit} worse; measure again on a "
+            "quiet machine, or with more rounds"
+        )
+    lines.append(f"{worse} of {of} ratios are more than {limit} worse than the committed ones")
     return "\n".join(lines)
 
 
@@ -105,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fresh = parsed.fresh
     if fresh is None:
         fresh = SHORT
-        short = ["--preset", "short", "--naive-rounds", "0", "--no-memory", "--json", str(fresh)]
-        ttft.main(short)
+        rounds = ["--naive-rounds", "0", "--decode-rounds", str(DECODE_ROUNDS)]
+        ttft.main(["--preset", "short", *rounds, "--no-memory", "--json", str(fresh)])
     try:
         found = compare(
             *(json.loads(path.read_text("utf-8")) for path in (parsed.committed, fresh))
@@ -114,13 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"bench-check: {error}", file=sys.stderr)
         return 1
-    worse = found.regressions
-    print(table(worse or found.common))
-    if found.remark:
-        print(found.remark)
-    limit = f"more than {100 * TOLERANCE:.0f} %"
-    print(f"{len(worse)} of {len(found.common)} ratios are {limit} worse than the committed ones")
-    return 1 if worse else 0
+    print(table(found.common))
+    print(conclusion(found))
+    return 1 if found.regressions else 0
 
 
 if __name__ == "__main__":

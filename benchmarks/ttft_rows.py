@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.memory import Peak
 from benchmarks.stock import Sample, median_parts
 from benchmarks.ttft_sides import DEFERRED, FLOOR, NAIVE, PAGES, RAM, RESIDENT, STOCK, TURBORAG
+from kvcache_rag.evaluation.statistics import median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Not `disk`: how fast a cold file comes is the machine's.
 OURS: Final = (PAGES, RAM, RESIDENT, DEFERRED)
+# Of fewer paired rounds no interval is one of 95 %: all lie on one side of the median in 2 x 0.5^n.
+LEAST_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,31 @@ def median_of(
     return None if found is None else found.median
 
 
-def ratios(report: Mapping[str, Any]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Ratio:
+    """One side over another, in one case of one run.
+
+    Attributes:
+        value: As `ratio_of` has it.
+        low: Lower bound of the 95 % interval of the paired rounds' median; `value` without pairs.
+        high: Upper bound.
+        rounds: In how many rounds both sides were measured.
+        counted: Whether it is of bytes, which need no rounds.
+    """
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    counted: bool = False
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the bounds mean something: enough paired rounds, or nothing is left to chance."""
+        return self.counted or self.rounds >= LEAST_ROUNDS
+
+
+def ratios(report: Mapping[str, Any]) -> dict[str, Ratio]:
     """What a change of the code shall not make worse: smaller is better in all of them.
 
     Returns:
@@ -115,19 +142,21 @@ def ratios(report: Mapping[str, Any]) -> dict[str, float]:
         from the page cache, over TurboRAG's and a full prefill's; stock's tokens per second over
         ours; peak memory over what it is held against (see `Peak.held`).
     """
-    rows, found = rows_of(report), {}
+    rows = rows_of(report)
+    found: dict[str, Ratio | None] = {}
     for case in dict.fromkeys(row.case for row in rows):
         place = "{} + {} tokens, batch {}".format(*case)
         for side in OURS:
             for against in (FLOOR, TURBORAG, NAIVE) if side == PAGES else (FLOOR,):
-                found[f"{side} over {against}, {place}"] = ratio_of(rows, case, side, against)
-            decoded = ratio_of(rows, case, STOCK, side, "decode")
+                found[f"{side} over {against}, {place}"] = bounded_ratio(rows, case, side, against)
+            decoded = bounded_ratio(rows, case, STOCK, side, "decode")
             found[f"decoding, {STOCK} over {side}, {place}"] = decoded
     for one in report["memory"]:
         peak = Peak(**one)
         if peak.side in OURS:
             name = f"peak memory, {peak.side}, {peak.context} tokens"
-            found[name] = peak.peak / peak.held
+            over = peak.peak / peak.held
+            found[name] = Ratio(over, over, over, 0, counted=True)
     return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
@@ -142,7 +171,27 @@ def ratio_of(
     ours, other = (row_of(rows, case, one, measure) for one in (side, against))
     if ours is None or other is None or not other.median:
         return None
-    if ours.samples and len(ours.samples) == len(other.samples):
-        pairs = zip(ours.samples, other.samples, strict=True)
-        return statistics.median(one / two for one, two in pairs)
-    return ours.median / other.median
+    pairs = _paired(ours, other)
+    return statistics.median(pairs) if pairs else ours.median / other.median
+
+
+def bounded_ratio(
+    rows: Sequence[Row], case: tuple[int, int, int], side: str, against: str, measure: str = "ttft"
+) -> Ratio | None:
+    """`ratio_of` with the interval of the paired rounds."""
+    value = ratio_of(rows, case, side, against, measure)
+    ours, other = (row_of(rows, case, one, measure) for one in (side, against))
+    if value is None or ours is None or other is None:
+        return None
+    pairs = _paired(ours, other)
+    if not pairs:
+        return Ratio(value, value, value, 0)
+    found = median_interval(pairs)
+    return Ratio(value, found.low, found.high, len(pairs))
+
+
+def _paired(ours: Row, other: Row) -> list[float]:
+    """The ratio of each round; none where the two do not have the same rounds."""
+    if len(ours.samples) != len(other.samples):
+        return []
+    return [one / two for one, two in zip(ours.samples, other.samples, strict=True)]
