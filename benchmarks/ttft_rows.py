@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.memory import Peak
 from benchmarks.stock import Sample, median_parts
 from benchmarks.ttft_sides import DEFERRED, FLOOR, NAIVE, PAGES, RAM, RESIDENT, STOCK, TURBORAG
-from kvcache_rag.evaluation.statistics import median_interval
+from kvcache_rag.scoring.statistics import median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -210,7 +210,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, write; 1 if the model's caches do not even stitch."""
-
     _check(arguments)
     planned = _planned(arguments)  # before the model is loaded, which takes longer
     policies = _policies(arguments)

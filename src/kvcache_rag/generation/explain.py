@@ -6,26 +6,20 @@ import copy
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.prompt.alignment import token_offsets
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from kvcache_rag.generation.answer import Answerer
     from kvcache_rag.generation.context import Prompt
-    from kvcache_rag.generation.gate import BoundGate
-    from kvcache_rag.generation.joint import Combinations
-    from kvcache_rag.generation.request import ChunkInput, Planner, Request
+    from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.prompt.template import Message
     from kvcache_rag.stitching.loader import ContextChunk, ContextLoader
     from kvcache_rag.stitching.stitch import SpanKind
 
@@ -117,61 +111,7 @@ class Explained:
 # keys and values, nothing is computed at all.
 
 
-_FEWEST_NEW = 1  # a prompt that leaves no room for a single token of an answer is refused
-
-
-class ExplainMethods:
-    """The method of `Engine` that shows a prompt instead of answering it.
-
-    Attributes:
-        policy: What is reused when a call does not say.
-    """
-
-    policy: ReusePolicy
-    _answerer: Answerer
-    _planner: Planner
-    _gate: BoundGate
-    _joint: Combinations | None
-    _lock: threading.RLock
-
-    def explain(
-        self,
-        question: str,
-        chunks: Sequence[ChunkInput] = (),
-        *,
-        policy: ReusePolicy | None = None,
-        history: Sequence[Message | Mapping[str, str]] = (),
-    ) -> Explained:
-        """What `generate` would reuse and compute for this question now; no token is generated.
-
-        A policy that chooses tokens has the context loaded to choose from, so chunks that are
-        missing are prefilled and stored, as `generate` would.  With others (`Reuse()`,
-        `FullRecompute()`, `Combination()`) nothing is computed or loaded.  A damaged file counts as
-        cached until it is read.
-
-        Args:
-            question: Not empty.
-            chunks: As for `generate`.
-            policy: What to reuse; None for the engine's own.
-            history: Earlier turns, oldest first.
-
-        Raises:
-            InvalidInputError: If an argument cannot be used.
-            ContextTooLongError: If the prompt does not fit.
-            ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
-            UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
-        """
-        asked = self._planner.request(
-            question,
-            chunks,
-            policy=policy or self.policy,
-            history=history,
-            max_new_tokens=_FEWEST_NEW,
-        )
-        asked = self._gate.admitted(asked)
-        request = asked if self._joint is None else self._joint.arranged(asked)
-        with self._lock, torch.inference_mode():
-            return _explained(self._answerer, asked, request)
+FEWEST_NEW = 1  # a prompt that leaves no room for a single token of an answer is refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +131,7 @@ class _Choice:
     selected: Tensor | None = None
 
 
-def _explained(runner: Answerer, asked: Request, request: Request) -> Explained:
+def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     """Explain a request; `asked` has the chunks as the caller named them, one by one."""
     prompt = runner.prompt(request, 0, "")
     members = [_known(runner, chunk) for chunk in asked.rounds[0]]
@@ -252,7 +192,7 @@ def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) 
         return _Choice(policy, tiers, prefilled)
     length = len(runner.renderer.prefix_ids) + sum(map(len, chunks)) + len(prompt.query)
     try:
-        buffer = runner.room(1, length + _FEWEST_NEW)
+        buffer = runner.room(1, length + FEWEST_NEW)
         filled = runner.filler.fill(buffer, 0, 0, prompt, chunks)
     except BaseException:
         runner.forget()  # as when an answer fails

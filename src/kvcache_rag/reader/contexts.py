@@ -472,10 +472,10 @@ class Asker:
 #
 # - `pronoun`: "The founder of Kelo is Mirko." / "She lives in Bran." Nothing but the order of the
 #   documents links the two.
-# - `alias`: "The baker is Mirko." / "The baker lives in Bran." The alias links them, so a reader that
-#   has learned it can answer in two steps when the question is asked.
-# - `unit`: "Lengths are in Tolu." / "The Savo measures 35.", in one pair of documents only: one look
-#   at the whole context finds the unit when the question is asked.
+# - `alias`: "The baker is Mirko." / "The baker lives in Bran." The alias links them, so a reader
+#   that has learned it can answer in two steps when the question is asked.
+# - `unit`: "Lengths are in Tolu." / "The Savo measures 35.", in one pair of documents only: one
+#   look at the whole context finds the unit when the question is asked.
 
 
 LINKED_KINDS: Final = ("pronoun", "alias", "unit")

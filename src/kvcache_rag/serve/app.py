@@ -18,7 +18,6 @@ from kvcache_rag.serve import (
     rag,
     status,
 )
-from kvcache_rag.serve import completions as chat
 from kvcache_rag.serve.lifecycle import AppContext
 from kvcache_rag.serve.middleware import Shell
 
@@ -62,8 +61,16 @@ def build_app(
         telemetry=counting,
         retriever=retriever,
     )
-    for module in (chat, completions, rag, status, metrics, playground):
-        app.include_router(module.router(context))
+    routers = (
+        completions.chat_router,
+        completions.completion_router,
+        rag.router,
+        status.router,
+        metrics.router,
+        playground.router,
+    )
+    for router in routers:
+        app.include_router(router(context))
     errors.install(app)
     # Each surrounds those before it.
     bounds = settings.limits
