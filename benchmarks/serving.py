@@ -132,7 +132,7 @@ def prepared(
     documents = joined(parsed.corpus) if parsed.corpus else generated(plan.documents, seed=SEED)
     tokenizer = save_model(plan.shape, documents, folder)
     template = PromptTemplate()
-    written = [f"{template.chunk_start}{text}{template.chunk_end}" for text in documents]
+    written = [template.wrap(text) for text in documents]
     tokens = [len(ids) for ids in tokenizer(written, add_special_tokens=False)["input_ids"]]
     total = sum(nbytes_of(plan.shape, count) for count in tokens)
     setting = Setting(

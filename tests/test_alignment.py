@@ -17,11 +17,13 @@ from kvcache_rag.prompt.alignment import (
     highest,
     shared_out,
     spread,
-    text_of,
     token_offsets,
-    token_scores,
     within,
 )
+from kvcache_rag.prompt.offsets import chunk_offsets, chunk_scores, chunk_text
+from kvcache_rag.prompt.template import PromptTemplate
+
+BARE = PromptTemplate(chunk_start="", chunk_end="")
 
 TEXT = "The staff of Grabra is 5663623 people, and its river is the Sora in 2012."
 EMOJI = "👩‍👩‍👧 e\u0301 🇯🇵 ½ ﬁ İ ß 東京59392"
@@ -108,7 +110,7 @@ def test_a_number_that_one_model_marks_is_the_number_that_the_other_computes(
         assert characters[place : place + len(number)].tolist() == [1.0] * len(number)
         for other in both(target):
             ids = encode(other, TEXT)
-            scores = token_scores(other, ids, TEXT, characters)
+            scores = chunk_scores(other, BARE, TEXT, ids, characters)
             marked = "".join(
                 TEXT[slice(*span)]
                 for span, score in zip(
@@ -128,7 +130,7 @@ def test_with_one_tokenizer_scores_come_back(text: str, seed: int) -> None:
     offsets = token_offsets(tokenizer, text, ids)
     letters = random.Random(seed)
     scores = torch.tensor([letters.random() for _ in ids])
-    back = token_scores(tokenizer, ids, text, spread(offsets, scores, len(text)))
+    back = chunk_scores(tokenizer, BARE, text, ids, spread(offsets, scores, len(text)))
     for index, (start, stop) in enumerate(offsets):
         rivals = [
             float(scores[i])
@@ -152,12 +154,13 @@ def test_dealt_out_weights_keep_their_sum(text: str) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_wrapper_tokens_are_as_important_as_their_neighbours(name: str) -> None:
     before, after = "<doc start> ", " </doc end>"
+    template = PromptTemplate(chunk_start=before, chunk_end=after)
     scores = torch.full((len(TEXT),), 0.25)
     scores[0], scores[-1] = 0.5, 0.75
     for tokenizer in both(name):
         wrapped = before + TEXT + after
         ids = encode(tokenizer, wrapped)
-        found = token_scores(tokenizer, ids, TEXT, scores, before=before, after=after)
+        found = chunk_scores(tokenizer, template, TEXT, ids, scores)
         spans = token_offsets(tokenizer, wrapped, ids)
         front = [i for i, (_, stop) in enumerate(spans) if stop < len(before)]
         back = [i for i, (start, _) in enumerate(spans) if start > len(before + TEXT)]
@@ -165,6 +168,21 @@ def test_wrapper_tokens_are_as_important_as_their_neighbours(name: str) -> None:
         assert back
         assert {found[i].item() for i in front} == {0.5}
         assert {found[i].item() for i in back} == {0.75}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_offsets_of_a_chunk_end_at_its_wrapper(name: str) -> None:
+    template = PromptTemplate(chunk_start="<doc start> ", chunk_end=" </doc end>")
+    before = len(template.chunk_start)
+    for tokenizer in both(name):
+        ids = encode(tokenizer, template.wrap(TEXT))
+        whole = token_offsets(tokenizer, template.wrap(TEXT), ids)
+        spans = chunk_offsets(tokenizer, template, TEXT, ids)
+        assert len(spans) == len(ids)
+        for (start, stop), (first, last) in zip(whole, spans, strict=True):
+            # The characters of the wrapped text that lie in the chunk, counted from its first one.
+            own = {place - before for place in range(start, stop)} & set(range(len(TEXT)))
+            assert set(range(first, last)) == own
 
 
 def test_gaps_take_what_follows() -> None:
@@ -200,8 +218,9 @@ def test_ids_that_the_text_does_not_give_again_are_read_one_by_one() -> None:
 def test_a_chunk_known_by_its_ids_alone_has_its_text(name: str) -> None:
     for tokenizer in both(name):
         ids = encode(tokenizer, f"<doc>{TEXT}</doc>\n")
-        assert text_of(tokenizer, ids, "<doc>", "</doc>\n").strip() == TEXT
-        assert text_of(tokenizer, ids) == f"<doc>{TEXT}</doc>\n"
+        wrapped = PromptTemplate(chunk_start="<doc>", chunk_end="</doc>\n")
+        assert chunk_text(tokenizer, wrapped, ids).strip() == TEXT
+        assert chunk_text(tokenizer, BARE, ids) == f"<doc>{TEXT}</doc>\n"
 
 
 def test_lower_case_words_without_accents_are_found_again() -> None:
@@ -220,6 +239,6 @@ def test_lower_case_words_without_accents_are_found_again() -> None:
 
 def test_scores_must_fit_the_text() -> None:
     with pytest.raises(InvalidInputError, match="one per character"):
-        token_scores(byte_level(), [1], "ab", torch.zeros(3))
+        chunk_scores(byte_level(), BARE, "ab", [1], torch.zeros(3))
     with pytest.raises(InvalidInputError, match="not a number"):
-        token_scores(byte_level(), [1], "a", torch.tensor([torch.nan]))
+        chunk_scores(byte_level(), BARE, "a", [1], torch.tensor([torch.nan]))

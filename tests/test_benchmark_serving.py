@@ -478,6 +478,6 @@ def test_answers_are_as_long_as_asked_and_files_as_large_as_computed(tmp_path: P
         assert answer.finish_reason == "length"
     (key,) = engine.add(texts[2:3])
     template = engine.template
-    written = f"{template.chunk_start}{texts[2]}{template.chunk_end}"
+    written = template.wrap(texts[2])
     assert len(tokenizer(written)["input_ids"]) == key.tokens
     assert store.path(key).stat().st_size == pytest.approx(nbytes_of(TINY, key.tokens), rel=0.02)

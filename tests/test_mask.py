@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.mask import MaskedSequence, block_mask
+from kvcache_rag.kv.mask import (
+    MaskedSequence,
+    PositionScheme,
+    block_mask,
+    chunk_columns,
+    first_positions,
+)
 
 
 def rows(allowed: Tensor) -> list[str]:
@@ -69,3 +75,37 @@ def test_no_chunks_is_plain_causal_attention_too() -> None:
     found = block_mask([1, 2], [], [3])
     assert lists(found) == ([1, 2, 3], [0, 1, 2], [0, 1, 2])
     assert rows(found.allowed) == ["x..", "xx.", "xxx"]
+
+
+@pytest.mark.parametrize("scheme", ["reordered", "composite"])
+@pytest.mark.parametrize("sizes", [[3, 2, 4], [5], []])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_chunks_stand_where_the_specification_has_them(
+    prefix: int, sizes: list[int], scheme: PositionScheme
+) -> None:
+    chunks = [[10 * number + step for step in range(size)] for number, size in enumerate(sizes)]
+    spec = block_mask([90] * prefix, chunks, [99], scheme)
+    columns = chunk_columns(prefix, sizes)
+    assert spec.ids[columns].tolist() == [token for chunk in chunks for token in chunk]
+    seen = spec.allowed[-1].nonzero()[:, 0].tolist()
+    assert [*range(prefix), *columns, len(spec.ids) - 1] == seen
+    firsts = first_positions([(0, prefix), *((prefix, size) for size in sizes)], scheme)
+    expected = [
+        first + step for first, size in zip(firsts[1:], sizes, strict=True) for step in range(size)
+    ]
+    assert firsts[0] == 0
+    assert spec.positions[columns].tolist() == expected
+
+
+def test_an_adjacent_query_follows_the_highest_position_at_its_own_distances() -> None:
+    parts = [(0, 2), (2, 3), (2, 5)]  # prefix and two chunks: 10 tokens, highest position 6
+    plain = first_positions(parts, "composite")
+    moved = first_positions(parts, "composite", adjacent=True)
+    assert plain == [0, 2, 2]
+    assert moved == [3, 5, 5]  # the query stands at 10
+    ends = [first + tokens for first, (_, tokens) in zip(moved, parts, strict=True)]
+    assert max(ends) == sum(tokens for _, tokens in parts)
+    # Reordered parts leave no gap, and nothing moves where there is nothing.
+    reordered = first_positions(parts, "reordered")
+    assert first_positions(parts, "reordered", adjacent=True) == reordered == [0, 2, 5]
+    assert first_positions([], "composite", adjacent=True) == []

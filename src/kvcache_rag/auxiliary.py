@@ -19,7 +19,8 @@ from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.answer import Answerer
 from kvcache_rag.models.attention.last_layer import QueryAttention
-from kvcache_rag.prompt.alignment import Offsets, spread, token_offsets, within
+from kvcache_rag.prompt.alignment import Offsets, spread
+from kvcache_rag.prompt.offsets import chunk_offsets
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
 
@@ -214,19 +215,14 @@ class Auxiliary:
         weights: list[list[Tensor]] = [[torch.empty(0)] for _ in chunks]
         for together in _rounds(pieces, room):
             for piece, found in zip(together, self._run(together, query), strict=True):
-                spans = self._offsets(piece)
+                ids = piece.planned.ids or ()
+                spans = chunk_offsets(self.engine.tokenizer, renderer.template, piece.text, ids)
                 offsets[piece.chunk] += [(a + piece.start, b + piece.start) for a, b in spans]
                 weights[piece.chunk].append(found)
         return [
             ChunkAttention(text, spans, torch.cat(found))
             for text, spans, found in zip(chunks, offsets, weights, strict=True)
         ]
-
-    def _offsets(self, piece: _Piece) -> Offsets:
-        template = self.engine.template
-        ids = piece.planned.ids or ()
-        spans = token_offsets(self.engine.tokenizer, template.wrap(piece.text), ids)
-        return within(spans, len(template.chunk_start), len(piece.text))
 
     def _run(self, pieces: Sequence[_Piece], query: Sequence[int]) -> list[Tensor]:
         """Weights of the tokens of each piece, by one pass of the question over all of them."""

@@ -18,7 +18,8 @@ from kvcache_rag.generation.gate import scorer_name
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import growing_cache
 from kvcache_rag.progress import progress_bar
-from kvcache_rag.prompt.alignment import Offsets, highest, shared_out, token_offsets, within
+from kvcache_rag.prompt.alignment import Offsets, highest, shared_out
+from kvcache_rag.prompt.offsets import chunk_offsets
 from kvcache_rag.scoring.statistics import mean_interval
 from kvcache_rag.verdict import AuxiliaryAgreement
 
@@ -77,7 +78,10 @@ def attention_agreement(
     if not 0 < share <= 1:
         raise InvalidInputError(f"share must be above 0 and at most 1, not {share!r}")
     ids = engine.tokenize(question, chunks)
-    places = [_offsets(engine, text, own) for text, own in zip(chunks, ids.chunks, strict=True)]
+    places = [
+        chunk_offsets(engine.tokenizer, engine.template, text, own)
+        for text, own in zip(chunks, ids.chunks, strict=True)
+    ]
     is_read = torch.tensor(
         [
             bool(text[start:stop].strip())
@@ -100,12 +104,6 @@ def attention_agreement(
         jaccard=len(first & second) / len(first | second),
         tokens=len(main),
     )
-
-
-def _offsets(engine: Engine, text: str, ids: Sequence[int]) -> Offsets:
-    template = engine.template
-    spans = token_offsets(engine.tokenizer, template.wrap(text), ids)
-    return within(spans, len(template.chunk_start), len(text))
 
 
 def _main_weights(

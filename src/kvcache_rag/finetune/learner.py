@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvcache_rag.finetune.sources import Encoded
 
 SHAPE_MULTIPLE = 64
-_TEMPLATE_FIELDS = ("system", "chunk_start", "chunk_end", "question", "refine")
 
 
 @dataclass(eq=False)
@@ -233,8 +232,7 @@ class Learner:
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.brought:
-            fields = {name: getattr(self.template, name) for name in _TEMPLATE_FIELDS}
-            _write(folder / FILE_NAME, fields)
+            _write(folder / FILE_NAME, self.template.text_fields())
 
 
 def answer_loss(logits: Tensor, batch: Batch) -> Tensor:

@@ -19,8 +19,10 @@ from torch import Tensor
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.finetune.report import Measure, batched
 from kvcache_rag.finetune.sources import Encoded, Encoder, QASample, Span
+from kvcache_rag.kv.mask import chunk_columns
 from kvcache_rag.models.attention.last_layer import QueryAttention
-from kvcache_rag.prompt.alignment import shared_out, token_offsets, within
+from kvcache_rag.prompt.alignment import shared_out
+from kvcache_rag.prompt.offsets import chunk_offsets
 
 if TYPE_CHECKING:
     from kvcache_rag.finetune.learner import Learner
@@ -83,7 +85,7 @@ class Watched:
         found = []
         for row, sample in enumerate(samples):
             start = total - sum(len(span.prompt) + len(span.target) for span in sample.spans)
-            columns = torch.tensor(_chunk_columns(sample)) + total - sample.row_tokens
+            columns = torch.tensor(_read_columns(sample)) + total - sample.row_tokens
             own = []
             for span in sample.spans:
                 rows = weights[row, start : start + len(span.prompt)]
@@ -156,7 +158,11 @@ class Teacher:
             )
         with learner.measuring():
             weights = self.watched.question_weights([bare.joined])[0]
-        spans = [_offsets(self.encoder, learner.tokenizer, *pair) for pair in _pairs(ids, sample)]
+        template = self.encoder.renderer.template
+        spans = [
+            chunk_offsets(learner.tokenizer, template, text, own)
+            for text, own in zip(sample.documents, ids.chunks, strict=True)
+        ]
         sizes = [len(chunk) for chunk in ids.chunks]
         return [
             [
@@ -210,34 +216,15 @@ def _fullest(weights: Tensor, sizes: list[int]) -> int:
     return int(torch.stack([part.sum() for part in torch.split(weights, sizes)]).argmax())
 
 
-def _chunk_columns(sample: Encoded) -> list[int]:
-    """Where the tokens of the chunks are in the row: behind their copies of the prefix.
+def _read_columns(sample: Encoded) -> list[int]:
+    """Columns of the row that a question is meant to look at: those of the chunks.
 
     A sample without chunks is read under full attention: all of its context.
     """
-    copy = len(sample.prefix)
+    prefix = len(sample.prefix)
     if not sample.chunks:
-        return list(range(copy))
-    columns: list[int] = []
-    at = 0
-    for chunk in sample.chunks:
-        at += copy
-        columns += range(at, at + len(chunk))
-        at += len(chunk)
-    return columns
-
-
-def _pairs(ids: Encoded, sample: QASample) -> list[tuple[str, tuple[int, ...]]]:
-    return list(zip(sample.documents, ids.chunks, strict=True))
-
-
-def _offsets(
-    encoder: Encoder, tokenizer: Any, text: str, ids: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Characters of each token of a wrapped chunk; none for those of the wrapper."""
-    template = encoder.renderer.template
-    spans = token_offsets(tokenizer, template.wrap(text), ids)
-    return within(spans, len(template.chunk_start), len(text))
+        return list(range(prefix))
+    return chunk_columns(prefix, [len(chunk) for chunk in sample.chunks])
 
 
 def _token_weights(
@@ -245,8 +232,9 @@ def _token_weights(
 ) -> tuple[float, ...]:
     """What the characters of each token weigh together."""
     found: list[float] = []
+    template = encoder.encoder.renderer.template
     for text, chunk, weights in zip(documents, ids.chunks, characters, strict=True):
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), weights.cumsum(0)]).tolist()
-        offsets = _offsets(encoder.encoder, encoder.tokenizer, text, chunk)
+        offsets = chunk_offsets(encoder.tokenizer, template, text, chunk)
         found += [sums[stop] - sums[start] for start, stop in offsets]
     return tuple(found)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.deferred.cache import HeldSegments, deferred_cache
 from kvcache_rag.models.deferred.segments import SegmentTable
 from kvcache_rag.models.deferred.support import deferred_rotation
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
 from kvcache_rag.prefill import PendingChunk, batches
-from kvcache_rag.prompt.alignment import text_of
+from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.recompute import chosen_tokens, recompute
 from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
@@ -225,14 +226,13 @@ class RowFiller:
                 "Engine(auxiliary=...)"
             )
         template = self.loader.renderer.template
-        wrapper = (template.chunk_start, template.chunk_end)
         texts = [
-            text_of(self.tokenizer, self.loader.ids(chunk), *wrapper)
+            chunk_text(self.tokenizer, template, self.loader.ids(chunk))
             if chunk.text is None  # known by its key alone
             else chunk.text
             for chunk in chunks
         ]
-        return ChunkScores.start(scorer, question, texts, wrapper, self.tokenizer)
+        return ChunkScores.start(scorer, question, texts, template, self.tokenizer)
 
 
 def costs_of(loaded: LoadedContext) -> dict[str, Any]:
@@ -340,17 +340,14 @@ class Holder:
         policy, device = prompt.request.policy, found.loader.prefiller.model.device
         members = [] if prefix is None else [moved(prefix, device)]
         members += [known[chunk.key][0] for chunk in chunks]
-        prefix_tokens = len(loaded.ids) - sum(map(len, chunks))
-        shape = StitchedPrompt.of(prefix_tokens, [len(one) for one in chunks], len(prompt.query))
-        gap = 0
-        if policy.adjacent_query and policy.positions == "composite":  # as in `stitch`
-            highest = max((one.start + len(one) for one in members), default=0)
-            gap = shape.context_tokens - highest
-        parts, place = [], 0
-        for one in members:
-            far = gap if policy.positions == "composite" else place - one.start
-            parts.append((one, far))
-            place += len(one)
+        sizes = [len(chunk) for chunk in chunks]
+        shape = StitchedPrompt.of(len(loaded.ids) - sum(sizes), sizes, len(prompt.query))
+        firsts = first_positions(
+            [(one.start, len(one)) for one in members],
+            policy.positions,
+            adjacent=policy.adjacent_query,
+        )
+        parts = [(one, first - one.start) for one, first in zip(members, firsts, strict=True)]
         ids = torch.tensor([*loaded.ids, *prompt.query])
         return HeldRow(ids, shape, loaded, policy, tuple(parts))
 

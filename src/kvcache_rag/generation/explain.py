@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.prompt.alignment import token_offsets
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
@@ -235,16 +236,13 @@ def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[Toke
 def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
     """Where keys stand, as `stitch.distances` and `recompute` have it."""
     places, policy = list(range(shape.tokens)), choice.policy
-    if policy.positions != "composite" or choice.prefilled is None:
+    if choice.prefilled is None or policy.positions == "reordered":
         return places
-    behind = shape.spans[0].stop
-    gap = 0
-    if policy.adjacent_query:
-        highest = behind + max(map(len, shape.chunks), default=0)
-        gap = shape.context_tokens - highest
+    prefix, *chunks = shape.spans[:-1]
+    parts = [(0, len(prefix)), *((prefix.stop, len(chunk)) for chunk in chunks)]
+    firsts = first_positions(parts, policy.positions, adjacent=policy.adjacent_query)
     stays = set() if choice.selected is None else set(choice.selected.nonzero()[:, 0].tolist())
-    for span in shape.spans[:-1]:
-        first = gap + (behind if span.kind == "chunk" else 0)
+    for span, first in zip(shape.spans[:-1], firsts, strict=True):
         for place in range(span.start, span.stop):
             if place not in stays:
                 places[place] = first + place - span.start

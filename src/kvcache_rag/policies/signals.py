@@ -14,12 +14,13 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import HaltedError, tapped_cache
-from kvcache_rag.prompt.alignment import token_scores
+from kvcache_rag.prompt.offsets import chunk_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stitching.stitch import StitchedRow
 
@@ -34,13 +35,13 @@ class ChunkScores:
 
     Attributes:
         texts: The chunks as they were scored.
-        wrapper: What is written before and behind each in the prompt.
+        template: Says how they are wrapped in the prompt.
         tokenizer: Of the model that answers.
         future: Scores of the characters of `texts`.
     """
 
     texts: tuple[str, ...]
-    wrapper: tuple[str, str]
+    template: PromptTemplate
     tokenizer: Any
     future: Future[Sequence[Tensor]]
 
@@ -50,7 +51,7 @@ class ChunkScores:
         scorer: Scorer,
         question: str,
         texts: Sequence[str],
-        wrapper: tuple[str, str],
+        template: PromptTemplate,
         tokenizer: Any,
     ) -> ChunkScores:
         """Let a scorer begin; it must not wait for the engine that waits for it."""
@@ -63,7 +64,7 @@ class ChunkScores:
                 future.set_exception(error)
 
         threading.Thread(target=work, name="kvcache-rag-scorer", daemon=True).start()
-        return cls(tuple(texts), wrapper, tokenizer, future)
+        return cls(tuple(texts), template, tokenizer, future)
 
     def tokens(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the scores, and hand them on to the tokens of each chunk.
@@ -82,10 +83,9 @@ class ChunkScores:
             raise InvalidInputError(
                 f"{len(scores)} scores for {len(self.texts)} chunks; a Scorer gives one tensor each"
             )
-        before, after = self.wrapper
         return [
-            token_scores(self.tokenizer, chunk.tolist(), text, one, before=before, after=after)
-            for chunk, text, one in zip(ids, self.texts, scores, strict=True)
+            chunk_scores(self.tokenizer, self.template, text, chunk.tolist(), characters)
+            for chunk, text, characters in zip(ids, self.texts, scores, strict=True)
         ]
 
 

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 Offsets: TypeAlias = list[tuple[int, int]]
@@ -48,49 +46,6 @@ def token_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
         if list(found["input_ids"]) == list(ids):
             return [(int(start), int(stop)) for start, stop in found["offset_mapping"]]
     return _decoded_offsets(tokenizer, text, ids)
-
-
-def token_scores(
-    tokenizer: Any,
-    ids: Sequence[int],
-    text: str,
-    scores: Tensor,
-    *,
-    before: str = "",
-    after: str = "",
-) -> Tensor:
-    """Scores of tokens from those of characters.
-
-    A token matters as much as its most important character.  A token without a character of `text`
-    (the wrapper of a chunk, an empty piece) matters as much as the one behind it, or before it at
-    the end: groups of neighbouring tokens are chosen together, so a wrapper with a low score of its
-    own would keep the first words of a chunk from ever being chosen.
-
-    Args:
-        tokenizer: Made `ids` from `before + text + after`.
-        ids: Of the wrapped chunk.
-        text: The chunk's text.
-        scores: `(characters of text,)` in any float dtype.
-        before: What is written before the text.
-        after: What is written behind it.
-
-    Returns:
-        `(tokens,)` float32 on the CPU.
-
-    Raises:
-        InvalidInputError: If there is not one score per character, or one is NaN.
-    """
-    if scores.shape != (len(text),):
-        raise InvalidInputError(
-            f"{tuple(scores.shape)} scores for a chunk of {len(text)} characters; a Scorer gives "
-            "one per character"
-        )
-    if bool(scores.isnan().any()):
-        raise InvalidInputError(
-            "a score of a character is not a number; a Scorer ranks all of them"
-        )
-    offsets = token_offsets(tokenizer, before + text + after, ids)
-    return highest(within(offsets, len(before), len(text)), scores)
 
 
 def within(offsets: Offsets, start: int, length: int) -> Offsets:
@@ -153,21 +108,6 @@ def shared_out(offsets: Offsets, weights: Tensor, length: int) -> Tensor:
     return found
 
 
-def text_of(tokenizer: Any, ids: Sequence[int], before: str = "", after: str = "") -> str:
-    """The text of a chunk of which only the ids are known, its wrapper cut off where it is found.
-
-    Tokens that a tokenizer does not write back exactly (lower case, lost spaces) give a text that
-    is as close as its tokenizer allows.
-    """
-    text, _ = _read(_decoder(tokenizer), ids)
-    # Some tokenizers lose spaces at either end.
-    if before.strip() and text.lstrip().startswith(before.strip()):
-        text = text.lstrip()[len(before.strip()) :]
-    if after.strip() and text.rstrip().endswith(after.strip()):
-        text = text.rstrip()[: -len(after.strip())]
-    return text
-
-
 def _filled(values: Sequence[float | None]) -> Tensor:
     """Values with gaps closed from behind, at the end from before."""
     found, following = list(values), None
@@ -178,23 +118,20 @@ def _filled(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([value or 0.0 for value in found], dtype=torch.float32)
 
 
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    return decode
-
-
-def _read(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[str, Offsets]:
+def decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, Offsets]:
     """The text that ids give when they are decoded one after the other, and where each stands.
 
     A tokenizer may write a token otherwise at the start of a text (without its space), so each is
     read behind its predecessor; and only the last byte of a character makes it readable, so the
     bytes before wait for it and belong to the same character.
     """
+
+    def decode(part: Sequence[int]) -> str:
+        written: str = tokenizer.decode(
+            list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return written
+
     text, spans = "", []
     context = read = certain = 0
     for stop in range(1, len(ids) + 1):
@@ -218,11 +155,11 @@ def _common(first: str, second: str) -> int:
 
 
 def _decoded_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
-    decoded, spans = _read(_decoder(tokenizer), ids)
+    read, spans = decoded(tokenizer, ids)
     unknown = getattr(tokenizer, "unk_token", None)
     if unknown and unknown not in text:  # stands for what the tokenizer does not know
-        decoded = decoded.replace(unknown, _UNREADABLE * len(unknown))
-    known = _same_letters(decoded, text)
+        read = read.replace(unknown, _UNREADABLE * len(unknown))
+    known = _same_letters(read, text)
     offsets: Offsets = []
     for start, stop in spans:
         own = [known[place] for place in range(start, stop) if place in known]

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "prompt_template.json"
 
+TEXT_FIELDS = ("system", "chunk_start", "chunk_end", "question", "refine")
+"""The fields of `PromptTemplate` that its file holds."""
+
 DEFAULT_SYSTEM = (
     "Answer the question using only the documents below. "
     "If they do not contain the answer, say that you do not know.\n\n"
@@ -91,17 +94,20 @@ class PromptTemplate:
         path = folder / FILE_NAME
         if not path.is_file():
             return None
-        known = {"system", "chunk_start", "chunk_end", "question", "refine"}
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise InvalidInputError(f"{path} is not JSON: {error}") from error
         texts = isinstance(values, dict) and all(isinstance(v, str) for v in values.values())
-        if not texts or not set(values) <= known:
+        if not texts or not set(values) <= set(TEXT_FIELDS):
             raise InvalidInputError(
-                f"{path} may only hold the text fields {', '.join(sorted(known))}"
+                f"{path} may only hold the text fields {', '.join(sorted(TEXT_FIELDS))}"
             )
         return cls(**values)
+
+    def text_fields(self) -> dict[str, str]:
+        """What its file holds, as `load` reads it."""
+        return {name: getattr(self, name) for name in TEXT_FIELDS}
 
     def wrap(self, text: str) -> str:
         """A chunk as it stands in the prompt."""

@@ -1,0 +1,93 @@
+"""How many files a change touches: each recipe of AGENTS.md, counted in the source.
+
+A test names what whoever makes the change would have to look for, and the files it may be found in.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvcache_rag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SOURCE = Path(kvcache_rag.__file__).parent
+
+
+def files_with(is_wanted: Callable[[ast.AST], bool], source: Path = SOURCE) -> set[str]:
+    """The files of the package that have such a node in their syntax tree."""
+    return {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if any(map(is_wanted, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Every way in which a node can name a field: as code, as a keyword, as a text."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.keyword | ast.arg) and node.arg:
+        yield node.arg
+    elif isinstance(node, ast.alias):
+        yield node.name
+    elif isinstance(node, ast.MatchClass):
+        yield from node.kwd_attrs
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def files_naming(*names: str, source: Path = SOURCE) -> set[str]:
+    """The files of the package that use one of these names; prose about them does not count."""
+    wanted = set(names)
+    return files_with(lambda node: not wanted.isdisjoint(names_in(node)), source)
+
+
+WRAPPER = ("chunk_start", "chunk_end")
+
+
+def test_how_a_chunk_is_wrapped_is_known_in_2_files() -> None:
+    assert files_naming(*WRAPPER) == {"prompt/template.py", "prompt/offsets.py"}
+    # Nor does anybody else cut the offsets of a wrapped text down to the chunk's own.
+    assert files_with(lambda node: isinstance(node, ast.alias) and node.name == "within") == {
+        "prompt/offsets.py"
+    }
+
+
+def test_where_chunks_stand_is_worked_out_in_1_file() -> None:
+    """Who decides by the scheme: the formula and its specification, and checks of the name."""
+
+    def is_decided_by_scheme(node: ast.AST) -> bool:
+        return isinstance(node, ast.Compare) and not {"reordered", "composite"}.isdisjoint(
+            name for part in ast.walk(node) for name in names_in(part)
+        )
+
+    checks = {"finetune/config.py", "policies/selection.py"}
+    # Tokens that all stand at their own places need no formula.
+    shortcut = {"generation/explain.py"}
+    assert files_with(is_decided_by_scheme) == {"kv/mask.py"} | checks | shortcut
+
+
+def test_a_file_more_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "prompt").mkdir()
+    (tmp_path / "prompt" / "template.py").write_text("class T:\n    chunk_start: str = ''\n")
+    assert files_naming(*WRAPPER, source=tmp_path) == {"prompt/template.py"}
+    for number, line in enumerate(
+        (
+            "len(template.chunk_start)",
+            "getattr(template, 'chunk_end')",
+            "Template(chunk_start='<')",
+            "def f(chunk_end): pass",
+            "match t:\n    case T(chunk_end=x): pass",
+        )
+    ):
+        file = tmp_path / f"other{number}.py"
+        file.write_text(line + "\n")
+        assert files_naming(*WRAPPER, source=tmp_path) == {"prompt/template.py", file.name}
+        file.write_text('"""The chunk_start of a template."""\n# template.chunk_end\n')
+        assert files_naming(*WRAPPER, source=tmp_path) == {"prompt/template.py"}
