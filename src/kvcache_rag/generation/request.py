@@ -1,4 +1,7 @@
-"""What to do when the chunks do not fit the context window."""
+"""One question, checked and tokenised, and its chunks split into prompts that fit the window.
+
+Nothing is loaded or computed yet; every mistake of a caller is found here.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,271 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.template import Message
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk given by reference, with its text in case the reference has gone.
+
+    Attributes:
+        key: Its address, from `Engine.add` or `Engine.reference`.
+        text: Its text.
+    """
+
+    key: ChunkKey
+    text: str
+
+
+ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
+"""How a caller may name a chunk."""
+
+DEFAULT_NEW_TOKENS = 128
+
 Overflow = Literal["error", "drop_lowest", "refine"]
 """`error`: refuse; `drop_lowest`: leave out the chunks with the lowest scores, or the last ones
 (retrievers put the best first); `refine`: several stitched prompts, each improving the answer of
 the one before."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question ready to be answered.
+
+    Attributes:
+        question: As the caller wrote it.
+        query: Ids of history, question and generation prompt (of the first round).
+        history: Earlier turns.
+        rounds: Chunks per prompt; more than one with `overflow="refine"`.
+        dropped_chunks: Chunks left out.
+        policy: What to reuse.
+        max_new_tokens: Of the answer.
+        stop: Strings before which the answer ends.
+        options: Further arguments of `generate()`.
+        started: `time.perf_counter()` at the call.
+        prefix_mismatch: Carried into the metrics.
+        is_plain: Whether it is a text to continue, without template and chunks.
+        gate: Why another policy answers than was asked for, or "".
+    """
+
+    question: str
+    query: tuple[int, ...]
+    history: tuple[Message | Mapping[str, str], ...]
+    rounds: tuple[tuple[ContextChunk, ...], ...]
+    dropped_chunks: int
+    policy: ReusePolicy
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    options: dict[str, Any]
+    started: float
+    prefix_mismatch: bool = False
+    is_plain: bool = False
+    gate: str = ""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes requests: the arguments checked, the chunks addressed, the prompts tokenised and split.
+
+    Attributes:
+        renderer: Writes and tokenises prompts.
+        prefiller: Knows prefix, spec and store; None for a model that keeps no keys and values.
+        window: Context window in tokens.
+    """
+
+    renderer: PromptRenderer
+    prefiller: Prefiller | None
+    window: int
+
+    def request(
+        self,
+        question: str,
+        chunks: Sequence[ChunkInput] | None = (),
+        *,
+        policy: ReusePolicy,
+        history: Sequence[Message | Mapping[str, str]] | None = (),
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        overflow: Overflow = "error",
+        stop: Sequence[str] = (),
+        scores: Sequence[float] | None = None,
+        prefix_mismatch: bool = False,
+        streaming: bool = False,
+        **options: Any,
+    ) -> Request:
+        """Check, tokenise and split a question.
+
+        Args:
+            question: Not empty.
+            chunks: Best first.
+            policy: What to reuse.
+            history: Earlier turns, oldest first; they stand behind the chunks.
+            max_new_tokens: Of the answer.
+            overflow: What to do when the chunks do not fit (see `Overflow`).
+            stop: Strings before which the answer ends.
+            scores: Of each chunk, where they do not stand best first; for "drop_lowest".
+            prefix_mismatch: Noted in the metrics.
+            streaming: Whether pieces are handed on as they come.
+            options: Further arguments of transformers' `generate()`.
+        """
+        started = time.perf_counter()
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInputError("the question is empty; ask something")
+        if not isinstance(policy, ReusePolicy):
+            raise InvalidInputError(
+                f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
+            )
+        if overflow not in ("error", "drop_lowest", "refine"):
+            raise InvalidInputError(
+                f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
+            )
+        check_new_tokens(max_new_tokens)
+        options = checked_generation(options, streaming=streaming)
+        context = self.chunks(chunks or ())
+        if scores is not None and len(scores) != len(context):
+            raise InvalidInputError(
+                f"{len(scores)} scores for {len(context)} chunks; give one each"
+            )
+        template, turns = self.renderer.template, as_messages(history)
+        query = self.renderer.query_ids(template.ask(question), turns)
+        sizes = [len(chunk) for chunk in context]
+        room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
+        later_room = 0
+        if overflow == "refine" and sum(sizes) > room - len(query):
+            # A later question carries an answer of up to `max_new_tokens` besides its own.
+            again = self.renderer.query_ids(template.ask_again(question, ""), turns)
+            later_room = room - len(again) - max_new_tokens
+        rounds = split_rounds(
+            sizes,
+            room=room - len(query),
+            later_room=later_room,
+            overflow=overflow,
+            scores=scores,
+        )
+        return Request(
+            question=question,
+            query=query,
+            history=tuple(turns),
+            rounds=tuple(tuple(context[index] for index in indices) for indices in rounds),
+            dropped_chunks=len(context) - sum(map(len, rounds)),
+            policy=policy,
+            max_new_tokens=max_new_tokens,
+            stop=checked_stop(stop),
+            options=options,
+            started=started,
+            prefix_mismatch=prefix_mismatch,
+        )
+
+    def completion(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        stop: Sequence[str] = (),
+        streaming: bool = False,
+        **options: Any,
+    ) -> Request:
+        """Check and tokenise a text that is continued as it is.
+
+        Raises:
+            InvalidInputError: If it is empty.
+            ContextTooLongError: If it does not fit the context window.
+        """
+        started = time.perf_counter()
+        ids = self.renderer.text_ids(prompt) if isinstance(prompt, str) and prompt else ()
+        if not ids:  # some tokenizers have no token for space alone
+            raise InvalidInputError("the prompt is empty; write something to continue")
+        check_new_tokens(max_new_tokens)
+        options = checked_generation(options, streaming=streaming)
+        if len(ids) + max_new_tokens > self.window:
+            raise ContextTooLongError(
+                f"the prompt has {len(ids)} tokens and the context window is {self.window}, "
+                "of which "
+                f"{max_new_tokens} are kept for the answer; shorten it or lower max_new_tokens"
+            )
+        return Request(
+            question=prompt,
+            query=ids,
+            history=(),
+            rounds=((),),
+            dropped_chunks=0,
+            policy=FullRecompute(),
+            max_new_tokens=max_new_tokens,
+            stop=checked_stop(stop),
+            options=options,
+            started=started,
+            is_plain=True,
+        )
+
+    def chunks(self, given: Sequence[ChunkInput]) -> list[ContextChunk]:
+        """Check and address chunks.
+
+        Raises:
+            InvalidInputError: If they are one text instead of a list, or one cannot be used.
+        """
+        if isinstance(given, str):
+            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
+        return [self.chunk(chunk, index) for index, chunk in enumerate(given)]
+
+    def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
+        """Check and address one chunk.
+
+        Args:
+            given: Text, key, or both.
+            index: Its number, for messages.
+
+        Raises:
+            InvalidInputError: If it is empty or of no known type.
+            FingerprintMismatchError: If the key belongs to another model, prefix or namespace.
+            ContextTooLongError: If it does not fit the context window.
+        """
+        key: ChunkKey | None = given if isinstance(given, ChunkKey) else None
+        text: str | None = given if isinstance(given, str) else None
+        if isinstance(given, StoredChunk):
+            key, text = given.key, given.text
+        if not isinstance(key, ChunkKey):
+            if not isinstance(text, str):
+                raise InvalidInputError(
+                    f"chunk {index} is a {type(given).__name__}; give a text, ChunkKey or "
+                    "StoredChunk"
+                )
+            return self._from_text(text, index)
+        mismatch = self.mismatch(key)
+        if text is None:
+            if mismatch:
+                raise FingerprintMismatchError(mismatch)
+            return ContextChunk(key, None, None)
+        if not mismatch and self.prefiller is not None and self.prefiller.store.contains(key):
+            return ContextChunk(key, None, text)
+        return self._from_text(text, index)  # the reference has gone, or is of another engine
+
+    def _from_text(self, text: str, index: int) -> ContextChunk:
+        if not text.strip():
+            raise InvalidInputError(f"chunk {index} is empty; leave it out")
+        try:
+            ids = self.renderer.chunk_ids(text)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
+        room = self.window - len(self.renderer.prefix_ids)
+        if len(ids) > room:
+            raise ContextTooLongError(
+                f"chunk {index} has {len(ids)} tokens and the model's context window has "
+                f"room for {room}; split it into smaller chunks"
+            )
+        if self.prefiller is None:
+            return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
+        return ContextChunk(self.prefiller.key(ids), ids, text)
+
+    def mismatch(self, key: ChunkKey) -> str:
+        """Why a key is not of this engine, or ""."""
+        mine = self.prefiller
+        if mine is None:
+            return "this model keeps no keys and values, so no key belongs to it; pass texts"
+        if not re.fullmatch("[0-9a-f]{64}", str(key.digest)):
+            return f"{key.digest!r} is not the digest of a chunk; pass the chunk's text"
+        expected = (mine.spec, mine.namespace, len(mine.prefix_ids))
+        if (key.spec, key.namespace, key.start) == expected:
+            return ""
+        return (
+            f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
+            "namespace; pass its text, or add it again with this engine"
+        )
 
 
 def split_rounds(
@@ -106,275 +370,11 @@ def _fitting(sizes: Sequence[int], ranked: Sequence[int], room: int) -> list[int
     return sorted(kept)
 
 
-# One question, checked and tokenised, before anything is loaded.
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk given by reference, with its text in case the reference has gone.
-
-    Attributes:
-        key: Its address, from `Engine.add` or `Engine.reference`.
-        text: Its text.
-    """
-
-    key: ChunkKey
-    text: str
-
-
-ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
-"""How a caller may name a chunk."""
-
-DEFAULT_NEW_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Request:
-    """A question ready to be answered.
-
-    Attributes:
-        question: As the caller wrote it.
-        query: Ids of history, question and generation prompt (of the first round).
-        history: Earlier turns.
-        rounds: Chunks per prompt; more than one with `overflow="refine"`.
-        dropped_chunks: Chunks left out.
-        policy: What to reuse.
-        max_new_tokens: Of the answer.
-        stop: Strings before which the answer ends.
-        options: Further arguments of `generate()`.
-        started: `time.perf_counter()` at the call.
-        prefix_mismatch: Carried into the metrics.
-        is_plain: Whether it is a text to continue, without template and chunks.
-        gate: Why another policy answers than was asked for, or "".
-    """
-
-    question: str
-    query: tuple[int, ...]
-    history: tuple[Message | Mapping[str, str], ...]
-    rounds: tuple[tuple[ContextChunk, ...], ...]
-    dropped_chunks: int
-    policy: ReusePolicy
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    options: dict[str, Any]
-    started: float
-    prefix_mismatch: bool = False
-    is_plain: bool = False
-    gate: str = ""
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Turns texts and keys into chunks, and splits them into prompts that fit.
-
-    Attributes:
-        renderer: Tokenises.
-        prefiller: Knows prefix, spec and store; None for a model that keeps no keys and values.
-        window: Context window in tokens.
-    """
-
-    renderer: PromptRenderer
-    prefiller: Prefiller | None
-    window: int
-
-    def chunk(self, given: ChunkInput, index: int) -> ContextChunk:
-        """Check and address one chunk.
-
-        Args:
-            given: Text, key, or both.
-            index: Its number, for messages.
-
-        Raises:
-            InvalidInputError: If it is empty or of no known type.
-            FingerprintMismatchError: If the key belongs to another model, prefix or namespace.
-            ContextTooLongError: If it does not fit the context window.
-        """
-        text = given if isinstance(given, str) else None
-        if isinstance(given, StoredChunk):
-            text = given.text
-        key = given if isinstance(given, ChunkKey) else getattr(given, "key", None)
-        if text is None and not isinstance(key, ChunkKey):
-            raise InvalidInputError(
-                f"chunk {index} is a {type(given).__name__}; give a text, ChunkKey or StoredChunk"
-            )
-        if isinstance(key, ChunkKey):
-            mismatch = self.mismatch(key)
-            if mismatch and text is None:
-                raise FingerprintMismatchError(mismatch)
-            held = not mismatch and self._is_held(key)
-            if held or text is None:
-                return ContextChunk(key, None, text)
-        return self._from_text(text or "", index)
-
-    def _from_text(self, text: str, index: int) -> ContextChunk:
-        if not text.strip():
-            raise InvalidInputError(f"chunk {index} is empty; leave it out")
-        try:
-            ids = self.renderer.chunk_ids(text)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"chunk {index} cannot be used: {error}") from error
-        room = self.window - len(self.renderer.prefix_ids)
-        if len(ids) > room:
-            raise ContextTooLongError(
-                f"chunk {index} has {len(ids)} tokens and the model's context window has "
-                f"room for {room}; split it into smaller chunks"
-            )
-        if self.prefiller is None:
-            return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
-        return ContextChunk(self.prefiller.key(ids), ids, text)
-
-    def mismatch(self, key: ChunkKey) -> str:
-        """Why a key is not of this engine, or ""."""
-        mine = self.prefiller
-        if mine is None:
-            return "this model keeps no keys and values, so no key belongs to it; pass texts"
-        if not re.fullmatch("[0-9a-f]{64}", str(key.digest)):
-            return f"{key.digest!r} is not the digest of a chunk; pass the chunk's text"
-        expected = (mine.spec, mine.namespace, len(mine.prefix_ids))
-        if (key.spec, key.namespace, key.start) == expected:
-            return ""
-        return (
-            f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
-            "namespace; pass its text, or add it again with this engine"
-        )
-
-    def _is_held(self, key: ChunkKey) -> bool:
-        return self.prefiller is not None and self.prefiller.store.contains(key)
-
-    def request(
-        self,
-        question: str,
-        chunks: Sequence[ChunkInput] | None = (),
-        *,
-        policy: ReusePolicy,
-        history: Sequence[Message | Mapping[str, str]] | None = (),
-        max_new_tokens: int = DEFAULT_NEW_TOKENS,
-        overflow: Overflow = "error",
-        stop: Sequence[str] = (),
-        scores: Sequence[float] | None = None,
-        prefix_mismatch: bool = False,
-        streaming: bool = False,
-        **options: Any,
-    ) -> Request:
-        """Check, tokenise and split a question.
-
-        Args:
-            question: Not empty.
-            chunks: Best first.
-            policy: What to reuse.
-            history: Earlier turns, oldest first; they stand behind the chunks.
-            max_new_tokens: Of the answer.
-            overflow: What to do when the chunks do not fit (see `overflow.Overflow`).
-            stop: Strings before which the answer ends.
-            scores: Of each chunk, where they do not stand best first; for "drop_lowest".
-            prefix_mismatch: Noted in the metrics.
-            streaming: Whether pieces are handed on as they come.
-            options: Further arguments of transformers' `generate()`.
-        """
-        started = time.perf_counter()
-        if not isinstance(question, str) or not question.strip():
-            raise InvalidInputError("the question is empty; ask something")
-        if not isinstance(policy, ReusePolicy):
-            raise InvalidInputError(
-                f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
-            )
-        if overflow not in ("error", "drop_lowest", "refine"):
-            raise InvalidInputError(
-                f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'
-            )
-        check_new_tokens(max_new_tokens)
-        options = checked_generation(options, streaming=streaming)
-        planned = self.chunks(chunks or ())
-        if scores is not None and len(scores) != len(planned):
-            raise InvalidInputError(
-                f"{len(scores)} scores for {len(planned)} chunks; give one each"
-            )
-        template, turns = self.renderer.template, as_messages(history)
-        query = self.renderer.query_ids(template.ask(question), turns)
-        room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
-        sizes = [len(chunk) for chunk in planned]
-        later = 0
-        if overflow == "refine" and sum(sizes) > room - len(query):
-            again = self.renderer.query_ids(template.ask_again(question, ""), turns)
-            later = room - len(again) - max_new_tokens
-        split = split_rounds(
-            sizes,
-            room=room - len(query),
-            later_room=later,
-            overflow=overflow,
-            scores=scores,
-        )
-        return Request(
-            question=question,
-            query=query,
-            history=tuple(turns),
-            rounds=tuple(tuple(planned[index] for index in one) for one in split),
-            dropped_chunks=len(planned) - sum(map(len, split)),
-            policy=policy,
-            max_new_tokens=max_new_tokens,
-            stop=checked_stop(stop),
-            options=options,
-            started=started,
-            prefix_mismatch=prefix_mismatch,
-        )
-
-    def chunks(self, given: Sequence[ChunkInput]) -> list[ContextChunk]:
-        """Check and address chunks.
-
-        Raises:
-            InvalidInputError: If they are one text instead of a list, or one cannot be used.
-        """
-        if isinstance(given, str):
-            raise InvalidInputError("chunks must be a list of texts or keys, not one text")
-        return [self.chunk(one, index) for index, one in enumerate(given)]
-
-    def completion(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = DEFAULT_NEW_TOKENS,
-        stop: Sequence[str] = (),
-        streaming: bool = False,
-        **options: Any,
-    ) -> Request:
-        """Check and tokenise a text that is continued as it is.
-
-        Raises:
-            InvalidInputError: If it is empty.
-            ContextTooLongError: If it does not fit the context window.
-        """
-        started = time.perf_counter()
-        ids = self.renderer.text_ids(prompt) if isinstance(prompt, str) and prompt else ()
-        if not ids:  # some tokenizers have no token for space alone
-            raise InvalidInputError("the prompt is empty; write something to continue")
-        check_new_tokens(max_new_tokens)
-        options = checked_generation(options, streaming=streaming)
-        if len(ids) + max_new_tokens > self.window:
-            raise ContextTooLongError(
-                f"the prompt has {len(ids)} tokens and the context window is {self.window}, "
-                "of which "
-                f"{max_new_tokens} are kept for the answer; shorten it or lower max_new_tokens"
-            )
-        return Request(
-            question=prompt,
-            query=ids,
-            history=(),
-            rounds=((),),
-            dropped_chunks=0,
-            policy=FullRecompute(),
-            max_new_tokens=max_new_tokens,
-            stop=checked_stop(stop),
-            options=options,
-            started=started,
-            is_plain=True,
-        )
-
-
 def checked_stop(stop: Sequence[str] | str | None) -> tuple[str, ...]:
     """Stop strings as a tuple; raises `InvalidInputError` unless all are texts, none empty."""
     strings = (stop,) if isinstance(stop, str) else stop or ()
     if not isinstance(strings, (list, tuple)) or not all(
-        isinstance(one, str) and one for one in strings
+        isinstance(text, str) and text for text in strings
     ):
         raise InvalidInputError(f"stop must be a list of texts that are not empty, not {stop!r}")
     return tuple(strings)
