@@ -4,15 +4,15 @@
 
 One layer's attention in the shapes of Llama-3.1-8B (32/8 heads of 128) and Qwen2-7B (28/4),
 bfloat16, over chunks of 512 tokens that lie apart, each moved by another distance.  Every side's
-output is compared with plain attention in float32 over turned copies.  Then the sides take turns; a
-sample goes through eight layers, so that keys come from memory and not from the GPU's cache.
+output is compared with plain attention in float32 over rotated copies.  Then the sides take turns;
+a sample goes through eight layers, so that keys come from memory and not from the GPU's cache.
 
 - offsets   the kernel as the engine launches it
-- query     the query tile is turned, once per run
-- keys      the keys are turned, in every tile
+- query     the query tile is rotated, once per run
+- keys      the keys are rotated, in every tile
 - standing  the same as `offsets` with all distances 0
 - without   the same kernel compiled without rotation: what `offsets` may exceed by 2 %
-- copied    torch's own attention over keys that were copied and turned before
+- copied    torch's own attention over keys that were copied and rotated before
 
 Exit status: 0 when all is equal, 1 when something differs, 2 without a GPU.
 """
@@ -147,7 +147,7 @@ class Call:
         keys, values = self.tail[0], self.tail[1]
         return deferred_attend(
             self.query, keys, values, None, WIDTH**-0.5, self.tables[side], 0, place,
-            turned=forced.get(side),
+            rotated=forced.get(side),
         )  # fmt: skip
 
     @functools.cached_property
@@ -157,14 +157,14 @@ class Call:
         ones = torch.ones(self.setting.queries, columns, dtype=torch.bool, device=self.query.device)
         return ones.tril(columns - self.setting.queries)
 
-    def copied(self, place: int, row: int, is_turned: bool, dtype: torch.dtype) -> list[Tensor]:
+    def copied(self, place: int, row: int, is_rotated: bool, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values of a row in one piece, `(kv_heads, columns, width)`."""
-        table = self.tables["offsets" if is_turned else "standing"]
+        table = self.tables["offsets" if is_rotated else "standing"]
         cos, sin = table.angles[0]
         keys = []
         for segment in table.rows[row]:
             part = segment.chunk.keys(0)[place].to(dtype, copy=True)
-            angles = (one[segment.turn : segment.turn + 1] for one in (cos, sin))
+            angles = (one[segment.angle : segment.angle + 1] for one in (cos, sin))
             keys.append(rotate_(part, ROTATION, *angles))
         values = [segment.chunk.values(0)[place].to(dtype) for segment in table.rows[row]]
         tails = [self.tail[0, row].to(dtype), self.tail[1, row].to(dtype)]

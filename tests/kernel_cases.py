@@ -47,7 +47,7 @@ class Case:
     tail: int = 9
     window: int | None = None
     dtype: torch.dtype = torch.float32
-    turned: str | None = None
+    rotated: str | None = None
     splits: int | None = None
     run: int | None = None
     masked: bool = False
@@ -78,12 +78,12 @@ CASES: dict[str, Case] = {
     "query 1": Case(queries=1),
     "query 17": Case(queries=17, tail=20),
     "query 40": Case(queries=40, tail=40),
-    "query 40, keys turned": Case(queries=40, tail=55, turned="keys"),
-    "query 40, query turned": Case(queries=40, tail=55, turned="query"),
+    "query 40, keys turned": Case(queries=40, tail=55, rotated="keys"),
+    "query 40, query turned": Case(queries=40, tail=55, rotated="query"),
     "query 40, keys turned, interleaved": Case(
-        rotation=PAIRS, queries=40, tail=40, turned="keys", splits=2
+        rotation=PAIRS, queries=40, tail=40, rotated="keys", splits=2
     ),
-    "query 1, keys turned": Case(queries=1, turned="keys"),
+    "query 1, keys turned": Case(queries=1, rotated="keys"),
     "query 70, several tiles": Case(queries=70, tail=70, splits=2, run=32),
     "long tail": Case(queries=2, tail=70, run=32),
     "short runs": Case(rows=((0, ((1, 3), (4, 104), (0, 9))),), queries=1, run=32),
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "window, batch": Case(rows=BATCH, window=60, queries=5, tail=12, masked=True),
     "window 1": Case(window=1, queries=5, tail=9),
     "bfloat16": Case(dtype=torch.bfloat16, queries=17, tail=20),
-    "bfloat16, keys turned": Case(dtype=torch.bfloat16, queries=40, tail=40, turned="keys"),
+    "bfloat16, keys turned": Case(dtype=torch.bfloat16, queries=40, tail=40, rotated="keys"),
     "float16": Case(dtype=torch.float16, queries=17, tail=20),
     "sinks": Case(has_sinks=True),
     "sinks, splits": Case(has_sinks=True, queries=20, tail=20, splits=2, rows=BATCH),
@@ -139,7 +139,7 @@ def any_case(seed: int) -> Case:
         queries=queries,
         tail=queries + draw.choice((0, 3, 20)),
         window=draw.choice((None, None, 10, 100)),
-        turned=draw.choice((None, "query", "keys")),
+        rotated=draw.choice((None, "query", "keys")),
         splits=draw.choice((None, 1, 2, 4)),
         run=draw.choice((None, 32, 64)),
         masked=draw.random() < 0.5,
@@ -255,7 +255,7 @@ def run_case(case: Case) -> None:
     sinks = torch.randn(heads) if case.has_sinks else None
     found = deferred_attend(
         query, keys, values, mask, case.width**-0.5, table, 1, 1, sinks,
-        turned=case.turned, splits=case.splits,
+        rotated=case.rotated, splits=case.splits,
     )  # fmt: skip
     distances = [[distance for _, distance in row] for _, row in case.rows]
     wanted = reference(case, table, query, keys, values, seen, sinks, distances)

@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 NOT_DEFERRED = {
     "gemma2": "gemma2: Gemma2Attention passes softcap, which no kernel knows",
     "falcon": "falcon: its attention does not go through transformers' attention interface",
-    "deepseek_v3": "deepseek_v3: layer 0 keeps turned columns in its V slot",
+    "deepseek_v3": "deepseek_v3: layer 0 keeps rotated columns in its V slot",
 }
 DEFERRED = [name for name in FAMILIES if name not in NOT_DEFERRED]
 LONG = "What is the name of the person that was seen there by all of the others on that day?"

@@ -1,4 +1,4 @@
-"""The Triton kernel of deferred rotation equals plain attention over turned keys."""
+"""The Triton kernel of deferred rotation equals plain attention over rotated keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.kv.rotary import NO_ROTATION
 from kvcache_rag.models.deferred.segments import SegmentTable
 from kvcache_rag.models.deferred.worklist import (
+    ANGLE_BITS,
     CHUNK_BITS,
     FIRST_BITS,
     TOKENS_BITS,
-    TURN_BITS,
     Run,
     is_implied,
     kernel_table,
@@ -37,7 +37,7 @@ from kvcache_rag.models.rotation import LayerGroup, LayerKind, ModelLayout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-BITS = (CHUNK_BITS, FIRST_BITS, TOKENS_BITS, TURN_BITS)
+BITS = (CHUNK_BITS, FIRST_BITS, TOKENS_BITS, ANGLE_BITS)
 FIELDS = st.builds(Run, *(st.integers(0, (1 << bits) - 1) for bits in BITS))
 
 

@@ -113,9 +113,9 @@ class Prefiller:
     def stored_form(self, chunk: ChunkKV) -> ChunkKV:
         """A chunk as the model computed it, in the form and dtype in which the store keeps it."""
         layout = self.model.measured
-        # Turned before it is rounded, so that there is one rounding.
-        turned = unrotated(layout, chunk) if self.position == "raw" else chunk
-        return converted(turned, layout.dtype)
+        # Rotated before it is rounded, so that there is one rounding.
+        rotated = unrotated(layout, chunk) if self.position == "raw" else chunk
+        return converted(rotated, layout.dtype)
 
     def key(self, ids: Sequence[int]) -> ChunkKey:
         """Address of a chunk behind the prefix."""

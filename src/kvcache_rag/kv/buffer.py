@@ -40,6 +40,7 @@ class KVBuffer:
         # Outside inference mode, so that it can be used in and out of it.
         with torch.inference_mode(mode=False):
             for group in layout.groups:
+                # [layers, (2,) heads, tokens, width] with the rows in front of the heads
                 shapes = [(*shape[:-3], rows, *shape[-3:]) for shape in group.shapes(capacity)]
                 groups.append(
                     tuple(torch.zeros(shape, dtype=layout.dtype, device=device) for shape in shapes)
@@ -50,13 +51,16 @@ class KVBuffer:
         """The first `rows` rows, as views."""
         if rows == self.rows:
             return self
-        tensors = tuple(tuple(part[..., :rows, :, :, :] for part in one) for one in self.tensors)
+        tensors = tuple(
+            tuple(part[..., :rows, :, :, :] for part in group) for group in self.tensors
+        )
         return KVBuffer(self.layout, tensors, rows, self.capacity)
 
     def single(self, row: int, start: int) -> KVBuffer:
         """The places of one row from `start` on, as views: a buffer of one prompt."""
         tensors = tuple(
-            tuple(part[..., row : row + 1, :, start:, :] for part in one) for one in self.tensors
+            tuple(part[..., row : row + 1, :, start:, :] for part in group)  # one row is left
+            for group in self.tensors
         )
         return KVBuffer(self.layout, tensors, 1, self.capacity - start)
 
@@ -68,15 +72,15 @@ class KVBuffer:
 
     def slots(self) -> dict[int, tuple[Tensor, Tensor]]:
         """K and V of each layer, `(rows, heads, capacity, width)`, as views."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        slots: dict[int, tuple[Tensor, Tensor]] = {}
         for group, tensors in zip(self.layout.groups, self.tensors, strict=True):
             for place, layer in enumerate(group.layers):
-                found[layer] = (
-                    (tensors[0][place, 0], tensors[0][place, 1])
+                slots[layer] = (
+                    (tensors[0][place, 0], tensors[0][place, 1])  # of [layers, 2, rows, ...]
                     if group.is_fused
-                    else (tensors[0][place], tensors[1][place])
+                    else (tensors[0][place], tensors[1][place])  # of [layers, rows, ...] each
                 )
-        return found
+        return slots
 
     def view(self, row: int, start: int, stop: int, *, local_start: int, tokens: Tensor) -> ChunkKV:
         """The places `start..stop` of a row, as a chunk that can be loaded into.

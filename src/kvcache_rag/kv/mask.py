@@ -106,11 +106,11 @@ def block_mask(
     ids += query
     positions += range(place, place + len(query))
     indices += range(place, place + len(query))
-    in_query = torch.tensor([False] * len(block) + [True] * len(query))
-    blocks = torch.tensor(block + [-1] * len(query))
-    seen = torch.tensor(visible + [True] * len(query))
+    in_query = torch.tensor([False] * len(block) + [True] * len(query))  # (n,) all of them
+    blocks = torch.tensor(block + [-1] * len(query))  # the prefix is of the first chunk's block
+    seen = torch.tensor(visible + [True] * len(query))  # by the query: one copy of each place
     order = torch.arange(len(ids))
-    causal = order[:, None] >= order[None]
+    causal = order[:, None] >= order[None]  # (n, n), row sees column
     allowed = causal & torch.where(in_query[:, None], seen[None], blocks[:, None] == blocks[None])
     return MaskedSequence(
         torch.tensor(ids), torch.tensor(positions), torch.tensor(indices), allowed, len(query)
@@ -155,20 +155,21 @@ def recompute_mask(
         scheme: Where the chunks stand.
     """
     plain = block_mask(prefix, chunks, query, scheme)
-    held = len(plain.ids) - len(query)
-    visible = plain.allowed[-1, :held]  # what the query sees: one token per place of the context
-    originals = visible.nonzero()[:, 0][selected]
-    places = selected.nonzero()[:, 0]
+    stored = len(plain.ids) - len(query)  # tokens of the context, copies of the prefix included
+    visible = plain.allowed[-1, :stored]  # what the query sees: one token per place of the context
+    originals = visible.nonzero()[:, 0][selected]  # (selected,) columns
+    places = selected.nonzero()[:, 0]  # (selected,) places, which are also their true positions
 
-    def placed(of: Tensor, copies: Tensor) -> Tensor:
-        return torch.cat([of[:held], copies, of[held:]])
+    def with_copies(of: Tensor, copies: Tensor) -> Tensor:
+        return torch.cat([of[:stored], copies, of[stored:]])  # (stored + selected + query,)
 
-    ids = placed(plain.ids, plain.ids[originals])
-    positions, indices = placed(plain.positions, places), placed(plain.indices, places)
+    ids = with_copies(plain.ids, plain.ids[originals])
+    positions = with_copies(plain.positions, places)
+    indices = with_copies(plain.indices, places)
     seen = visible.clone()
-    seen[originals] = False
-    seen = torch.cat([seen, torch.ones(len(ids) - held, dtype=torch.bool)])
-    allowed = seen[None] & (indices[None] <= indices[:, None])
-    allowed[:held] = False
-    allowed[:held, :held] = plain.allowed[:held, :held]
+    seen[originals] = False  # a copy stands for them
+    seen = torch.cat([seen, torch.ones(len(ids) - stored, dtype=torch.bool)])
+    allowed = seen[None] & (indices[None] <= indices[:, None])  # (n, n), causal by places
+    allowed[:stored] = False
+    allowed[:stored, :stored] = plain.allowed[:stored, :stored]  # as when they were prefilled
     return MaskedSequence(ids, positions, indices, allowed, len(query))

@@ -3,7 +3,7 @@
 A rotation by position p followed by one by d is the rotation by p + d (Su et al. 2021,
 https://arxiv.org/abs/2104.09864), so a cached key moves with one more rotation.  An attention
 scaling (YaRN) is already inside the stored key and must not be applied again.  This module knows
-tensors only: which slot of which layer turns how is measured by `models.probe`.
+tensors only: which slot of which layer rotates how is measured by `models.probe`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 
 RotationStyle = Literal["none", "half", "interleaved"]
+
+StoredPosition = Literal["local", "raw"]
+"""`local`: keys stand where they were computed; `raw`: every key stands at position 0."""
 
 # Numbers of scratch memory that a thread keeps (2 x 4 MiB at most).
 _MOST_KEPT = 1 << 20
@@ -63,8 +66,8 @@ _SCRATCH = _Scratch()
 
 def forget_scratch() -> None:
     """Let all threads go of their scratch memory, in which keys of a deleted tenant may stand."""
-    for found in _KEPT_BY.valuerefs():
-        kept = found()
+    for reference in _KEPT_BY.valuerefs():
+        kept = reference()
         if kept is not None:  # who works in it right now has it to the end of that
             kept.memory = torch.empty(2, 0)
 
@@ -79,7 +82,7 @@ class Rotation:
         start: First rotated column.
         dim: Number of rotated columns.
         frequency: Index of the model's frequency set, -1 for "none".
-        reverse: Whether the model turns the other way.
+        reverse: Whether the model rotates the other way.
     """
 
     style: RotationStyle = "none"
@@ -112,19 +115,19 @@ def angle_table(inv_freq: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Ten
     Returns:
         Two float32 tensors `(tokens, dim / 2)`.
     """
-    frequencies = inv_freq.float()
-    target = (new.float()[:, None] * frequencies).double()
+    frequencies = inv_freq.float()  # (dim / 2,)
+    target = (new.float()[:, None] * frequencies).double()  # (tokens, dim / 2), rounded, then exact
     angles = target - (old.float()[:, None] * frequencies).double()
     return angles.cos().float(), angles.sin().float()
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """A rotation of some tokens by known angles, ready for any number of layers.
+class RotaryTable:
+    """The rotation of some tokens by known angles, ready for any number of layers.
 
     Attributes:
-        rotation: Which columns turn, and in which layout.
-        cos: What each turned column is multiplied with, `(tokens, dim)` float32.
+        rotation: Which columns rotate, and in which layout.
+        cos: What each rotated column is multiplied with, `(tokens, dim)` float32.
         sin: What its partner is multiplied with before it is added, sign included; the same shape.
     """
 
@@ -133,26 +136,27 @@ class Turn:
     sin: Tensor
 
     @classmethod
-    def of(cls, rotation: Rotation, cos: Tensor, sin: Tensor) -> Turn:
-        """The turn by the angles of an `angle_table`, `(tokens, dim / 2)`."""
-        signed = -sin if rotation.reverse else sin
-        if rotation.style == "half":
+    def of(cls, rotation: Rotation, cos: Tensor, sin: Tensor) -> RotaryTable:
+        """The rotation by the angles of an `angle_table`, `(tokens, dim / 2)`."""
+        signed = -sin if rotation.reverse else sin  # (tokens, dim / 2)
+        # Of a pair (a, b), a becomes a cos - b sin and b becomes b cos + a sin.
+        if rotation.style == "half":  # pairs (i, i + dim / 2): [-s, s] over the two halves
             return cls(rotation, torch.cat([cos, cos], -1), torch.cat([-signed, signed], -1))
-        wide = torch.stack([-signed, signed], -1).flatten(-2)
+        wide = torch.stack([-signed, signed], -1).flatten(-2)  # pairs (2 i, 2 i + 1): -s s -s s ...
         return cls(rotation, cos.repeat_interleave(2, -1), wide)
 
-    def narrow(self, start: int, stop: int) -> Turn:
-        """The turn of the tokens `start..stop` alone."""
-        return Turn(self.rotation, self.cos[start:stop], self.sin[start:stop])
+    def narrow(self, start: int, stop: int) -> RotaryTable:
+        """The rotation of the tokens `start..stop` alone."""
+        return RotaryTable(self.rotation, self.cos[start:stop], self.sin[start:stop])
 
     @torch.no_grad()
-    def into(self, out: Tensor, runs: Sequence[Tensor]) -> None:
-        """Write keys, turned, to `out`: a copy and a turn in one pass over the memory.
+    def rotate_into(self, out: Tensor, runs: Sequence[Tensor]) -> None:
+        """Write keys, rotated, to `out`: a copy and a rotation in one pass over the memory.
 
         Args:
             out: `(..., tokens, width)`, any float dtype, possibly strided.
             runs: The keys, one behind another along the tokens, of `out`'s other sizes; `[out]` to
-                turn in place, else memory apart from it.
+                rotate in place, else memory apart from it.
 
         The arithmetic is float32 with one rounding at the end; no gradient passes.
         """
@@ -160,27 +164,29 @@ class Turn:
         if runs[0] is not out and self.rotation.dim < out.shape[-1]:
             for beside in (slice(0, columns.start), slice(columns.stop, out.shape[-1])):
                 out[..., beside].copy_(torch.cat([run[..., beside] for run in runs], -2))
-        turned = out[..., columns]
-        sources = [run[..., columns] for run in runs]
+        rotated = out[..., columns]  # (..., tokens, dim)
+        sources = [run[..., columns] for run in runs]  # (..., tokens of the run, dim) each
         # Layer by layer, in the same scratch memory: what is worked on stays in the processor's
         # cache.
-        layers = turned.unbind(0) if turned.dim() > 3 else (turned,)
+        has_layers = rotated.dim() > 3
+        layers = rotated.unbind(0) if has_layers else (rotated,)  # (heads, tokens, dim) each
         if not layers:
             return
-        given = zip(*(one.unbind(0) for one in sources), strict=True)
-        wide, partner = _SCRATCH.pair(layers[0])
+        by_layer = zip(*(source.unbind(0) for source in sources), strict=True)
+        wide, partner = _SCRATCH.pair(layers[0])  # float32 (heads, tokens, dim)
         swaps = self._swaps(wide, partner)
         ends = list(itertools.accumulate(run.shape[-2] for run in runs))
+        # Where each run goes in the scratch memory: (heads, tokens of the run, dim).
         pieces = [wide[..., first:end, :] for first, end in zip([0, *ends], ends, strict=False)]
-        for layer, own in zip(layers, given if turned.dim() > 3 else [sources], strict=True):
+        for layer, own in zip(layers, by_layer if has_layers else [sources], strict=True):
             for piece, run in zip(pieces, own, strict=True):
-                piece.copy_(run)
+                piece.copy_(run)  # to float32
             for target, source in swaps:
                 target.copy_(source)
-            layer.copy_(wide.mul_(self.cos).add_(partner.mul_(self.sin)))
+            layer.copy_(wide.mul_(self.cos).add_(partner.mul_(self.sin)))  # rounded here, once
 
     def _swaps(self, columns: Tensor, out: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What to copy so that each column changes places with the one it is turned with."""
+        """What to copy so that each column changes places with the one it is rotated with."""
         if self.rotation.style == "half":
             half = self.rotation.dim // 2
             first, second = slice(0, half), slice(half, None)
@@ -190,19 +196,19 @@ class Turn:
 
 
 def rotate_(keys: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `keys` in place and return them.
+    """Rotate `keys` in place and return them.
 
     Args:
         keys: `(..., tokens, width)`, any float dtype, possibly strided; only the rotation's columns
             are written.
-        rotation: Which columns turn, and in which layout.
+        rotation: Which columns rotate, and in which layout.
         cos: Cosines from `angle_table`, `(tokens, dim / 2)`.
         sin: Sines, the same shape.
 
     The arithmetic is float32 with one rounding at the end.
     """
     if rotation.style != "none":
-        Turn.of(rotation, cos, sin).into(keys, [keys])
+        RotaryTable.of(rotation, cos, sin).rotate_into(keys, [keys])
     return keys
 
 
@@ -225,7 +231,3 @@ def rotate(keys: Tensor, rotation: Rotation, inv_freq: Tensor, old: Tensor, new:
         )
     cos, sin = angle_table(inv_freq, old, new)
     return rotate_(keys.clone(memory_format=torch.contiguous_format), rotation, cos, sin)
-
-
-StoredPosition = Literal["local", "raw"]
-"""`local`: keys stand where they were computed; `raw`: every key stands at position 0."""

@@ -20,7 +20,7 @@ class Arrivals(Protocol):
     """Tells a cache layer when the context it holds is in its place."""
 
     def wait(self, layer: int) -> None:
-        """Return once the keys and values of `layer` lie in the buffer, turned to their places.
+        """Return once the keys and values of `layer` lie in the buffer, rotated to their places.
 
         Called from the thread of the forward pass, before the layer's first use; calling it again
         is cheap.  For the last layer that keeps keys and values it returns only once everything

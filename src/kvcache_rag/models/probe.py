@@ -1,14 +1,15 @@
-"""Read the rotary frequencies that a model really uses off its own modules.
+"""Measure where and how a model rotates its cached tensors.
 
-transformers keeps them as buffers whose names end in `inv_freq`, one per layer type in some models.
-Families without such a buffer (tables only) get the classic frequencies from their config, which
-the probe then verifies.
+The same few tokens are prefilled at several offsets; per layer and cache slot the one rotation that
+maps the first cache onto the others is found, with frequencies that are read off the model's own
+modules.  If none fits, keys of that model cannot be moved, and the reason names the layer.  Nothing
+is assumed about a model family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,99 +18,6 @@ from torch import Tensor, nn
 from kvcache_rag.kv.chunk import GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, angle_table, rotate_
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
-
-
-def frequency_sets(model: nn.Module, config: Any) -> tuple[FrequencySet, ...]:
-    """Every distinct set of frequencies found in the model.
-
-    Args:
-        model: The whole model.
-        config: Its text config.
-    """
-    found: list[FrequencySet] = []
-    seen: list[Tensor] = []
-    for name, module in _search_root(model).named_modules():
-        for attribute in _frequency_attributes(module):
-            values = getattr(module, attribute)
-            if any(values.shape == other.shape and torch.equal(values, other) for other in seen):
-                continue
-            seen.append(values)
-            layer_type = attribute.removesuffix("_inv_freq") if attribute != "inv_freq" else None
-            found.append(_of_module(f"{name}.{attribute}", module, attribute, layer_type))
-    return tuple(found) or (_of_config(config),)
-
-
-def _search_root(model: nn.Module) -> nn.Module:
-    # Multimodal models have further rotary modules; some models call their lm_head "decoder".
-    getter: Any = getattr(model, "get_decoder", None)
-    decoder = getter() if getter is not None else None
-    if isinstance(decoder, nn.Module) and any(
-        name.endswith("inv_freq") for name, _ in decoder.named_buffers()
-    ):
-        return decoder
-    return model
-
-
-def _frequency_attributes(module: nn.Module) -> list[str]:
-    plain = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    names = [name for name in (*module._buffers, *plain) if name.endswith("inv_freq")]
-    skipped = ("original", "long_", "short_")
-    return [
-        name
-        for name in names
-        if not any(part in name for part in skipped) and getattr(module, name) is not None
-    ]
-
-
-def _of_module(
-    name: str, module: nn.Module, attribute: str, layer_type: str | None
-) -> FrequencySet:
-    kind = getattr(module, "rope_type", "default")
-    kind = str(kind.get(layer_type, "default") if isinstance(kind, dict) else kind)
-    length_dependent = kind == "longrope" or "dynamic" in kind
-
-    def read(total: int) -> Tensor:
-        if length_dependent:
-            device = getattr(module, attribute).device
-            positions = torch.tensor([[total - 1]], device=device)
-            arguments = (layer_type,) if layer_type else ()
-            with torch.no_grad():
-                module(torch.zeros(1, 1, 1, device=device), positions, *arguments)
-        frequencies: Tensor = getattr(module, attribute)
-        return frequencies.detach().float().clone()
-
-    return FrequencySet(name, read, _limit(module, kind, layer_type))
-
-
-def _limit(module: nn.Module, kind: str, layer_type: str | None) -> int | None:
-    config: Any = getattr(module, "config", None)
-    if kind == "longrope":
-        parameters = config.rope_parameters
-        parameters = parameters.get(layer_type, parameters) if layer_type else parameters
-        limit = parameters.get("original_max_position_embeddings")
-        return int(limit or config.original_max_position_embeddings)
-    if "dynamic" in kind:
-        return int(getattr(module, "original_max_seq_len", config.max_position_embeddings))
-    return None
-
-
-def _of_config(config: Any) -> FrequencySet:
-    base = getattr(config, "rope_theta", None) or 10000.0
-    width = (
-        getattr(config, "rotary_dim", None)
-        or getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads
-    )
-    values = 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
-    return FrequencySet(f"config(base={base}, dim={width})", lambda _total: values)
-
-
-# Measure where and how a model rotates its cached tensors.
-#
-# The same few tokens are prefilled at several offsets; per layer and cache slot the one rotation
-# that maps the first cache onto the others is found. If none fits, keys of that model cannot be
-# moved, and the reason names the layer. Nothing is assumed about a model family.
-
 
 PROBE_TOKENS = 12
 
@@ -169,7 +77,7 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
     generator = torch.Generator().manual_seed(0)
     upper = min(subject.vocabulary, 32000)
     ids = torch.randint(min(5, upper - 1), upper, (1, PROBE_TOKENS), generator=generator)
-    base = subject.capture(ids, 0)
+    base = subject.capture(ids, 0)  # per layer K and V, (1, heads, tokens, width)
     reason, residual, moved = "", 0.0, {}
     rotations = {index: (NO_ROTATION, NO_ROTATION) for index, cache in enumerate(base) if cache}
     if subject.takes_positions:
@@ -264,19 +172,12 @@ def _refusal(subject: ProbeSubject, layer: int, fits: list[list[_Fit]], allowed:
 
 
 def _alike(best: _Fit, other: _Fit, subject: ProbeSubject) -> bool:
-    """Two hypotheses that turn everything alike (equal tables) are no rivals."""
-    one, two = best.rotation, other.rotation
-    if one.style == "none" or two.style == "none":
-        return one == two
-    if (one.style, one.start, one.dim, one.reverse) != (
-        two.style,
-        two.start,
-        two.dim,
-        two.reverse,
-    ):
-        return False
-    frequencies = subject.frequencies
-    return torch.equal(frequencies[one.frequency].at_rest(), frequencies[two.frequency].at_rest())
+    """Two hypotheses that rotate everything alike (equal tables) are no rivals."""
+    first, second = best.rotation, other.rotation
+    if first.style == "none" or replace(first, frequency=second.frequency) != second:
+        return first == second
+    tables = [subject.frequencies[index].at_rest() for index in (first.frequency, second.frequency)]
+    return torch.equal(*tables)
 
 
 def _ranked(
@@ -284,15 +185,16 @@ def _ranked(
 ) -> list[_Fit]:
     still = max(_relative(origin, target) for target in targets.values())
     fits = [_Fit(still, NO_ROTATION)]
-    positions = torch.arange(origin.shape[2], device="cpu")
+    positions = torch.arange(origin.shape[2], device="cpu")  # (tokens,)
     for rotation in _candidates(origin.shape[-1], frequencies):
         error = 0.0
         for offset, target in targets.items():
             # On the CPU: the angles need float64, which not every device has.
             inv_freq = frequencies[rotation.frequency].at_rest().cpu()
             cos, sin = angle_table(inv_freq, positions, positions + offset)
-            turned = rotate_(origin.clone(), rotation, cos.to(origin.device), sin.to(origin.device))
-            error = max(error, _relative(turned, target))
+            cos, sin = cos.to(origin.device), sin.to(origin.device)  # (tokens, dim / 2)
+            rotated = rotate_(origin.clone(), rotation, cos, sin)
+            error = max(error, _relative(rotated, target))
         fits.append(_Fit(error, rotation))
     return sorted(fits, key=lambda fit: fit.error)
 
@@ -302,7 +204,7 @@ def _candidates(width: int, frequencies: tuple[FrequencySet, ...]) -> Iterator[R
         dim = 2 * found.at_rest().numel()
         if dim > width:
             continue
-        for start in sorted({0, width - dim}):
+        for start in sorted({0, width - dim}):  # the rotary columns stand first or (MLA) last
             for reverse in (False, True):
                 yield Rotation("half", start, dim, index, reverse)
                 yield Rotation("interleaved", start, dim, index, reverse)
@@ -333,3 +235,92 @@ def _group(
         )
         groups.append(LayerGroup(layout, kinds[layers[0]].window, *rotations[layers[0]]))
     return tuple(groups)
+
+
+def frequency_sets(model: nn.Module, config: Any) -> tuple[FrequencySet, ...]:
+    """Every distinct set of rotary frequencies that the model really uses.
+
+    transformers keeps them as buffers whose names end in `inv_freq`, one per layer type in some
+    models.  Families without such a buffer (tables only) get the classic frequencies from their
+    config, which the probe then verifies.
+
+    Args:
+        model: The whole model.
+        config: Its text config.
+    """
+    found: list[FrequencySet] = []
+    seen: list[Tensor] = []
+    for name, module in _search_root(model).named_modules():
+        for attribute in _frequency_attributes(module):
+            values = getattr(module, attribute)
+            if any(values.shape == other.shape and torch.equal(values, other) for other in seen):
+                continue
+            seen.append(values)
+            layer_type = attribute.removesuffix("_inv_freq") if attribute != "inv_freq" else None
+            found.append(_of_module(f"{name}.{attribute}", module, attribute, layer_type))
+    return tuple(found) or (_of_config(config),)
+
+
+def _search_root(model: nn.Module) -> nn.Module:
+    # Multimodal models have further rotary modules; some models call their lm_head "decoder".
+    getter: Any = getattr(model, "get_decoder", None)
+    decoder = getter() if getter is not None else None
+    if isinstance(decoder, nn.Module) and any(
+        name.endswith("inv_freq") for name, _ in decoder.named_buffers()
+    ):
+        return decoder
+    return model
+
+
+def _frequency_attributes(module: nn.Module) -> list[str]:
+    plain = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    names = [name for name in (*module._buffers, *plain) if name.endswith("inv_freq")]
+    skipped = ("original", "long_", "short_")
+    return [
+        name
+        for name in names
+        if not any(part in name for part in skipped) and getattr(module, name) is not None
+    ]
+
+
+def _of_module(
+    name: str, module: nn.Module, attribute: str, layer_type: str | None
+) -> FrequencySet:
+    kind = getattr(module, "rope_type", "default")
+    kind = str(kind.get(layer_type, "default") if isinstance(kind, dict) else kind)
+    length_dependent = kind == "longrope" or "dynamic" in kind
+
+    def read(total: int) -> Tensor:
+        if length_dependent:
+            device = getattr(module, attribute).device
+            positions = torch.tensor([[total - 1]], device=device)
+            arguments = (layer_type,) if layer_type else ()
+            with torch.no_grad():
+                module(torch.zeros(1, 1, 1, device=device), positions, *arguments)
+        frequencies: Tensor = getattr(module, attribute)
+        return frequencies.detach().float().clone()
+
+    return FrequencySet(name, read, _limit(module, kind, layer_type))
+
+
+def _limit(module: nn.Module, kind: str, layer_type: str | None) -> int | None:
+    config: Any = getattr(module, "config", None)
+    if kind == "longrope":
+        parameters = config.rope_parameters
+        parameters = parameters.get(layer_type, parameters) if layer_type else parameters
+        limit = parameters.get("original_max_position_embeddings")
+        return int(limit or config.original_max_position_embeddings)
+    if "dynamic" in kind:
+        return int(getattr(module, "original_max_seq_len", config.max_position_embeddings))
+    return None
+
+
+def _of_config(config: Any) -> FrequencySet:
+    base = getattr(config, "rope_theta", None) or 10000.0
+    width = (
+        getattr(config, "rotary_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
+    values = 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
+    return FrequencySet(f"config(base={base}, dim={width})", lambda _total: values)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
-from kvcache_rag.kv.rotary import Turn, angle_table
+from kvcache_rag.kv.rotary import RotaryTable, angle_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,8 +67,8 @@ class LayerGroup:
     Attributes:
         layout: Their indices and shapes.
         window: Sliding window in tokens, or None.
-        key_rotation: How their K slot turns.
-        value_rotation: How their V slot turns (MLA keeps its rotary part there).
+        key_rotation: How their K slot is rotated.
+        value_rotation: How their V slot is rotated (MLA keeps its rotary part there).
     """
 
     layout: GroupLayout
@@ -121,10 +121,10 @@ class Move:
     """How keys (and in MLA models, values) of a run of tokens get from where they stand to a place.
 
     Attributes:
-        slots: Per layer group the turns of its K slot and its V slot; None for one that stays.
+        slots: Per layer group the rotation of its K slot and its V slot; None for one that stays.
     """
 
-    slots: tuple[tuple[Turn | None, Turn | None], ...]
+    slots: tuple[tuple[RotaryTable | None, RotaryTable | None], ...]
 
     @classmethod
     def of(cls, layout: ModelLayout, old: Tensor, new: Tensor, device: torch.device) -> Move:
@@ -134,19 +134,24 @@ class Move:
             UnsupportedModelError: If the model's keys cannot be moved.
         """
         layout.ensure_movable()
-        made: dict[Rotation, Turn] = {}
+        made: dict[Rotation, RotaryTable] = {}
         old, new = old.to(device), new.to(device)
         tables = [angle_table(found.at_rest().to(device), old, new) for found in layout.frequencies]
 
-        def turn(rotation: Rotation) -> Turn | None:
+        def rotary_table(rotation: Rotation) -> RotaryTable | None:
             if rotation.style == "none":
                 return None
             if rotation not in made:
-                made[rotation] = Turn.of(rotation, *tables[rotation.frequency])
+                made[rotation] = RotaryTable.of(rotation, *tables[rotation.frequency])
             return made[rotation]
 
         groups = layout.groups
-        return cls(tuple((turn(one.key_rotation), turn(one.value_rotation)) for one in groups))
+        return cls(
+            tuple(
+                (rotary_table(group.key_rotation), rotary_table(group.value_rotation))
+                for group in groups
+            )
+        )
 
     def narrow(self, start: int, stop: int) -> Move:
         """The move of the tokens `start..stop` alone."""
@@ -157,8 +162,8 @@ class Move:
             )
         )
 
-    def turn(self, part: ChunkKV, layers: Sequence[slice] | None = None) -> None:
-        """Turn the keys of a part in place: the plain path.
+    def rotate(self, part: ChunkKV, layers: Sequence[slice] | None = None) -> None:
+        """Rotate the keys of a part in place: the plain path.
 
         Args:
             part: As many tokens as the move is for.
@@ -166,21 +171,21 @@ class Move:
         """
         for index, slots in enumerate(self.slots):
             chosen = slice(None) if layers is None else layers[index]
-            for turn, held in zip(slots, (part.keys(index), part.values(index)), strict=True):
-                if turn is not None:
-                    turned = held[chosen]
-                    turn.into(turned, [turned])
+            for table, slot in zip(slots, (part.keys(index), part.values(index)), strict=True):
+                if table is not None:
+                    rotated = slot[chosen]  # (layers, heads, tokens, width)
+                    table.rotate_into(rotated, [rotated])
 
     def bring(self, part: ChunkKV, source: ChunkKV) -> None:
-        """Copy `source` to `part` and turn its keys, in one pass over the memory."""
+        """Copy `source` to `part` and rotate its keys, in one pass over the memory."""
         for index, slots in enumerate(self.slots):
-            held = (part.keys(index), part.values(index))
-            given = (source.keys(index), source.values(index))
-            for turn, out, stored in zip(slots, held, given, strict=True):
-                if turn is None:
+            targets = (part.keys(index), part.values(index))
+            sources = (source.keys(index), source.values(index))
+            for table, out, stored in zip(slots, targets, sources, strict=True):
+                if table is None:
                     out.copy_(stored)
                 else:
-                    turn.into(out, [stored])
+                    table.rotate_into(out, [stored])
 
 
 def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
@@ -197,5 +202,5 @@ def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
     copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
     steps = torch.arange(len(copy))
     device = tensors[0][0].device
-    Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).turn(copy)
+    Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).rotate(copy)
     return copy

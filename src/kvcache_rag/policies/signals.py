@@ -145,7 +145,7 @@ class RowSignals:
         return (fresh.float() - held.float()).pow(2).sum((0, 2)).cpu()
 
     def _still_slot(self, layer: int) -> int:
-        """The slot that no rotation touches: V, or K where V is turned."""
+        """The slot that no rotation touches: V, or K where V is rotated."""
         for group in self.row.model.measured.groups:
             if layer in group.layout.layers and group.value_rotation.style != "none":
                 return 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvcache_rag.kv.mask import PositionScheme
-    from kvcache_rag.kv.rotary import StoredPosition, Turn
+    from kvcache_rag.kv.rotary import RotaryTable, StoredPosition
     from kvcache_rag.models.cache import Loading
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.stores.base import ChunkReader
@@ -64,16 +64,16 @@ def cross(
     # wait for copies.
     lane_to(device_of(places[0])).send(lambda: runs.extend(_runs(layout, places, ways)), [])
 
-    def turn(layers: Sequence[slice]) -> None:
+    def rotate(layers: Sequence[slice]) -> None:
         for move, run in runs:
-            move.turn(run, layers)
+            move.rotate(run, layers)
 
     kept, their = [], []
     for chunk, place in zip(chunks, places, strict=True):
         if chunk is not None:
             kept.append(chunk)
             their.append(place)
-    return deliver_layers(kept, their, turn, others=places)
+    return deliver_layers(kept, their, rotate, others=places)
 
 
 def _runs(
@@ -231,9 +231,9 @@ class Placing:
                 keys.append((k, stored[0]))
                 values.append((v, stored[1]))
             started = time.perf_counter()
-            turns = (None, None) if run.move is None else run.move.slots[group]
-            for slot, turn in zip((keys, values), turns, strict=True):
-                _settle(slot, turn)
+            tables = (None, None) if run.move is None else run.move.slots[group]
+            for slot, table in zip((keys, values), tables, strict=True):
+                _settle(slot, table)
             self.turning += time.perf_counter() - started
 
     def finish(self) -> None:
@@ -355,16 +355,16 @@ def while_loading(run: Callable[[bool], _Answer]) -> _Answer:
         return run(False)
 
 
-def _settle(slot: Sequence[tuple[Tensor, Tensor]], turn: Turn | None) -> None:
-    """Write what was stored to where it goes, turned if it has to be."""
-    if turn is None:
+def _settle(slot: Sequence[tuple[Tensor, Tensor]], table: RotaryTable | None) -> None:
+    """Write what was stored to where it goes, rotated if it has to be."""
+    if table is None:
         for out, stored in slot:
             if stored is not out:
                 out.copy_(stored)
         return
     out = _joined([out for out, _ in slot])
     is_there = all(stored is place for place, stored in slot)
-    turn.into(out, [out] if is_there else [stored for _, stored in slot])
+    table.rotate_into(out, [out] if is_there else [stored for _, stored in slot])
 
 
 def _joined(views: Sequence[Tensor]) -> Tensor:

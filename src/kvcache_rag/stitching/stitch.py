@@ -1,8 +1,9 @@
 """Put cached chunks together into one prompt.
 
-The chunks already lie in their places of one buffer; stitching turns their keys from the positions
-at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590, section
-3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129, section 3).
+The chunks already lie in their places of one buffer; stitching rotates their keys from the
+positions at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590,
+section 3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129,
+section 3).
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def stitch(
     adjacent: bool = False,
     sources: Mapping[int, ChunkKV] | None = None,
 ) -> None:
-    """Turn the keys of `parts` in place from where they stand to their prompt positions.
+    """Rotate the keys of `parts` in place from where they stand to their prompt positions.
 
     This is the specification; `placing` does the same while chunks are read.
 
@@ -162,7 +163,7 @@ def stitch(
         stored: Where their keys stand now.
         adjacent: Whether the highest position is the one before the query, which stands behind as
             many positions as there are tokens (see `first_positions`).
-        sources: By index, chunks whose content `parts` do not hold yet: it is copied and turned in
+        sources: By index, chunks whose content `parts` do not hold yet: it is copied and rotated in
             one pass.
 
     Raises:
@@ -178,6 +179,6 @@ def stitch(
             if source is not None:
                 part.copy_from(source)
         elif source is None:
-            move.turn(part)
+            move.rotate(part)
         else:
             move.bring(part, source)

@@ -1,7 +1,7 @@
-"""Attention over chunks where they lie: the query is turned, not the keys.
+"""Attention over chunks where they lie: the query is rotated, not the keys.
 
-LazyAttention, arXiv 2606.04302.  Per chunk the query, its grouped heads packed, is turned back by
-as much as the chunk's keys would have to be turned, attended with, and the partial results are
+LazyAttention, arXiv 2606.04302.  Per chunk the query, its grouped heads packed, is rotated back by
+as much as the chunk's keys would have to be rotated, attended with, and the partial results are
 merged by their log-sum-exp, as in flash decoding.  `plain_attention` is what that has to equal.
 """
 
@@ -47,7 +47,7 @@ def deferred_attention(
 
     Args:
         module: The calling layer.
-        query: `(rows, heads, queries, width)`, turned to its place.
+        query: `(rows, heads, queries, width)`, rotated to its place.
         key: `(rows, kv_heads, tail, width)`, as `TailLayer.update` gave it.
         value: `(rows, kv_heads, tail, value_width)`.
         attention_mask: `(rows or 1, 1, queries, columns or more)`, bool or additive; None where
@@ -105,7 +105,7 @@ def is_fast(
     kv_heads: int,
     device: torch.device,
 ) -> bool:
-    """Whether there is a kernel for such a model, so that keys need not be copied and turned."""
+    """Whether there is a kernel for such a model, so that keys need not be copied and rotated."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
     is_known = device.type == "cpu" and dtype in _FLASH_DTYPES
@@ -142,7 +142,7 @@ def plain_attention(
     layer: LayerSegments,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The specification: turned copies of all keys, and ordinary attention in float32.
+    """The specification: rotated copies of all keys, and ordinary attention in float32.
 
     Args:
         query: `(rows, heads, queries, width)`.
@@ -170,8 +170,8 @@ def plain_attention(
             place = slice(one.column, one.column + len(one.chunk))
             keys[row, :, place] = one.chunk.keys(layer.group)[layer.place]
             values[row, :, place] = one.chunk.values(layer.group)[layer.place]
-            if one.turn and rotation.style != "none":
-                cos, sin = (part[one.turn, None] for part in table.angles[rotation.frequency])
+            if one.angle and rotation.style != "none":
+                cos, sin = (part[one.angle, None] for part in table.angles[rotation.frequency])
                 rotate_(keys[row, :, place], rotation, cos, sin)
     repeats = heads // key.shape[1]
     wide_keys, wide_values = (one.float().repeat_interleave(repeats, 1) for one in (keys, values))
@@ -222,11 +222,11 @@ def fast_attention(
         level = level.transpose(0, 1).reshape(1, groups, -1)
     outs, levels = [], []
     views = layer.held.views[layer.group]
-    for call, turned in zip(plan.calls, _turned(packed, plan), strict=True):
+    for call, rotated in zip(plan.calls, _rotated(packed, plan), strict=True):
         keys, values = (one[layer.place] for one in views[call.chunk])
         if call.mask is not None:
             keys, values = keys[:, :, call.start : call.stop], values[:, :, call.start : call.stop]
-        partial = attend(turned, keys, values, 0.0, False, attn_mask=call.mask, scale=factor)
+        partial = attend(rotated, keys, values, 0.0, False, attn_mask=call.mask, scale=factor)
         outs.append(partial[0])
         levels.append(partial[1])
     partials = torch.cat([*outs, out], 2).view(groups, -1, length, width)
@@ -236,17 +236,17 @@ def fast_attention(
     return by_head.reshape(rows, queries, heads, width).to(query.dtype)
 
 
-def _turned(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-    """Queries of each call, `(1, kv_heads, pairs * heads * queries, width)`, turned back."""
+def _rotated(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    """Queries of each call, `(1, kv_heads, pairs * heads * queries, width)`, rotated back."""
     if not plan.calls:
         return ()
     wide = packed.transpose(0, 1).float()
     partner = wide.index_select(-1, plan.partners)
     if plan.rows is not None:
         wide, partner = wide.index_select(1, plan.rows), partner.index_select(1, plan.rows)
-    turned = (wide * plan.cos).addcmul_(partner, plan.sin).to(packed.dtype)
-    groups, _, _, width = turned.shape
-    return torch.split(turned.reshape(1, groups, -1, width), plan.sizes, 2)
+    rotated = (wide * plan.cos).addcmul_(partner, plan.sin).to(packed.dtype)
+    groups, _, _, width = rotated.shape
+    return torch.split(rotated.reshape(1, groups, -1, width), plan.sizes, 2)
 
 
 def _merged(

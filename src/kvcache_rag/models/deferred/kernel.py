@@ -1,9 +1,9 @@
 """Attention over segments in one Triton kernel: nothing is copied, rotation happens inside.
 
 What LazyAttention (arXiv 2606.04302, section 4) does in its kernel, on the chunks that the store
-keeps.  Turning a tile of M query rows once per run of L tokens costs `3 / (4 L)` of the attention's
-own arithmetic, turning the keys in every tile `3 / (4 M)` (the paper's figures for decoding and for
-prefill); the smaller of the two is taken.
+keeps.  Rotating a tile of M query rows once per run of L tokens costs `3 / (4 L)` of the
+attention's own arithmetic, rotating the keys in every tile `3 / (4 M)` (the paper's figures for
+decoding and for prefill); the smaller of the two is taken.
 
 This module imports triton, which wheels of torch for CUDA bring along.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvcache_rag.models.deferred.segments import SegmentTable
 
 
-Turned = Literal["query", "keys"]
+Rotated = Literal["query", "keys"]
 
 SMALLEST = 16  # rows or columns of a tile that tensor cores take
 
@@ -82,7 +82,7 @@ def deferred_attend(
     place: int,
     sinks: Tensor | None = None,
     *,
-    turned: Turned | None = None,
+    rotated: Rotated | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of one layer over the segments of its rows and the tail behind them.
@@ -100,7 +100,7 @@ def deferred_attend(
         group: Index of the layer's group in `table.layout.groups`.
         place: Index of the layer in its group.
         sinks: `(heads,)` scores of a sink that holds no value, or None.
-        turned: What is turned; None for what costs less.
+        rotated: What is rotated; None for what costs less.
         splits: Programs that share a row and tile; None to fill the device.
 
     Returns:
@@ -123,7 +123,7 @@ def deferred_attend(
         keys.shape[1], heads, width, values.shape[3], rotation, window,
         addresses.aligned, sinks is not None, query.dtype,
     )  # fmt: skip
-    launch, work = _launch(known, table, shape, query, keys.shape[2], turned, splits)
+    launch, work = _launch(known, table, shape, query, keys.shape[2], rotated, splits)
     output = query.new_empty(rows, queries, heads, shape.value_width)
     parts, levels = _scratch(output, launch)
     angles = table.angles[rotation.frequency] if shape.half else (query, query)
@@ -175,7 +175,7 @@ def _ensure_supported(
     if query.dtype not in _DTYPES or not query.dtype == keys.dtype == table.layout.dtype:
         raise NotImplementedError(f"{query.dtype} over {table.layout.dtype}")
     if found.value_rotation.style != "none":
-        raise NotImplementedError("values that turn (MLA)")
+        raise NotImplementedError("values that rotate (MLA)")
     if rows != len(table.rows) or heads % keys.shape[1]:
         raise NotImplementedError("rows or heads that are not those of the segments")
     if (keys.shape[1], width) != found.layout.key_shape or (
@@ -247,7 +247,7 @@ def _launch(
     shape: Shape,
     query: Tensor,
     tail_tokens: int,
-    turned: Turned | None,
+    rotated: Rotated | None,
     splits: int | None,
 ) -> tuple[Launch, WorkList]:
     """Tiles, and how many programs share a row."""
@@ -260,11 +260,11 @@ def _launch(
     run = DECODE_RUN if decodes else PREFILL_RUN
     work = known.work(table, run)
     if not shape.half:
-        turn = NOTHING
-    elif turned is None:
-        turn = QUERY if work.tokens >= m else KEYS
+        what = NOTHING
+    elif rotated is None:
+        what = QUERY if work.tokens >= m else KEYS
     else:
-        turn = QUERY if turned == "query" else KEYS
+        what = QUERY if rotated == "query" else KEYS
     tiles = -(-rows // m)
     pieces = work.longest + -(-tail_tokens // run)
     if splits is None:
@@ -272,7 +272,7 @@ def _launch(
         splits = pieces if decodes else max(1, min(pieces, _processors(query.device) // programs))
     warps = 4 if m < most or row_bytes <= 64 else 8
     stages = 3 if m <= DECODE_ROWS and row_bytes <= 256 else 2
-    tile = Tile(m, n, run, turn, splits > 1)
+    tile = Tile(m, n, run, what, splits > 1)
     return Launch(tile, tiles, splits, warps, stages), work
 
 

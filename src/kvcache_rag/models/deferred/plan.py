@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One chunk, attended to by the turned queries of every row that sees it.
+    """One chunk, attended to by the rotated queries of every row that sees it.
 
     Attributes:
         chunk: Identity of the chunk.
@@ -41,11 +41,11 @@ class Plan:
 
     Attributes:
         calls: In the order of their pairs.
-        sizes: Turned queries of each call.
+        sizes: Rotated queries of each call.
         rows: `(pairs,)` row of each pair, or None in a batch of one.
-        cos: `(pairs, 1, width)` float32, what a query is multiplied by to turn it back.
+        cos: `(pairs, 1, width)` float32, what a query is multiplied by to rotate it back.
         sin: The same for its partner columns.
-        partners: `(width,)` the column that each column is turned with.
+        partners: `(width,)` the column that each column is rotated with.
         tail_mask: Added to the scores of the tail, `(rows, 1, heads * queries, tail)`, or None.
         owners: `(pairs + rows,)` row of each partial result, those of the tail last.
         parts: `(rows, most)` partial results of each row; `pairs + rows` stands for none.
@@ -102,11 +102,11 @@ def make_plan(
     for name, members in groups.items():
         calls.append(seen.call(name, members, shape.repeats))
         sizes.append(len(members) * shape.repeats * shape.queries)
-        pairs += [(row, segment.turn) for row, segment in members]
+        pairs += [(row, segment.angle) for row, segment in members]
     device = table.angles[0][0].device
-    turns = torch.tensor([turn for _, turn in pairs], dtype=torch.long, device=device)
+    angles = torch.tensor([angle for _, angle in pairs], dtype=torch.long, device=device)
     rotation = table.layout.groups[group].key_rotation
-    cos, sin, partners = _back(table, rotation, turns, shape.width)
+    cos, sin, partners = _back(table, rotation, angles, shape.width)
     count = len(table.rows)
     owners = [row for row, _ in pairs] + [*range(count)]
     parts: list[list[int]] = [[] for _ in range(count)]
@@ -128,16 +128,16 @@ def make_plan(
 
 
 def _back(
-    table: SegmentTable, rotation: Rotation, turns: Tensor, width: int
+    table: SegmentTable, rotation: Rotation, angles: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Factors `(pairs, 1, width)` of a query and of its partner columns, and those columns."""
-    partners = torch.arange(width, device=turns.device)
-    cos = torch.ones(len(turns), width, device=turns.device)
+    partners = torch.arange(width, device=angles.device)
+    cos = torch.ones(len(angles), width, device=angles.device)
     sin = torch.zeros_like(cos)
     if rotation.style != "none":
         first, last = rotation.start, rotation.start + rotation.dim
-        angle_cos, angle_sin = (one[turns] for one in table.angles[rotation.frequency])
-        # A key turns by the angle; the query turns by as much the other way.
+        angle_cos, angle_sin = (part[angles] for part in table.angles[rotation.frequency])
+        # A key is rotated by the angle; the query by as much the other way.
         signed = angle_sin if rotation.reverse else -angle_sin
         columns = partners[first:last]
         if rotation.style == "half":

@@ -1,8 +1,8 @@
 """Chunks that are attended to where they lie, and how far their keys have to move.
 
-Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor turned.  A key that
-stands at p scores against a query like one turned by d to p + d scores against that query turned
-back by d, so the query is turned, once per distinct distance.
+Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor rotated.  A key
+that stands at p and is rotated by d, to p + d, scores against a query as the key itself does
+against the query rotated back by d, so the query is rotated, once per distinct distance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Segment:
     Attributes:
         chunk: Shared with the store, never written; its tensors lie on the model's device.
         column: Index of its first token among the columns of its row, left padding included.
-        turn: Which row of the angle tables says how far its keys have to move; 0 is no move.
+        angle: Which row of the angle tables says how far its keys have to move; 0 is no move.
     """
 
     chunk: ChunkKV
     column: int
-    turn: int
+    angle: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class SegmentTable:
     Attributes:
         layout: The model's.
         rows: Per row of the batch its segments, in ascending columns without holes.
-        angles: Per frequency set of the model, cosines and sines, float32 `(turns, dim / 2)`: row
-            `turn` takes a key from where it stands to its place.
+        angles: Per frequency set of the model, cosines and sines, float32 `(angles, dim / 2)`: row
+            `angle` takes a key from where it stands to its place.
         tail: Column of the first token that lies in the cache's own buffer.
         keep: Per row, so many first columns of that buffer belong to what its segments hold (or
             to its padding); nobody ever looks at them.
@@ -83,11 +83,14 @@ class SegmentTable:
             distances += sorted({distance for _, _, distance in row} - {*distances})
         if len(distances) > 1:
             layout.ensure_movable()
-        turn = {distance: index for index, distance in enumerate(distances)}
+        angle = {distance: index for index, distance in enumerate(distances)}
         device = next((row[0][0].tensors[0][0].device for row in rows if row), torch.device("cpu"))
         return cls(
             layout,
-            tuple(tuple(Segment(one, at, turn[far]) for one, at, far in row) for row in rows),
+            tuple(
+                tuple(Segment(chunk, column, angle[far]) for chunk, column, far in row)
+                for row in rows
+            ),
             tuple(
                 _angles(found.at_rest().cpu(), distances, device) for found in layout.frequencies
             ),

@@ -85,7 +85,7 @@ def _measured_refusal(model: TransformersModel) -> str:
     for group in model.measured.groups:
         if group.value_rotation.style != "none":
             layer = group.layout.layers[0]
-            return f"{name}: layer {layer} keeps turned columns in its V slot"
+            return f"{name}: layer {layer} keeps rotated columns in its V slot"
     own = str(getattr(model.config, "_attn_implementation", ""))
     if "flash" in own or "flex" in own:
         return (
@@ -129,7 +129,7 @@ class _Probe:
         for mine, theirs in zip(found, expected, strict=True):
             off = float((mine - theirs).abs().max() / theirs.std().clamp_min(1e-12))
             if not off <= _TOLERANCE.get(self.model.dtype, 1e-3):
-                return f"its attention differs where keys are not turned (by {off:.2g})"
+                return f"its attention differs where keys are not rotated (by {off:.2g})"
         return ""
 
     def _outputs(self, cache: Any, layers: list[torch.nn.Module]) -> list[Tensor]:

@@ -1,8 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Steps of the Triton kernels in `deferred_triton`: tiles of query, keys and values.
+"""Triton kernels of attention over segments; `models.deferred.kernel` launches them.
 
-The columns of keys and query are taken apart into the two partners that turn together and the rest
-that does not turn; scores are the sum of their products.
+A program takes a tile of query rows of one KV head (the query heads of its group folded into the
+rows) and a share of the row's work: runs of segments, then the tail.  It carries one online softmax
+through all of them.  The columns of query and keys are taken apart into the two partners that
+rotate together and the rest that does not; scores are the sum of their products.  A run has one
+rotation: either the query tile is rotated back once per run, or each tile of keys is rotated
+(`Tile.rotated`).  Where several programs share a row, each writes what it has, normalised, with its
+log-sum-exp, and `merge` adds them up (Flash-Decoding's split KV).
 """
 
 from __future__ import annotations
@@ -12,20 +17,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvcache_rag.models.deferred.worklist import CHUNK_BITS, FIRST_BITS, TOKENS_BITS, TURN_BITS
+from kvcache_rag.models.deferred.worklist import ANGLE_BITS, CHUNK_BITS, FIRST_BITS, TOKENS_BITS
 
 NO_PAIRS, HALVES, NEIGHBOURS = 0, 1, 2  # Shape.style: how the partners lie
 
-NOTHING, QUERY, KEYS = 0, 1, 2  # Tile.turn: what is turned
+NOTHING, QUERY, KEYS = 0, 1, 2  # Tile.rotated: what is rotated
 
 # Where the fields of a packed run begin, and what they hold at most.
-_TOKENS_AT = tl.constexpr(TURN_BITS)
+_TOKENS_AT = tl.constexpr(ANGLE_BITS)
 
-_FIRST_AT = tl.constexpr(TURN_BITS + TOKENS_BITS)
+_FIRST_AT = tl.constexpr(ANGLE_BITS + TOKENS_BITS)
 
-_CHUNK_AT = tl.constexpr(TURN_BITS + TOKENS_BITS + FIRST_BITS)
+_CHUNK_AT = tl.constexpr(ANGLE_BITS + TOKENS_BITS + FIRST_BITS)
 
-_TURN_MOST = tl.constexpr((1 << TURN_BITS) - 1)
+_ANGLE_MOST = tl.constexpr((1 << ANGLE_BITS) - 1)
 
 _TOKENS_MOST = tl.constexpr((1 << TOKENS_BITS) - 1)
 
@@ -57,12 +62,12 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How the work is cut: query rows, keys at a time, longest run, what turns, shared rows."""
+    """How the work is cut: query rows, keys at a time, longest run, what rotates, shared rows."""
 
     rows: int
     keys: int
     run: int
-    turn: int
+    rotated: int
     is_shared: bool
 
 
@@ -78,7 +83,7 @@ def _block(starts, real, first, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def pairs(starts, real, SHAPE: tl.constexpr):
-    """The columns that turn: first partners and second partners."""
+    """The columns that rotate: first partners and second partners."""
     if SHAPE.style == _HALVES:
         first = _block(starts, real, SHAPE.start, SHAPE.half, SHAPE.half_size)
         second = _block(starts, real, SHAPE.start + SHAPE.half, SHAPE.half, SHAPE.half_size)
@@ -90,7 +95,7 @@ def pairs(starts, real, SHAPE: tl.constexpr):
 
 @triton.jit
 def rest(starts, real, SHAPE: tl.constexpr):
-    """The columns that do not turn."""
+    """The columns that do not rotate."""
     count: tl.constexpr = SHAPE.width - 2 * SHAPE.half
     if SHAPE.start == 0:
         kept = _block(starts, real, 2 * SHAPE.half, count, SHAPE.rest_size)
@@ -117,8 +122,8 @@ def parts_of(starts, real, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def turned(first, second, cos, sin):
-    """Partners turned by an angle per column, in float32 with one rounding."""
+def rotated(first, second, cos, sin):
+    """Partners rotated by an angle per column, in float32 with one rounding."""
     one, other = first.to(tl.float32), second.to(tl.float32)
     left = one * cos[None, :] - other * sin[None, :]
     right = other * cos[None, :] + one * sin[None, :]
@@ -126,13 +131,13 @@ def turned(first, second, cos, sin):
 
 
 @triton.jit
-def scores_of(query, starts, real, cos, sin, TURNS: tl.constexpr, SHAPE: tl.constexpr):
+def scores_of(query, starts, real, cos, sin, ROTATES: tl.constexpr, SHAPE: tl.constexpr):
     """Products of the query tile with a tile of keys, float32."""
     qa, qb, qr = query
     ka, kb, kr = parts_of(starts, real, SHAPE)
     if SHAPE.half > 0:
-        if TURNS:
-            ka, kb = turned(ka, kb, cos, sin)
+        if ROTATES:
+            ka, kb = rotated(ka, kb, cos, sin)
         scores = tl.dot(qa, tl.trans(ka), input_precision=SHAPE.precision)
         scores = tl.dot(qb, tl.trans(kb), scores, input_precision=SHAPE.precision)
         if SHAPE.rest_size > 0:
@@ -159,12 +164,12 @@ def fold(scores, state, starts, real, SHAPE: tl.constexpr):
 
 @triton.jit
 def unpacked(entry):
-    """Chunk, first token, tokens and turn of a run (`Run.pack`)."""
-    turn = entry & _TURN_MOST
+    """Chunk, first token, tokens and angle of a run (`Run.pack`)."""
+    angle = entry & _ANGLE_MOST
     tokens = (entry >> _TOKENS_AT) & _TOKENS_MOST
     first = (entry >> _FIRST_AT) & _FIRST_MOST
     chunk = (entry >> _CHUNK_AT) & _CHUNK_MOST
-    return chunk, first, tokens.to(tl.int32), turn
+    return chunk, first, tokens.to(tl.int32), angle
 
 
 @triton.jit
@@ -181,16 +186,6 @@ def store_state(state, place, real, output, levels, SHAPE: tl.constexpr, TILE: t
     if TILE.is_shared:
         level = tl.where(total > 0, peak + tl.log2(divisor), float("-inf"))
         tl.store(levels + place, level, mask=real)
-
-
-# Triton kernels of attention over segments; `deferred_kernel` launches them.
-#
-# A program takes a tile of query rows of one KV head (the query heads of its group folded into the
-# rows) and a share of the row's work: runs of segments, then the tail. It carries one online
-# softmax through all of them. A run has one rotation: either the query tile is turned back once per
-# run, or each tile of keys is turned (`Tile.turn`). Where several programs share a row, each writes
-# what it has, normalised, with its log-sum-exp, and `merge` adds them up (Flash-Decoding's split
-# KV).
 
 
 _QUERY, _KEYS = tl.constexpr(QUERY), tl.constexpr(KEYS)
@@ -230,7 +225,7 @@ def _attend_run(
     """All tiles of one run; `own` and `oldest` are columns."""
     packed, ends = work
     bases, strides, chunks = memory
-    chunk, first, tokens, turn = unpacked(tl.load(packed + item))
+    chunk, first, tokens, angle = unpacked(tl.load(packed + item))
     keys = tl.load(bases + chunk).to(tl.pointer_type(dtype))
     keys += head * tl.load(strides + chunk) + first * SHAPE.width
     values = tl.load(bases + chunks + chunk).to(tl.pointer_type(dtype))
@@ -239,16 +234,16 @@ def _attend_run(
         keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
     column = tl.load(ends + item) - tokens
     qa, qb, qr = query
-    cos, sin = factor, factor  # not used unless something turns
-    if TILE.turn != 0:
+    cos, sin = factor, factor  # not used unless something is rotated
+    if TILE.rotated != 0:
         cosines, sines = angles
         places = tl.arange(0, SHAPE.half_size)
-        cos = tl.load(cosines + turn * SHAPE.half + places, mask=places < SHAPE.half, other=1.0)
-        sin = tl.load(sines + turn * SHAPE.half + places, mask=places < SHAPE.half, other=0.0)
+        cos = tl.load(cosines + angle * SHAPE.half + places, mask=places < SHAPE.half, other=1.0)
+        sin = tl.load(sines + angle * SHAPE.half + places, mask=places < SHAPE.half, other=0.0)
         if SHAPE.reverse:
             sin = -sin
-        if TILE.turn == _QUERY:
-            qa, qb = turned(qa, qb, cos, -sin)
+        if TILE.rotated == _QUERY:
+            qa, qb = rotated(qa, qb, cos, -sin)
     peak, total, held = state
     low = 0
     if SHAPE.window > 0:
@@ -257,7 +252,7 @@ def _attend_run(
         token = start + tl.arange(0, TILE.keys)
         here = token < tokens
         scores = scores_of(
-            (qa, qb, qr), keys + token * SHAPE.width, here, cos, sin, TILE.turn == _KEYS, SHAPE
+            (qa, qb, qr), keys + token * SHAPE.width, here, cos, sin, TILE.rotated == _KEYS, SHAPE
         )
         seen = here[None, :]
         if SHAPE.window > 0:
@@ -316,7 +311,7 @@ def attend(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (query tiles, rows x KV heads, splits); see `deferred_kernel.deferred_attend`.
+    """Grid (query tiles, rows x KV heads, splits); see `kernel.deferred_attend`.
 
     `tensors`: query, tail keys, tail values, sinks; `work`: packed runs, their ends, bounds of the
     rows, keep; `memory`: addresses and head strides of the chunks; `angles`: cosines and sines;

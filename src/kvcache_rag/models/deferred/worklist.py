@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 # Widths of the fields from the lowest bit up; with the sign they fill 64 bits.
-TURN_BITS, TOKENS_BITS, FIRST_BITS, CHUNK_BITS = 13, 12, 22, 16
+ANGLE_BITS, TOKENS_BITS, FIRST_BITS, CHUNK_BITS = 13, 12, 22, 16
 
 ALIGNMENT = 16  # bytes that a GPU's thread loads at a time
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of one chunk that are turned alike.
+    """Neighbouring tokens of one chunk that are rotated alike.
 
     Attributes:
         chunk: Number of the chunk in the request.
         first: First token within the chunk.
         tokens: How many tokens.
-        turn: Row of the angle tables.
+        angle: Row of the angle tables.
     """
 
     chunk: int
     first: int
     tokens: int
-    turn: int
+    angle: int
 
     def pack(self) -> int:
         """The run as one integer.
@@ -51,7 +51,7 @@ class Run(NamedTuple):
             InvalidInputError: If a field is too large for its bits.
         """
         packed = 0
-        widths = (CHUNK_BITS, FIRST_BITS, TOKENS_BITS, TURN_BITS)
+        widths = (CHUNK_BITS, FIRST_BITS, TOKENS_BITS, ANGLE_BITS)
         for name, value, bits in zip(self._fields, self, widths, strict=True):
             if not 0 <= value < 1 << bits:
                 raise InvalidInputError(
@@ -65,7 +65,7 @@ class Run(NamedTuple):
     def unpack(cls, packed: int) -> Run:
         """The run that `pack` made an integer of."""
         fields = []
-        for bits in (TURN_BITS, TOKENS_BITS, FIRST_BITS, CHUNK_BITS):
+        for bits in (ANGLE_BITS, TOKENS_BITS, FIRST_BITS, CHUNK_BITS):
             fields.append(packed & ((1 << bits) - 1))
             packed >>= bits
         return cls(*reversed(fields))
@@ -160,7 +160,7 @@ def _work_list(table: SegmentTable, length: int, device: torch.device) -> WorkLi
             number = numbers[id(segment.chunk)]
             for first in range(0, len(segment.chunk), length):
                 tokens = min(length, len(segment.chunk) - first)
-                packed.append(Run(number, first, tokens, segment.turn).pack())
+                packed.append(Run(number, first, tokens, segment.angle).pack())
                 ends.append(segment.column + first + tokens)
         bounds.append(len(packed))
     tokens = sum(len(segment.chunk) for row in table.rows for segment in row)
