@@ -134,7 +134,7 @@ class Move:
             UnsupportedModelError: If the model's keys cannot be moved.
         """
         layout.ensure_movable()
-        made: dict[Rotation, RotaryTable] = {}
+        made: dict[Rotation, RotaryTable] = {}  # groups of one rotation share a table
         old, new = old.to(device), new.to(device)
         tables = [angle_table(found.at_rest().to(device), old, new) for found in layout.frequencies]
 
@@ -200,7 +200,7 @@ def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
     """
     tensors = tuple(tuple(tensor.clone() for tensor in group) for group in chunk.tensors)
     copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
-    steps = torch.arange(len(copy))
+    steps = torch.arange(len(copy))  # (tokens,)
     device = tensors[0][0].device
     Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).rotate(copy)
     return copy

@@ -141,8 +141,9 @@ class RowSignals:
         if tapped.found is None:
             raise InvalidInputError(f"layer {layer} was never reached; choose another check layer")
         slot = self._still_slot(layer)
-        held, fresh = slots[layer][slot][0, :, :context], tapped.found[slot][0]
-        return (fresh.float() - held.float()).pow(2).sum((0, 2)).cpu()
+        # (heads, context_tokens, width): as stitched, and as a full prefill has them
+        stitched, fresh = slots[layer][slot][0, :, :context], tapped.found[slot][0]
+        return (fresh.float() - stitched.float()).pow(2).sum((0, 2)).cpu()  # (context_tokens,)
 
     def _still_slot(self, layer: int) -> int:
         """The slot that no rotation touches: V, or K where V is rotated."""
@@ -183,9 +184,10 @@ class RowSignals:
         shape = self.row.shape
         ids = [self.row.ids[chunk.start : chunk.stop] for chunk in shape.chunks]
         scores = self.scores.tokens(ids)
-        relevance = torch.full((shape.context_tokens,), min(float(one.min()) for one in scores))
-        for chunk, one in zip(shape.chunks, scores, strict=True):
-            relevance[chunk.start : chunk.stop] = one
+        lowest = min(float(tokens.min()) for tokens in scores)
+        relevance = torch.full((shape.context_tokens,), lowest)  # so that the prefix comes last
+        for chunk, tokens in zip(shape.chunks, scores, strict=True):
+            relevance[chunk.start : chunk.stop] = tokens
         return relevance
 
     def affordable(self, seconds: float) -> int:
@@ -193,12 +195,12 @@ class RowSignals:
 
         The first time in a process, when no rate is known, a short pass is timed.
         """
-        found = self.costs.affordable(seconds)
-        if found is None:
+        tokens = self.costs.affordable(seconds)
+        if tokens is None:
             started = self.costs.clock()
             ids = self.row.ids[None, :TRIAL_TOKENS]
             self.row.model.forward(ids, None, torch.arange(ids.shape[1]), keep=1)
             self.costs.passed(ids.shape[1], self.costs.clock() - started)
-            found = self.costs.affordable(seconds) or 0
+            tokens = self.costs.affordable(seconds) or 0
         query = self.row.shape.tokens - self.row.shape.context_tokens - 1
-        return min(max(found - query, 0), self.row.shape.context_tokens)
+        return min(max(tokens - query, 0), self.row.shape.context_tokens)

@@ -71,15 +71,15 @@ class QueryAttention:
         Raises:
             UnsupportedModelError: If the layer gives no attention weights.
         """
-        places = torch.arange(place, place + len(ids))
-        columns = torch.arange(place + len(ids))
+        places = torch.arange(place, place + len(ids))  # (n,) of the queries
+        columns = torch.arange(place + len(ids))  # (place + n,) of the keys
         # An explicit mask, because eager code and fast functions want different ones.
         mask = self.model.mask_argument(columns[None] <= places[:, None], places, columns)
         kept: list[Tensor] = []
 
         def keep(_: Any, __: Any, output: Any) -> None:
             kept.extend(
-                part[0].float().mean(0).cpu()
+                part[0].float().mean(0).cpu()  # (rows = 1, heads, n, columns) to (n, columns)
                 for part in (output if isinstance(output, tuple) else ())
                 if isinstance(part, Tensor)
                 and part.ndim == 4

@@ -76,10 +76,9 @@ def packed_attention(
         `(rows, queries, heads, width)` and None, as transformers expects.
     """
     queries = query.shape[2]
-    repeats = query.shape[1] // key.shape[1]
-    empty_cache = (
-        attention_mask is None and queries > 1
-    )  # causal from nothing: sdpa has a kernel for it
+    repeats = query.shape[1] // key.shape[1]  # query heads per KV head
+    # Causal from nothing: sdpa has a kernel for it.
+    empty_cache = attention_mask is None and queries > 1
     special_mask = attention_mask is not None and attention_mask.shape[1] != 1
     is_plain = not special_mask and kwargs.get("position_bias") is None
     if attention_mask is not None and is_plain and queries >= FEWEST_BLOCKED:
@@ -114,11 +113,12 @@ def _packed(
     """`(rows, heads, queries, width)`, given a mask with the queries once per head of a group."""
     rows, heads, queries, width = query.shape
     groups = key.shape[1]
+    # Head after head of a group, each with all its queries: the mask repeats in this order.
     packed = query.reshape(rows, groups, heads // groups * queries, width)
     output = torch.nn.functional.scaled_dot_product_attention(
         packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
-    return output.reshape(rows, heads, queries, value.shape[-1])
+    return output.reshape(rows, heads, queries, value.shape[-1])  # of (rows, groups, ..., width)
 
 
 def _added(mask: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
@@ -134,7 +134,7 @@ def _added(mask: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
         if made.dtype == torch.bool:
             made = made.new_zeros(made.shape, dtype=dtype).masked_fill_(~made, -torch.inf)
         if repeats > 1:
-            made = made.repeat(1, 1, repeats, 1)
+            made = made.repeat(1, 1, repeats, 1)  # (rows or 1, 1, repeats * queries, tokens)
         if made is not mask:
             known[dtype, repeats] = made
     return made
@@ -149,10 +149,10 @@ def _blocked(
     scaling: float | None,
 ) -> Tensor:
     rows, heads, queries, _ = query.shape
-    output = query.new_empty(rows, queries, heads, value.shape[-1])
-    added = _added(mask, query.dtype, 1)
+    output = query.new_empty(rows, queries, heads, value.shape[-1])  # as transformers wants it
+    added = _added(mask, query.dtype, 1)  # (rows or 1, 1, queries, tokens)
     for start, stop, first, last in mask_blocks(mask):
-        last = min(last, key.shape[2])
+        last = min(last, key.shape[2])  # a mask may be wider than the cache is filled
         part = _packed(
             query[:, :, start:stop],
             key[:, :, first:last],
@@ -179,9 +179,11 @@ def mask_blocks(mask: Tensor) -> list[Block]:
         return known
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     queries, tokens = mask.shape[-2:]
-    flat = seen[:, 0].any(0)
-    parts = torch.stack([part.any(0) for part in torch.split(flat, BLOCK)]).byte()
-    first, behind = parts.argmax(1), parts.flip(1).argmax(1)
+    flat = seen[:, 0].any(0)  # (queries, tokens): seen in any row of the batch
+    parts = torch.stack(
+        [part.any(0) for part in torch.split(flat, BLOCK)]
+    ).byte()  # (blocks, tokens)
+    first, behind = parts.argmax(1), parts.flip(1).argmax(1)  # first seen from either end
     blocks = []
     for index, (low, high, some) in enumerate(
         torch.stack([first, tokens - behind, parts.amax(1).long()], 1).tolist()

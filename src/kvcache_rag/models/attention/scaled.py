@@ -6,7 +6,9 @@ rest (prefix, query, generated tokens).  With `L_c` and `L_o` the log-sum-exp of
 whatever the model's dtype: a log-sum-exp in bfloat16 has steps of 1/16 above 8, which moves the
 weights by several percent.
 
-The function replaces a model's own attention for one call only (`models.weighing`).
+`weighed_chunks` lets the function stand in for a model's own attention, for one call.  Whether a
+model calls it, and whether that is then what the model computes by itself, is measured once per
+model.
 """
 
 from __future__ import annotations
@@ -32,7 +34,18 @@ if TYPE_CHECKING:
     from kvcache_rag.models.hf import TransformersModel
 
 
-# Scores held at a time (64 MiB of float32); longer queries are taken in pieces.
+SCALED = "kvcache_rag_scaled"
+
+# Largest error of the first layer's output against the model's own attention, in standard
+# deviations; dtypes differ in where they round.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+_PROBE_TOKENS = 12
+
+# Why a model's attention cannot be weighed, or ""; measured once.
+_REFUSALS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+# Scores in memory at a time (64 MiB of float32); longer queries are taken in pieces.
 MAX_SCORES = 1 << 24
 
 # Arguments that change which columns count or by how much, in ways this function does not know.
@@ -119,17 +132,18 @@ def scaled_attention(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows, heads, queries, _ = query.shape
-    hidden = _hidden(attention_mask, queries, key)
-    sink = None if s_aux is None else s_aux.to(exact).reshape(1, -1, 1, 1)
+    hidden = _hidden(attention_mask, queries, key)  # (rows or 1, heads or 1, queries, tokens)
+    sink = None if s_aux is None else s_aux.to(exact).reshape(1, -1, 1, 1)  # (1, heads, 1, 1)
     output = query.new_empty(rows, heads, queries, value.shape[-1])
     for group, start, stop in weighting.groups(rows):
-        held = _Held(key[group].to(exact), value[group].to(exact), factor, softcap)
-        inside = held.part(start, stop)
-        outside = held if inside is None else held.without(start, stop)
+        whole = _Columns(key[group].to(exact), value[group].to(exact), factor, softcap)
+        inside = whole.part(start, stop)  # the chunks
+        outside = whole if inside is None else whole.without(start, stop)
         hides = hidden.expand(rows, -1, -1, -1)[group]
         step = max(1, MAX_SCORES // (len(output[group]) * heads * key.shape[2]))
         for first in range(0, queries, step):
             piece = slice(first, first + step)
+            # (rows of the group, heads, n, width) and (rows of the group, heads or 1, n, tokens)
             asked, unseen = query[group, :, piece].to(exact), hides[:, :, piece]
             if inside is None:
                 output[group, :, piece] = outside.attend(asked, unseen, sink)[0]
@@ -140,13 +154,13 @@ def scaled_attention(
                 asked, unseen[..., start:stop], None, weighting.temperature
             )
             levels = [weighting.scale * weighting.temperature * level_c, level_o]
-            shares = torch.softmax(torch.cat(levels, -1), -1)
+            shares = torch.softmax(torch.cat(levels, -1), -1)  # (rows of the group, heads, n, 2)
             output[group, :, piece] = shares[..., :1] * out_c + shares[..., 1:] * out_o
     return output.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _Columns:
     """Keys and values of some columns, `(rows, kv_heads, tokens, width)`, and how they score."""
 
     keys: Tensor
@@ -154,14 +168,15 @@ class _Held:
     factor: float
     softcap: float | None
 
-    def part(self, start: int, stop: int) -> _Held | None:
+    def part(self, start: int, stop: int) -> _Columns | None:
         if start >= stop:
             return None
         return replace(self, keys=self.keys[:, :, start:stop], values=self.values[:, :, start:stop])
 
-    def without(self, start: int, stop: int) -> _Held:
+    def without(self, start: int, stop: int) -> _Columns:
         keys, values = (
-            torch.cat([one[:, :, :start], one[:, :, stop:]], 2) for one in (self.keys, self.values)
+            torch.cat([part[:, :, :start], part[:, :, stop:]], 2)
+            for part in (self.keys, self.values)
         )
         return replace(self, keys=keys, values=values)
 
@@ -177,17 +192,17 @@ class _Held:
         kv_heads, tokens = self.keys.shape[1:3]
         factor = self.factor / (temperature if self.softcap is None else 1.0)
         # The query heads of a group are folded into the query length: no copy of K and V.
-        folded = (query * factor).reshape(rows, kv_heads, -1, width)
+        folded = (query * factor).reshape(rows, kv_heads, -1, width)  # heads of a group, then n
         scores = (folded @ self.keys.transpose(-1, -2)).view(rows, heads, length, tokens)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap / temperature)
         scores.masked_fill_(hides, -torch.inf)
-        peak = scores.amax(-1, keepdim=True)
+        peak = scores.amax(-1, keepdim=True)  # (rows, heads, n, 1)
         peak = peak if sink is None else torch.maximum(peak, sink)
         limits = torch.finfo(scores.dtype)
-        peak = peak.clamp_min(limits.min)
+        peak = peak.clamp_min(limits.min)  # where all is hidden: -inf - -inf would be NaN
         weights = scores.sub_(peak).exp_()
-        total = weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)  # a sink takes a share and gives no value
         total = total if sink is None else total + torch.exp(sink - peak)
         total = total.clamp_min(limits.tiny)
         output = weights.view(rows, kv_heads, -1, tokens) @ self.values
@@ -219,24 +234,6 @@ def own_code(name: str, why: str) -> str:
         f"{name}: its attention {why}, so chunks cannot be weighed against the rest; use "
         'Reuse(positions="composite") instead of Ape()'
     )
-
-
-# Let a model weigh chunks against the rest for one call, if its attention can be replaced.
-#
-# The function of `models.scaled_attention` stands in for the model's own. Whether a model calls it,
-# and whether it is then what the model computes by itself, is measured once per model.
-
-
-SCALED = "kvcache_rag_scaled"
-
-# Largest error of the first layer's output against the model's own attention, in standard
-# deviations; dtypes differ in where they round.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-_PROBE_TOKENS = 12
-
-# Why a model's attention cannot be weighed, or ""; measured once.
-_REFUSALS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager

@@ -159,22 +159,25 @@ def plain_attention(
     table = layer.held.table
     rows, heads, queries, _ = query.shape
     columns = table.tail + key.shape[2]
+    # (rows, kv_heads, columns, width); zeros where there is padding
     keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
     values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
     rotation = table.layout.groups[layer.group].key_rotation
     for row, segments in enumerate(table.rows):
-        first = table.tail + table.keep[row]
+        first = table.tail + table.keep[row]  # the first column that is the tail's alone
         keys[row, :, first:] = key[row, :, table.keep[row] :]
         values[row, :, first:] = value[row, :, table.keep[row] :]
-        for one in segments:
-            place = slice(one.column, one.column + len(one.chunk))
-            keys[row, :, place] = one.chunk.keys(layer.group)[layer.place]
-            values[row, :, place] = one.chunk.values(layer.group)[layer.place]
-            if one.angle and rotation.style != "none":
-                cos, sin = (part[one.angle, None] for part in table.angles[rotation.frequency])
+        for segment in segments:
+            place = slice(segment.column, segment.column + len(segment.chunk))
+            keys[row, :, place] = segment.chunk.keys(layer.group)[layer.place]
+            values[row, :, place] = segment.chunk.values(layer.group)[layer.place]
+            if segment.angle and rotation.style != "none":
+                # (1, dim / 2): one angle for all tokens of the segment
+                cos, sin = (part[segment.angle, None] for part in table.angles[rotation.frequency])
                 rotate_(keys[row, :, place], rotation, cos, sin)
     repeats = heads // key.shape[1]
-    wide_keys, wide_values = (one.float().repeat_interleave(repeats, 1) for one in (keys, values))
+    # (rows, heads, columns, width)
+    wide_keys, wide_values = (part.float().repeat_interleave(repeats, 1) for part in (keys, values))
     scores = query.float() @ wide_keys.transpose(-1, -2) * factor
     scores = scores + _added(mask, queries, columns, query.device)
     if sinks is not None:
@@ -213,25 +216,27 @@ def fast_attention(
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows, heads, queries, width = query.shape
     groups = key.shape[1]
-    packed = query.reshape(rows, groups, -1, width)
-    length = packed.shape[2]
+    packed = query.reshape(rows, groups, -1, width)  # the heads of a group fold into the queries
+    length = packed.shape[2]  # repeats * queries
     plan = _plan(layer, mask, Shape(queries, heads // groups, key.shape[2], width), query.dtype)
     out, level = attend(packed, key, value, 0.0, False, attn_mask=plan.tail_mask, scale=factor)
-    if rows > 1:
+    if rows > 1:  # as the partial results of chunks are: (1, kv_heads, rows * length, width)
         out = out.transpose(0, 1).reshape(1, groups, -1, width)
-        level = level.transpose(0, 1).reshape(1, groups, -1)
+        level = level.transpose(0, 1).reshape(1, groups, -1)  # log-sum-exps
     outs, levels = [], []
     views = layer.held.views[layer.group]
     for call, rotated in zip(plan.calls, _rotated(packed, plan), strict=True):
-        keys, values = (one[layer.place] for one in views[call.chunk])
+        keys, values = (slot[layer.place] for slot in views[call.chunk])  # (1, kv_heads, n, width)
         if call.mask is not None:
             keys, values = keys[:, :, call.start : call.stop], values[:, :, call.start : call.stop]
         partial = attend(rotated, keys, values, 0.0, False, attn_mask=call.mask, scale=factor)
         outs.append(partial[0])
         levels.append(partial[1])
+    # Pairs of a row and a chunk in the order of the calls, then the tails, row by row.
     partials = torch.cat([*outs, out], 2).view(groups, -1, length, width)
     marks = torch.cat([*levels, level], 2).view(groups, -1, length)
     merged = _merged(partials, marks, plan, rows, sinks)
+    # (kv_heads, rows, repeats, queries, width) to (rows, queries, kv_heads, repeats, width)
     by_head = merged.view(groups, rows, -1, queries, width).permute(1, 3, 0, 2, 4)
     return by_head.reshape(rows, queries, heads, width).to(query.dtype)
 
@@ -240,9 +245,9 @@ def _rotated(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
     """Queries of each call, `(1, kv_heads, pairs * heads * queries, width)`, rotated back."""
     if not plan.calls:
         return ()
-    wide = packed.transpose(0, 1).float()
-    partner = wide.index_select(-1, plan.partners)
-    if plan.rows is not None:
+    wide = packed.transpose(0, 1).float()  # (kv_heads, rows, repeats * queries, width)
+    partner = wide.index_select(-1, plan.partners)  # each column's partner in its place
+    if plan.rows is not None:  # (kv_heads, pairs, repeats * queries, width)
         wide, partner = wide.index_select(1, plan.rows), partner.index_select(1, plan.rows)
     rotated = (wide * plan.cos).addcmul_(partner, plan.sin).to(packed.dtype)
     groups, _, _, width = rotated.shape
@@ -268,12 +273,14 @@ def _merged(
         by_head = sinks.to(levels.dtype).view(groups, 1, -1, 1)
         sink = by_head.expand(-1, -1, -1, length // by_head.shape[2]).reshape(groups, 1, length)
     if rows == 1:
+        # All parts are of the one row, so their shares are one softmax; that of the sink is lost.
         marks = levels if sink is None else torch.cat([levels, sink], 1)
         return wide.mul_(torch.softmax(marks, 1)[:, :count, :, None]).sum(1, keepdim=True)
+    # One part more, of nothing: rows that have fewer parts than others point at it.
     padded = torch.nn.functional.pad(levels, (0, 0, 0, 1), value=-torch.inf)
-    total = padded[:, plan.parts].logsumexp(2)
+    total = padded[:, plan.parts].logsumexp(2)  # (kv_heads, rows, n) of (kv_heads, rows, most, n)
     total = total if sink is None else torch.logaddexp(total, sink)
-    shares = (levels - total.index_select(1, plan.owners)).exp_()
+    shares = (levels - total.index_select(1, plan.owners)).exp_()  # (kv_heads, parts, n)
     merged = wide.new_zeros(groups, rows, *wide.shape[2:])
     return merged.index_add_(1, plan.owners, wide.mul_(shares[..., None]))
 

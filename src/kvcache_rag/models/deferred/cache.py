@@ -1,7 +1,7 @@
 """A cache whose context lies in segments: only what is new is written, behind them.
 
 Its layers count the segments among their tokens, so that transformers makes positions and masks of
-the full width, and hand them to `models.deferred_attention` as an attribute of the keys.
+the full width, and hand them to `deferred.attention` as an attribute of the keys.
 """
 
 from __future__ import annotations

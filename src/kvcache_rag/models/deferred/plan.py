@@ -132,10 +132,11 @@ def _back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Factors `(pairs, 1, width)` of a query and of its partner columns, and those columns."""
     partners = torch.arange(width, device=angles.device)
-    cos = torch.ones(len(angles), width, device=angles.device)
-    sin = torch.zeros_like(cos)
+    cos = torch.ones(len(angles), width, device=angles.device)  # (pairs, width): columns beside
+    sin = torch.zeros_like(cos)  # the rotary ones stay what they are
     if rotation.style != "none":
         first, last = rotation.start, rotation.start + rotation.dim
+        # (pairs, dim / 2)
         angle_cos, angle_sin = (part[angles] for part in table.angles[rotation.frequency])
         # A key is rotated by the angle; the query by as much the other way.
         signed = angle_sin if rotation.reverse else -angle_sin
@@ -181,17 +182,17 @@ class _Seen:
         keep = torch.tensor(table.keep, device=device)
         # Tail columns at which the new tokens stand; those that are kept ask for nothing.
         places = torch.arange(shape.tail - shape.queries, shape.tail, device=device)
-        asks = places[None] >= keep[:, None]
+        asks = places[None] >= keep[:, None]  # (rows, queries)
         lowest = torch.finfo(dtype).min
         steps = torch.arange(shape.tail, device=device)
         if mask is None:
-            hides = (steps > places[:, None]).expand(rows, -1, -1)
+            hides = (steps > places[:, None]).expand(rows, -1, -1)  # (rows, queries, tail)
             behind = torch.zeros(hides.shape, dtype=dtype, device=device)
             behind = behind.masked_fill_(hides, lowest)
         else:
             # Not -inf: of a row that sees nothing the kernel says the log-sum-exp 0, and a
             # row of nothing but this (what nobody looks at) stays finite.
-            mask = mask[:, 0, :, :columns].expand(rows, -1, -1)
+            mask = mask[:, 0, :, :columns].expand(rows, -1, -1)  # (rows, queries, columns)
             if mask.dtype == torch.bool:
                 behind = torch.zeros(rows, shape.queries, shape.tail, dtype=dtype, device=device)
                 behind.masked_fill_(~mask[..., table.tail :], lowest)
@@ -208,8 +209,8 @@ class _Seen:
             added.masked_fill_(~mask, lowest)
         else:
             added = mask.to(dtype).clamp_min(lowest)
-        shown = ((added > lowest / 2) & asks[:, :, None]).any(1)
-        free = ((added == 0) | ~asks[:, :, None]).all(1)
+        shown = ((added > lowest / 2) & asks[:, :, None]).any(1)  # (rows, columns): by some query
+        free = ((added == 0) | ~asks[:, :, None]).all(1)  # (rows, columns): by every one, plainly
         return cls(table, added, _counts(table, shown), _counts(table, free), kept_tail)
 
     def any(self, row: int, segment: Segment) -> bool:
@@ -231,6 +232,7 @@ class _Seen:
         parts = [
             self.added[row, :, segment.column : segment.column + tokens] for row, segment in members
         ]
+        # (pairs, queries, tokens); what no row sees at either end is not read
         shown = torch.stack(parts) > torch.finfo(self.added.dtype).min / 2
         seen = shown.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
         start, stop = seen[0], seen[-1] + 1
@@ -251,7 +253,7 @@ def _all_free(mask: Tensor, table: SegmentTable) -> bool:
 
 def _counts(table: SegmentTable, flags: Tensor) -> list[dict[int, int]]:
     """Per row, at each border of a segment, how many flags of `(rows, columns)` came before."""
-    counts = torch.nn.functional.pad(flags.cumsum(1), (1, 0)).cpu()
+    counts = torch.nn.functional.pad(flags.cumsum(1), (1, 0)).cpu()  # (rows, columns + 1)
     found = []
     for row, segments in enumerate(table.rows):
         borders = {

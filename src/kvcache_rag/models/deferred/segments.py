@@ -104,5 +104,6 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:
     # Exact for the distance.  The model rounds `position * inv_freq` of every position, so one
     # angle per chunk is off by up to 2e-5 of a key at position 4000 in float32.
+    # (distances, dim / 2)
     angles = torch.tensor(distances, dtype=torch.float64)[:, None] * inv_freq.double()
     return angles.cos().float().to(device), angles.sin().float().to(device)

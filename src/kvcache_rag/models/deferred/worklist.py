@@ -185,7 +185,7 @@ def _addresses(
         steps.append([one.stride(0) * one.element_size() for one in tensors])
         strides.append([one.stride(1) for one in tensors])
     size = chunks[0].layout.dtype.itemsize if chunks else 1
-    places = torch.arange(layers)[:, None, None]
+    places = torch.arange(layers)[:, None, None]  # with (2, chunks): (layers, 2, chunks)
     addresses = torch.tensor(bases, dtype=torch.int64) + places * torch.tensor(
         steps, dtype=torch.int64
     )
@@ -217,12 +217,13 @@ def is_implied(
         if bool((given.masked_fill(~seen, 0) != 0).any()):
             return False
     column = torch.arange(columns, device=mask.device)
-    own = column[columns - queries :, None]
-    rule = column <= own
+    own = column[columns - queries :, None]  # (queries, 1), where each stands
+    rule = column <= own  # (queries, columns)
     if window is not None:
         rule &= column > own - window
     begins = [row[0].column if row else table.tail + kept
               for row, kept in zip(table.rows, table.keep, strict=True)]  # fmt: skip
+    # (rows, 1, 1, 1), against masks of (rows or 1, 1, queries, columns)
     starts = torch.tensor(begins, device=mask.device)[:, None, None, None]
     asked = own >= table.tail + torch.tensor(table.keep, device=mask.device)[:, None, None, None]
     return not bool(((seen != (rule & (column >= starts))) & asked).any())
