@@ -1,4 +1,4 @@
-"""Text files of a folder, cut by tokens: enough to count by, without a framework."""
+"""Where `build` and `plan` take texts from: text files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
@@ -14,10 +14,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcache_rag.corpus.worker import BuildSettings
-    from kvcache_rag.prompt.template import PromptTemplate
 
 
 EXTENSIONS: Final = (".md", ".txt")
+
+_PAGE: Final = 500  # rows held at a time
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The .md and .txt files of a folder, cut by tokens.
+
+    Attributes:
+        folder: Where they are.
+        settings: Whose model's tokenizer counts the tokens.
+        size: Tokens of a chunk.
+        overlap: Tokens that neighbours share.
+    """
+
+    folder: str
+    settings: BuildSettings
+    size: int
+    overlap: int
+
+    def items(self) -> Iterator[Item]:
+        """The pieces, file by file."""
+        from kvcache_rag.models.pretrained import load_tokenizer, resolve
+
+        texts = read_texts(self.folder)
+        revision = self.settings.revision
+        options = {"revision": revision} if revision else {}
+        tokenizer = load_tokenizer(resolve(self.settings.model), options)
+        for name, text in texts.items():
+            for number, piece in enumerate(cut(text, tokenizer, self.size, self.overlap), start=1):
+                yield Item(f"{name}, piece {number}", piece)
 
 
 def read_texts(folder: str) -> dict[str, str]:
@@ -63,41 +93,6 @@ def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
             yield piece
 
 
-# Where `build` takes its texts from, besides a file of JSON lines: text files and collections.
-
-
-_PAGE = 500  # rows held at a time
-
-
-@dataclass(frozen=True)
-class TextFiles:
-    """The .md and .txt files of a folder, cut by tokens.
-
-    Attributes:
-        folder: Where they are.
-        settings: Whose model's tokenizer counts the tokens.
-        size: Tokens of a chunk.
-        overlap: Tokens that neighbours share.
-    """
-
-    folder: str
-    settings: BuildSettings
-    size: int
-    overlap: int
-
-    def items(self) -> Iterator[Item]:
-        """The pieces, file by file."""
-        from kvcache_rag.models.pretrained import load_tokenizer, resolve
-
-        texts = read_texts(self.folder)
-        revision = self.settings.revision
-        options = {"revision": revision} if revision else {}
-        tokenizer = load_tokenizer(resolve(self.settings.model), options)
-        for name, text in texts.items():
-            for number, piece in enumerate(cut(text, tokenizer, self.size, self.overlap), start=1):
-                yield Item(f"{name}, piece {number}", piece)
-
-
 @dataclass(frozen=True)
 class ChromaRows:
     """The rows of a Chroma collection, as they read in prompts.
@@ -118,8 +113,10 @@ class ChromaRows:
         """The rows, a page at a time."""
         from kvcache_rag.integration import Rows
         from kvcache_rag.integration.rows import row_text
+        from kvcache_rag.models.pretrained import brought_template
 
-        text_of = row_text(self.form, self.settings.prompt_template(self._brought()))
+        brought = brought_template(self.settings.model)
+        text_of = row_text(self.form, self.settings.prompt_template(brought))
         collection = self.open()
         # The ids first: rows that come and go meanwhile do not shift the pages.
         ids = iter(collection.get(include=[])["ids"])
@@ -141,26 +138,3 @@ class ChromaRows:
 
         client = open_client(Namespace(persist_dir=self.folder, host=None))
         return open_collections(client, [self.collection])[0]
-
-    def _brought(self) -> PromptTemplate | None:
-        from kvcache_rag.models.pretrained import resolve
-        from kvcache_rag.prompt.template import PromptTemplate
-
-        folder = Path(resolve(self.settings.model))
-        return PromptTemplate.load(folder) if folder.is_dir() else None
-
-
-def template_in(place: str) -> PromptTemplate:
-    """The template of a `prompt_template.json`, by its path or its folder.
-
-    Raises:
-        InvalidInputError: If there is none, or it cannot be used.
-    """
-    from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
-
-    path = Path(place)
-    folder = path.parent if path.name == FILE_NAME else path
-    template = PromptTemplate.load(folder)
-    if template is None:
-        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
-    return template

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.commands.listing import quiet
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
@@ -47,14 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    from transformers.utils import logging
-
     from kvcache_rag.models.pretrained import load
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     options = {"revision": arguments.revision} if arguments.revision else {}
-    model, _, _ = load(arguments.model, dtype=arguments.dtype, device=None, options=options)
+    with quiet():
+        model, _, _ = load(arguments.model, dtype=arguments.dtype, device=None, options=options)
     return model
 
 

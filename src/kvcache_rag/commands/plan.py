@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import duration, plural, size, table
+from kvcache_rag.commands.listing import duration, plural, quiet, size, table
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What would be computed.
+class CorpusSize:
+    """What there is, and what of it would be computed.
 
     Attributes:
         pieces: All chunks, equal ones too.
@@ -84,7 +84,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Pace:
+class MeasuredPrefill:
     """What was measured.
 
     Attributes:
@@ -99,21 +99,14 @@ class Pace:
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Engine, ChunkLayout]:
-    from transformers.utils import logging
-
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.engine import Engine
+    from kvcache_rag.integration.engine import EngineSettings, open_store
     from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag.stores import DiskStore
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options = {"revision": arguments.revision} if arguments.revision else {}
-    store = None
     if arguments.kv is not None:
         _check_store(arguments.kv)
-        store = DiskStore(arguments.kv, codec=by_name(arguments.codec))
-    engine = Engine.from_pretrained(arguments.model, store=store, model_kwargs=options)
+    store = open_store(arguments.kv, codec=arguments.codec)
+    with quiet():
+        engine = EngineSettings.of(arguments).open(store)
     return engine, TransformersModel(engine.model).measured.chunk_layout
 
 
@@ -124,9 +117,9 @@ def _check_store(folder: str) -> None:
         raise InvalidInputError(f"there is no store {folder}; leave --kv out to count from nothing")
 
 
-def _count(engine: Engine, pieces: Sequence[str]) -> Plan:
+def _count(engine: Engine, pieces: Sequence[str]) -> CorpusSize:
     keys = engine.keys(pieces)
-    return Plan(
+    return CorpusSize(
         len(pieces),
         {key.digest: text for key, text in zip(keys, pieces, strict=True)},
         {key.digest: key.tokens for key in keys},
@@ -134,9 +127,9 @@ def _count(engine: Engine, pieces: Sequence[str]) -> Plan:
     )
 
 
-def _measure(engine: Engine, plan: Plan, count: int) -> Pace | None:
+def _measure(engine: Engine, plan: CorpusSize, count: int) -> MeasuredPrefill | None:
     """Prefill some of the chunks into memory; the first ones only warm the machine up."""
-    from kvcache_rag.engine import Engine
+    from kvcache_rag.engine import like
     from kvcache_rag.stores import MemoryStore
 
     missing = sorted(plan.tokens.keys() - plan.there, key=lambda one: plan.tokens[one])
@@ -145,19 +138,21 @@ def _measure(engine: Engine, plan: Plan, count: int) -> Pace | None:
         return None
     # Evenly over all lengths, as they will come.
     sample = [missing[(2 * index + 1) * len(missing) // (2 * count)] for index in range(count)]
-    template = engine.template
-    fresh = Engine(engine.model, engine.tokenizer, store=MemoryStore(), template=template)
+    fresh = like(engine, store=MemoryStore())
     if len(missing) > count:
         other = next(one for one in missing if one not in sample)
         fresh.add([plan.texts[other]])
     started = time.perf_counter()
     fresh.add([plan.texts[one] for one in sample])
     seconds = time.perf_counter() - started
-    return Pace(count, sum(plan.tokens[one] for one in sample), seconds)
+    return MeasuredPrefill(count, sum(plan.tokens[one] for one in sample), seconds)
 
 
 def _described(
-    arguments: argparse.Namespace, layout: ChunkLayout, plan: Plan, pace: Pace | None
+    arguments: argparse.Namespace,
+    layout: ChunkLayout,
+    plan: CorpusSize,
+    pace: MeasuredPrefill | None,
 ) -> dict[str, Any]:
     from kvcache_rag.codecs import by_name
     from kvcache_rag.stores.disk.file import file_bytes

@@ -15,9 +15,9 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.corpus.processes import WorkersDiedError
+from kvcache_rag.corpus.processes import DEATHS_OF_A_TEXT, WorkersDiedError
 from kvcache_rag.corpus.texts import Reading, Text
-from kvcache_rag.corpus.worker import DEATHS_OF_A_TEXT, Failure, Report
+from kvcache_rag.corpus.worker import BatchReport, Failure
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.ray_session import ray_session
 
@@ -112,7 +112,7 @@ class Actor:
         texts = [Text(*row) for row in zip(*columns, strict=True)]
         said = [text.text for text in texts if text.index == _COUNTS]
         given = [text for text in texts if text.index != _COUNTS]
-        report = Report() if self._is_given_up(given) else self.build(given)
+        report = BatchReport() if self._is_given_up(given) else self.build(given)
         counts = said[0] if said else ""
         return {"report": [json.dumps(report.to_json())], "counts": [counts]}
 
@@ -124,11 +124,11 @@ class Actor:
 
         return int(ray.get(self._attempts.begin.remote(texts[0].index))) > DEATHS_OF_A_TEXT
 
-    def build(self, texts: list[Text]) -> Report:
+    def build(self, texts: list[Text]) -> BatchReport:
         """Build some texts."""
         if self._worker is None:
-            return Report(refusal=self._refusal)
-        return self._worker.build(texts) if texts else Report()
+            return BatchReport(refusal=self._refusal)
+        return self._worker.build(texts) if texts else BatchReport()
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RayCluster:
 
     def run(
         self, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Generator[Report, None, None]:
+    ) -> Generator[BatchReport, None, None]:
         """Build everything; reports come as they come.  Closing the iterator ends all actors.
 
         Args:
@@ -194,7 +194,7 @@ class RayCluster:
 
     def _stream(
         self, ray: Any, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Iterator[Report]:
+    ) -> Iterator[BatchReport]:
         from ray.data import ActorPoolStrategy, DataContext
 
         context = DataContext.get_current()
@@ -221,11 +221,11 @@ class RayCluster:
             for row in found.iter_rows():
                 if row["counts"]:
                     reading.take(json.loads(row["counts"]))
-                yield Report.from_json(json.loads(row["report"]))
+                yield BatchReport.from_json(json.loads(row["report"]))
 
     def _rest(
         self, ray: Any, settings: BuildSettings, reading: Reading, seen: bytearray
-    ) -> Iterator[Report]:
+    ) -> Iterator[BatchReport]:
         """Build one by one what no report came of."""
         again = Reading(reading.corpus)
         lonely = _Lonely(ray, settings, self._options(ray, settings), self._threads)
@@ -246,19 +246,19 @@ class _Lonely:
         self._arguments = (settings, threads)
         self._actor: Any = None
 
-    def build(self, text: Text) -> Report:
+    def build(self, text: Text) -> BatchReport:
         cause = ""
         for _ in range(DEATHS_OF_A_TEXT):
             if self._actor is None:
                 self._actor = self._make.remote(*self._arguments)
             try:
-                report: Report = self._ray.get(self._actor.build.remote([text]))
+                report: BatchReport = self._ray.get(self._actor.build.remote([text]))
             except self._ray.exceptions.RayError as error:  # it died, or was short of memory
                 self._actor, cause = None, type(error).__name__
                 continue
             return report
         reason = f"was left out: its worker died {DEATHS_OF_A_TEXT} times ({cause})"
-        return Report(indices=(text.index,), failures=(Failure.of(text, reason),))
+        return BatchReport(indices=(text.index,), failures=(Failure.of(text, reason),))
 
 
 def _mark(seen: bytearray, indices: tuple[int, ...]) -> None:
