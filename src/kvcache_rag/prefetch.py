@@ -216,26 +216,32 @@ class Prefetcher:
             while not self._is_closed:
                 now = time.monotonic()
                 allowed = self._allowed()
-                first = min(allowed, key=lambda one: (one.due > now, allowed[one]), default=None)
+                first = min(
+                    allowed,
+                    key=lambda prefetch: (prefetch.due > now, allowed[prefetch]),
+                    default=None,
+                )
                 if first is not None and first.due <= now:
                     del self._waiting[first]
                     first._state = _State.RUNNING
                     return first
-                self._changed.wait(min((one.due for one in allowed), default=now) - now or None)
+                self._changed.wait(
+                    min((prefetch.due for prefetch in allowed), default=now) - now or None
+                )
         return None
 
     def _allowed(self) -> dict[Prefetch, tuple[int, float]]:
         """Who waits and is not too far ahead, with the order: tenants in turn, the oldest first."""
-        ready = Counter(one.namespace for one in self._ready)
-        tenants = {*ready, *(one.namespace for one in self._waiting)}
+        ready = Counter(prefetch.namespace for prefetch in self._ready)
+        tenants = {*ready, *(prefetch.namespace for prefetch in self._waiting)}
         share = max(1, self.ahead // max(1, len(tenants)))
         places = Counter(ready)
-        found = {}
-        for one in self._waiting:
-            if ready[one.namespace] < share:
-                found[one] = (places[one.namespace], one.due)
-                places[one.namespace] += 1
-        return found
+        allowed = {}
+        for prefetch in self._waiting:
+            if ready[prefetch.namespace] < share:
+                allowed[prefetch] = (places[prefetch.namespace], prefetch.due)
+                places[prefetch.namespace] += 1
+        return allowed
 
     def _pays(self, prefetch: Prefetch) -> bool:
         """Whether something more is done for a question, and would be ready before its turn."""
@@ -311,12 +317,12 @@ class Engines:
         if namespace == self.base.namespace:
             return self.base
         with self._lock:
-            known = self._known.get(namespace)
-        if known is None:
+            engine = self._known.get(namespace)
+        if engine is None:
             made = self.base.in_namespace(namespace)
             with self._lock:
-                known = self._known.setdefault(namespace, made)
-        return known
+                engine = self._known.setdefault(namespace, made)
+        return engine
 
     def answering(self, namespace: str) -> Engine:
         """The engine of a tenant, for the thread that answers."""

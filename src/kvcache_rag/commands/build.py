@@ -281,7 +281,9 @@ def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
         "tokens_per_second": tally.tokens_per_second,
         "bytes": tally.nbytes,
         "seconds": tally.seconds,
-        "failures": [{"name": one.name, "reason": one.reason} for one in tally.failures],
+        "failures": [
+            {"name": failure.name, "reason": failure.reason} for failure in tally.failures
+        ],
         "problems": [{"name": name, "reason": reason} for name, reason in reading.problems],
     }
 

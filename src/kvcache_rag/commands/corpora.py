@@ -59,12 +59,12 @@ def read_texts(folder: str) -> dict[str, str]:
     root = Path(folder)
     if not root.is_dir():
         raise InvalidInputError(f"there is no folder {folder}")
-    found = {
+    contents = {
         path.relative_to(root).as_posix(): _read(path)
         for path in sorted(root.rglob("*"))
         if path.suffix.lower() in EXTENSIONS and path.is_file() and not _is_hidden(path, root)
     }
-    texts = {name: text for name, text in found.items() if text.strip()}
+    texts = {name: text for name, text in contents.items() if text.strip()}
     if not texts:
         raise InvalidInputError(f"there is no {' or '.join(EXTENSIONS)} file with text in {folder}")
     return texts

@@ -118,7 +118,7 @@ def _outdated(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> Outd
 
     rows = [row for row in prefiller.rows.get() if text_of(row).strip()]
     keys = engine.keys([text_of(row) for row in rows])
-    held = [Reference.from_metadata(row.metadata) for row in rows]
+    references = [Reference.from_metadata(row.metadata) for row in rows]
     missing = {key for key in keys if not engine.store.contains(key)}
     return Outdated(
         rows=len(rows),
@@ -126,9 +126,10 @@ def _outdated(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> Outd
         tokens=sum(key.tokens for key in missing),
         nbytes=sum(engine.nbytes(key) for key in missing),
         stale=sum(
-            one is None or one.key != key.digest for one, key in zip(held, keys, strict=True)
+            reference is None or reference.key != key.digest
+            for reference, key in zip(references, keys, strict=True)
         ),
-        specs=Counter(one.spec[:16] for one in held if one is not None),
+        specs=Counter(reference.spec[:16] for reference in references if reference is not None),
     )
 
 
@@ -176,13 +177,13 @@ def _retire(arguments: argparse.Namespace, prefiller: RowPrefiller, engine: Engi
     if not arguments.yes:
         # The rows still refer to the old chunks, and will not.
         owner = garbage.Owner(owner.name, owner.mark, lambda _: set())
-    for found in garbage.unused(_others(arguments, engine), owner, time.time()):
-        if not found.files:
+    for unused in garbage.unused(_others(arguments, engine), owner, time.time()):
+        if not unused.files:
             continue
-        count = garbage.release(found, owner, remote) if arguments.yes else len(found.files)
+        count = garbage.release(unused, owner, remote) if arguments.yes else len(unused.files)
         done = "released" if arguments.yes else "would be released"
-        name = f"{found.spec.name} {model_name(found.spec.manifest)}"
-        print(f"  {name}: {plural(count, 'chunk')} ({size(found.nbytes)}) {done}")
+        name = f"{unused.spec.name} {model_name(unused.spec.manifest)}"
+        print(f"  {name}: {plural(count, 'chunk')} ({size(unused.nbytes)}) {done}")
     if remote is not None:
         remote.check()
 
@@ -220,6 +221,8 @@ def _fits(text_of: RowText, rows: Sequence[Row], engine: Engine) -> bool:
     """Whether the rows' references were made of these texts."""
     from kvcache_rag.integration import Reference, text_digest
 
-    held = [(Reference.from_metadata(row.metadata), row) for row in rows]
-    made = [(one.text, text_of(row)) for one, row in held if one is not None]
-    return bool(made) and all(known == text_digest(text, engine) for known, text in made)
+    references = [(Reference.from_metadata(row.metadata), row) for row in rows]
+    digests = [
+        (reference.text, text_of(row)) for reference, row in references if reference is not None
+    ]
+    return bool(digests) and all(digest == text_digest(text, engine) for digest, text in digests)

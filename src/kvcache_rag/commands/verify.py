@@ -136,7 +136,7 @@ def _planned(arguments: argparse.Namespace) -> Verification:
         from kvcache_rag.evaluation.datasets import own_score, read_own_questions
 
         questions = _drawn(read_own_questions(arguments.questions), arguments)
-        answered = all(one.answers or one.answer_groups for one in questions)
+        answered = all(question.answers or question.answer_groups for question in questions)
         score, measure = (own_score, "f1") if answered else (None, AGREEMENT)
         source = arguments.questions.name
     elif arguments.task is not None:
@@ -178,13 +178,16 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     tasks = {name: task_by_name(name, data=arguments.data) for name in names}
     wanted = arguments.n or QUESTIONS
     each = -(-wanted // len(names))
-    found = [
-        [replace(one, id=f"{name}/{one.id}") for one in task.questions(each, arguments.seed)]
+    by_task = [
+        [
+            replace(question, id=f"{name}/{question.id}")
+            for question in task.questions(each, arguments.seed)
+        ]
         for name, task in tasks.items()
     ]
     # The kinds in turn, so that few questions are of many kinds.
-    turns = [one for turn in itertools.zip_longest(*found) for one in turn if one is not None]
-    questions = turns[:wanted]
+    mixed = itertools.chain(*itertools.zip_longest(*by_task))
+    questions = [question for question in mixed if question is not None][:wanted]
 
     def score(answer: str, question: Question) -> dict[str, float]:
         return tasks[question.id.partition("/")[0]].score(answer, question)
@@ -251,9 +254,9 @@ def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> Auxilia
 # ---------------------------------------------------------------------- what was found
 def lines(verdict: Verdict, file: str) -> Iterator[str]:
     """The table, the notes, and one sentence."""
-    told = verdict.identity
+    identity = verdict.identity
     yield (
-        f"model {told.model}, {told.dtype}, chunks stored as {told.codec}; "
+        f"model {identity.model}, {identity.dtype}, chunks stored as {identity.codec}; "
         f"{plural(verdict.questions, 'question')} of {verdict.source}, measured by "
         f"{verdict.measure}"
     )
@@ -327,13 +330,13 @@ def _auxiliary_line(found: AuxiliaryAgreement) -> str:
 
 
 def _sentence(verdict: Verdict) -> str:
-    asked = f"{100 * verdict.threshold:g} %"
+    share = f"{100 * verdict.threshold:g} %"
     rows: Sequence[PolicyScore] = verdict.policies
     chosen = [row for row in rows if row.policy == verdict.recommended]
     if chosen:
         return (
             f"Recommended: {chosen[0].policy}, which keeps {_percent(chosen[0].kept)} % of full "
-            f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {asked} asked) at "
+            f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {share} asked) at "
             f"{chosen[0].ttft_ratio:.2f} times its time to the first token."
         )
     if not all(check.passed for check in verdict.checks):
@@ -354,10 +357,10 @@ def _sentence(verdict: Verdict) -> str:
         return (
             f"Recommended: {verdict.full.policy}; {close.policy} kept {_percent(close.kept)} % of "
             f"its score, but {verdict.questions} questions prove only {_percent(close.kept_low)} % "
-            f"where {asked} is asked: give more questions ({_needed(verdict)} if none is lost), or "
+            f"where {share} is asked: give more questions ({_needed(verdict)} if none is lost), or "
             "accept less with --keep."
         )
     return (
-        f"Recommended: {verdict.full.policy}, because no policy keeps {asked} of its score; the "
+        f"Recommended: {verdict.full.policy}, because no policy keeps {share} of its score; the "
         f"closest, {close.policy}, keeps {_percent(close.kept)} %."
     )

@@ -110,10 +110,10 @@ class Actor:
         """One report per table, as JSON."""
         columns = (batch.column(name).to_pylist() for name in _COLUMNS)
         texts = [Text(*row) for row in zip(*columns, strict=True)]
-        said = [text.text for text in texts if text.index == _COUNTS]
-        given = [text for text in texts if text.index != _COUNTS]
-        report = BatchReport() if self._is_given_up(given) else self.build(given)
-        counts = said[0] if said else ""
+        counts_said = [text.text for text in texts if text.index == _COUNTS]
+        to_build = [text for text in texts if text.index != _COUNTS]
+        report = BatchReport() if self._is_given_up(to_build) else self.build(to_build)
+        counts = counts_said[0] if counts_said else ""
         return {"report": [json.dumps(report.to_json())], "counts": [counts]}
 
     def _is_given_up(self, texts: list[Text]) -> bool:
@@ -173,16 +173,16 @@ class RayCluster:
                     _mark(seen, report.indices)
                     yield report
             except ray.exceptions.RayError as error:
-                said = " ".join(str(error).split())[-300:]
-                raise WorkersDiedError(f"Ray gave up: {said}; what is stored stays") from error
+                reason = " ".join(str(error).split())[-300:]
+                raise WorkersDiedError(f"Ray gave up: {reason}; what is stored stays") from error
             if not reading.is_complete or seen.count(1) < reading.texts_found:
                 yield from self._rest(ray, settings, reading, seen)
 
     def _gpus(self, ray: Any) -> float:
         if self.gpus is not None:
             return self.gpus
-        found = ray.cluster_resources().get("GPU", 0)
-        return 1 / ceil(self.workers / found) if found else 0.0
+        available = ray.cluster_resources().get("GPU", 0)
+        return 1 / ceil(self.workers / available) if available else 0.0
 
     def _options(self, ray: Any, settings: BuildSettings) -> dict[str, Any]:
         gpus = 0.0 if settings.device == "cpu" else self._gpus(ray)
@@ -203,7 +203,7 @@ class RayCluster:
         # A block that kills actors is not to end the others' work.
         context.max_errored_blocks = -1
         attempts = ray.remote(Attempts).options(num_cpus=0).remote()
-        found = (
+        reports = (
             ray.data.from_items([0])
             .map_batches(Reader(reading.corpus, batch), batch_size=None, num_cpus=0)
             .map_batches(
@@ -218,7 +218,7 @@ class RayCluster:
         with warnings.catch_warnings():
             # That a small corpus does not keep all actors busy.
             warnings.filterwarnings("ignore", "The minimum number of concurrent actors")
-            for row in found.iter_rows():
+            for row in reports.iter_rows():
                 if row["counts"]:
                     reading.take(json.loads(row["counts"]))
                 yield BatchReport.from_json(json.loads(row["report"]))

@@ -89,8 +89,8 @@ class ProcessPool:
 
 def batches(texts: Iterator[Text], size: int) -> Iterator[list[Text]]:
     """Lists of at most `size` texts, read when they are asked for."""
-    while found := list(islice(texts, size)):
-        yield found
+    while batch := list(islice(texts, size)):
+        yield batch
 
 
 @dataclass
@@ -247,17 +247,17 @@ def tidy(store: DiskStore, spec: str, namespace: str) -> int:
     Returns:
         How many files were removed.
     """
-    found = [
+    leftovers = [
         entry
         for folder in namespaces(store.root)
         if folder.name == namespace_digest(namespace)
-        for one in folder.specs()
-        if one.name == spec[:16]
-        for entry in one.entries()
+        for spec_folder in folder.specs()
+        if spec_folder.name == spec[:16]
+        for entry in spec_folder.entries()
         if isinstance(entry, Leftover)
     ]
     removed = 0
-    for leftover in found:
+    for leftover in leftovers:
         stripe = os.path.basename(os.path.dirname(leftover.path))
         if len(stripe) != 2:
             continue  # a manifest, which is written without a lock

@@ -106,9 +106,9 @@ class BuildSettings:
         store = self.open_store()
         if self.is_remote:
             store.contains(ChunkKey("0" * 64, "0" * 64, self.namespace, 1, 0))
-            found = store.stats()
-            if found.failures:
-                raise InvalidInputError(f"the store cannot be reached: {found.last_failure}")
+            stats = store.stats()
+            if stats.failures:
+                raise InvalidInputError(f"the store cannot be reached: {stats.last_failure}")
             return
         try:
             with tempfile.TemporaryFile(dir=os.path.abspath(self.store)):
@@ -173,7 +173,7 @@ class BatchReport:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> BatchReport:
         """The inverse of `to_json`."""
-        failures = tuple(Failure(**one) for one in values["failures"])
+        failures = tuple(Failure(**failure) for failure in values["failures"])
         return cls(**{**values, "indices": tuple(values["indices"]), "failures": failures})
 
 
@@ -280,8 +280,8 @@ class Worker:
             self.engine.add([batch.keys[key].text for key in keys])
         except Exception as error:  # whatever model and device raise for one text
             if len(keys) == 1:
-                said = " ".join(str(error).split())[:200]
-                reason = f"cannot be prefilled: {type(error).__name__}: {said}"
+                message = " ".join(str(error).split())[:200]
+                reason = f"cannot be prefilled: {type(error).__name__}: {message}"
                 batch.failures.append(Failure.of(batch.keys[keys[0]], reason))
                 return
             for key in keys:

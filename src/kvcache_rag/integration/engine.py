@@ -65,9 +65,9 @@ class EngineSettings:
             source: An attribute that is None or missing says nothing.
             values: Said in its place.
         """
-        said = {one.name: getattr(source, one.name, None) for one in fields(cls)}
-        known = {name: value for name, value in said.items() if value is not None}
-        return cls(**{**known, **values})
+        own = {known.name: getattr(source, known.name, None) for known in fields(cls)}
+        said = {name: value for name, value in own.items() if value is not None}
+        return cls(**{**said, **values})
 
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written for a model that brings `brought`."""

@@ -116,8 +116,8 @@ class References:
         except UnsupportedModelError:
             return text  # it keeps no keys and values
         with self._lock:
-            known = self._known.get(key)
-        return text if known is None else known.chunk(text, engine)
+            reference = self._known.get(key)
+        return text if reference is None else reference.chunk(text, engine)
 
 
 def text_digest(text: str, engine: Engine) -> str:

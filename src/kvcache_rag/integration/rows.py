@@ -112,10 +112,10 @@ class Rows:
 
     def check(self, row: NewRow) -> None:
         """Fail as `put` would: the collection is gone, or a vector has the wrong size or none."""
-        asked: dict[str, Any] = {"query_texts": [row.document]}
+        query: dict[str, Any] = {"query_texts": [row.document]}
         if row.embedding is not None:
-            asked = {"query_embeddings": [list(row.embedding)]}
-        self.collection.query(**asked, n_results=1, include=[])
+            query = {"query_embeddings": [list(row.embedding)]}
+        self.collection.query(**query, n_results=1, include=[])
 
     def get(
         self,
@@ -133,10 +133,10 @@ class Rows:
             ids, limit, where=where, where_document=where_document, include=include
         ):
             documents = page.get("documents") or [""] * len(page["ids"])
-            found = zip(page["ids"], documents, page["metadatas"], strict=True)
+            columns = zip(page["ids"], documents, page["metadatas"], strict=True)
             rows.extend(
                 Row(id_, document or "", metadata or {})
-                for id_, document, metadata in found
+                for id_, document, metadata in columns
                 if metadata_only or not (document is None and metadata is None)
             )
         return rows[:limit]
@@ -157,10 +157,10 @@ class Rows:
 
     def holding(self, key: str, values: Sequence[str]) -> list[Row]:
         """Rows whose metadata `key` is one of `values`, metadata only."""
-        found: list[Row] = []
+        rows: list[Row] = []
         for batch in _batches(values, _MEMBERS):
-            found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
-        return found
+            rows += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
+        return rows
 
     def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:
         """Write rows of different ids.
@@ -227,7 +227,7 @@ class Rows:
             *(["embeddings"] if with_embeddings else []),
         ]
         vector: Any = [list(embedding)]
-        found: Any = self.collection.query(
+        result: Any = self.collection.query(
             query_embeddings=vector,
             n_results=count,
             where=where,
@@ -235,8 +235,8 @@ class Rows:
             include=include,
             **options,
         )
-        vectors = found["embeddings"][0] if with_embeddings else [None] * len(found["ids"][0])
-        columns = (found[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+        vectors = result["embeddings"][0] if with_embeddings else [None] * len(result["ids"][0])
+        columns = (result[name][0] for name in ("ids", "documents", "metadatas", "distances"))
         return [
             Row(id_, document or "", metadata or {}, vector, distance)
             for id_, document, metadata, distance, vector in zip(*columns, vectors, strict=True)
@@ -271,7 +271,7 @@ def _number_list(values: Sequence[Any]) -> list[Any]:
 
 def _fits(value: Any) -> bool:
     if isinstance(value, list):
-        return len({type(one) for one in value}) == 1 and isinstance(value[0], Scalar)
+        return len({type(item) for item in value}) == 1 and isinstance(value[0], Scalar)
     return isinstance(value, Scalar)
 
 
@@ -282,8 +282,8 @@ def _replacing(new: Mapping[str, Any], old: Row | None) -> dict[str, Any]:
 
 
 def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
-    given = [list(row.embedding) for row in rows if row.embedding is not None]
-    return given or None
+    vectors = [list(row.embedding) for row in rows if row.embedding is not None]
+    return vectors or None
 
 
 def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
