@@ -11,9 +11,9 @@ from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.codecs import by_name
-from kvcache_rag.corpus.run import Build, InProcess, batches, tidy
+from kvcache_rag.corpus.run import Build, InProcess, Tally, batches, tidy
 from kvcache_rag.corpus.texts import Item, JsonLines, Reading, Text
-from kvcache_rag.corpus.worker import BuildSettings, Failure, Report, Tally, Worker
+from kvcache_rag.corpus.worker import BatchReport, BuildSettings, Failure, Worker
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.stores.disk import folders
 
@@ -132,8 +132,8 @@ def test_a_corpus_that_is_no_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_reports_survive_json() -> None:
-    report = Report((1, 2), 1, 0, 9, 5, 100, (Failure(2, "line 2", "too long"),), "ab", "")
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    report = BatchReport((1, 2), 1, 0, 9, 5, 100, (Failure(2, "line 2", "too long"),), "ab", "")
+    assert BatchReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     tally = Tally()
     tally.add(report)
     tally.add(report)
@@ -268,7 +268,7 @@ def test_an_interrupted_build_goes_on(
     corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
     build = Worker.build
 
-    def stopped(self: Worker, texts: Any, *rest: Any) -> Report:
+    def stopped(self: Worker, texts: Any, *rest: Any) -> BatchReport:
         if texts[0].index == 2:
             raise KeyboardInterrupt
         return build(self, texts, *rest)

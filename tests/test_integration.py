@@ -5,24 +5,32 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from inspect import signature
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
+import torch
 from small import make_model, make_tokenizer
 from verdicts import REUSE, make_verdict
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     ContextTooLongError,
+    DiskStore,
     Engine,
     FingerprintMismatchError,
+    FullRecompute,
     InvalidInputError,
     MemoryStore,
     PromptTemplate,
+    RemoteStore,
+    Reuse,
     StoredChunk,
     TieredStore,
 )
+from kvcache_rag.engine import like
 from kvcache_rag.integration import (
     REFERENCE_KEYS,
     NewRow,
@@ -33,6 +41,7 @@ from kvcache_rag.integration import (
     open_engine,
     text_digest,
 )
+from kvcache_rag.integration.engine import EngineSettings, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -383,3 +392,75 @@ def test_a_loaded_model_needs_its_tokenizer() -> None:
 def test_what_cannot_be_loaded_is_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         open_engine(options.pop("model"), **options)
+
+
+def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_path: Path) -> None:
+    loaded = {"tokenizer", "dtype", "device", "revision", "model_kwargs", "tokenizer_kwargs"}
+    own = {"model", "template", "system_prompt", *loaded}
+    names = {one.name for one in dataclasses.fields(EngineSettings)}
+    assert names - own <= signature(Engine).parameters.keys()
+    store = open_store(tmp_path, memory=MemoryStore())
+    settings = EngineSettings(
+        make_model(),
+        make_tokenizer(),
+        namespace="tenant",
+        context_window=100,
+        cost_aware=False,
+        rotation="copied",
+    )
+    engine = settings.open(store)
+    assert (engine.namespace, engine.context_window, engine.store) == ("tenant", 100, store)
+    assert (engine._costs.enabled, engine._options["rotation"]) == (False, "copied")
+
+
+def test_settings_are_taken_from_what_says_them_by_name() -> None:
+    source = SimpleNamespace(model="m", dtype=None, device="cpu", revision="r", codec="int8")
+    found = EngineSettings.of(source, device="cuda", cost_aware=False)
+    assert found == EngineSettings("m", device="cuda", revision="r", cost_aware=False)
+
+
+def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
+    memory = MemoryStore()
+    assert isinstance(open_store(None), MemoryStore)
+    assert open_store(None, memory=memory) is memory
+    disk = open_store(tmp_path, codec="int8", max_bytes=7, namespace="n")
+    assert isinstance(disk, DiskStore)
+    assert (disk.codec.name, disk.max_bytes, disk.namespace) == ("int8-kc-vt", 7, "n")
+    remote = open_store("memory://bucket/kv", max_bytes=7, retries=1)
+    assert isinstance(remote, RemoteStore)
+    tiered = open_store(tmp_path, memory=memory)
+    assert isinstance(tiered, TieredStore)
+    assert tiered.tiers[0] is memory
+    with pytest.raises(InvalidInputError, match="codec"):
+        open_store(tmp_path, codec="int7")
+
+
+def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None:
+    options: dict[str, Any] = {
+        "store": MemoryStore(),
+        "combinations": MemoryStore(0),
+        "template": PromptTemplate(system="Read.\n"),
+        "policy": FullRecompute(),
+        "namespace": "tenant",
+        "prefill_dtype": torch.float32,
+        "context_window": 100,
+        "packed_attention": False,
+        "cost_aware": False,
+        "auxiliary": None,
+        "gate": None,
+        "rotation": "copied",
+    }
+    assert options.keys() == signature(Engine).parameters.keys() - {"model", "tokenizer"}
+    engine = Engine(make_model(), make_tokenizer(), **options)
+    same = like(engine)
+    assert same._options == engine._options == {**options, **_loaded(engine)}
+    engine.policy = Reuse()
+    tenant = engine.in_namespace("other")
+    changed = like(tenant, store=None, cost_aware=True)
+    kept = {**options, "policy": engine.policy, "namespace": "other", "cost_aware": True}
+    assert changed._options == {**kept, **_loaded(engine), "store": None}
+    assert changed.store is not engine.store
+
+
+def _loaded(engine: Engine) -> dict[str, Any]:
+    return {"model": engine.model, "tokenizer": engine.tokenizer}

@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def load(*_: Any, **__: Any) -> Any:
         return make_model(), make_tokenizer(), TEMPLATE
 
-    monkeypatch.setattr("kvcache_rag.engine.load", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     texts = tmp_path / "texts"
     (texts / "deep").mkdir(parents=True)
     (texts / ".hidden").mkdir()

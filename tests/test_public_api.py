@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -97,3 +98,27 @@ def test_import_loads_nothing_heavy() -> None:
     code = f"import sys, kvcache_rag; print([n for n in {HEAVY} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "package", ["kvcache_rag", "kvcache_rag.finetune", "kvcache_rag.integration"]
+)
+def test_a_package_reads_its_names_from_its_own_imports(package: str) -> None:
+    module = import_module(package)
+    given: dict[str, object] = {}
+    exec(f"from {package} import *", given)
+    assert given.keys() - {"__builtins__"} == set(module.__all__)
+    assert module.__all__ == sorted(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    assert "lazy_names" not in dir(module)
+    for name in module.__all__:
+        assert given[name] is getattr(module, name)
+
+
+def test_names_are_looked_up_when_one_is_used_first() -> None:
+    code = (
+        "import sys, kvcache_rag; early = {'ast', 'kvcache_rag.errors'} & sys.modules.keys();"
+        "kvcache_rag.InvalidInputError; print(early, 'kvcache_rag.errors' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set() True"

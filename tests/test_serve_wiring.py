@@ -40,7 +40,7 @@ def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(options)
         raise InvalidInputError("enough")
 
-    monkeypatch.setattr(startup, "load", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     for revision in ("abc", None):
         with pytest.raises(InvalidInputError, match="enough"):
             startup.open_engine(ServerSettings("tiny", revision=revision))

@@ -269,7 +269,7 @@ def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(Engine, "from_pretrained", load)
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     with pytest.raises(InvalidInputError) as caught:
         run("tiny", *given)
     assert said in str(caught.value)

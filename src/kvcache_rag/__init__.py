@@ -11,170 +11,61 @@ Names are loaded when they are first used, so importing the package costs nothin
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache_rag.auxiliary import Auxiliary
-    from kvcache_rag.codecs import Codec, Int4, Int8, Native
-    from kvcache_rag.engine import Engine
-    from kvcache_rag.errors import (
-        ChunkNotFoundError,
-        ContextTooLongError,
-        CorruptChunkError,
-        FingerprintMismatchError,
-        InvalidInputError,
-        KVCacheRagError,
-        MissingExtraError,
-        UnsupportedModelError,
-    )
-    from kvcache_rag.generation.explain import Explained
-    from kvcache_rag.generation.request import StoredChunk
-    from kvcache_rag.generation.stream import (
-        AnswerStream,
-        AsyncAnswerStream,
-        cancellable,
-        in_thread,
-    )
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
-    from kvcache_rag.metrics import Answer, Metrics
-    from kvcache_rag.policies import (
-        Ape,
-        CacheBlend,
-        CacheClip,
-        Combination,
-        FullRecompute,
-        LegoLink,
-        Reuse,
-        ReusePolicy,
-        Scorer,
-        Union,
-        auto,
-        policy_by_name,
-    )
-    from kvcache_rag.prefetch import Prefetch, Prefetcher
-    from kvcache_rag.prompt.renderer import PromptIds
-    from kvcache_rag.prompt.template import Message, PromptTemplate
-    from kvcache_rag.stores import (
-        ChunkStore,
-        DiskStore,
-        MemoryStore,
-        RemoteStore,
-        StoreStats,
-        TieredStore,
-    )
-    from kvcache_rag.verdict import Gate, Verdict
+    from kvcache_rag.auxiliary import Auxiliary as Auxiliary
+    from kvcache_rag.codecs import Codec as Codec
+    from kvcache_rag.codecs import Int4 as Int4
+    from kvcache_rag.codecs import Int8 as Int8
+    from kvcache_rag.codecs import Native as Native
+    from kvcache_rag.engine import Engine as Engine
+    from kvcache_rag.errors import ChunkNotFoundError as ChunkNotFoundError
+    from kvcache_rag.errors import ContextTooLongError as ContextTooLongError
+    from kvcache_rag.errors import CorruptChunkError as CorruptChunkError
+    from kvcache_rag.errors import FingerprintMismatchError as FingerprintMismatchError
+    from kvcache_rag.errors import InvalidInputError as InvalidInputError
+    from kvcache_rag.errors import KVCacheRagError as KVCacheRagError
+    from kvcache_rag.errors import MissingExtraError as MissingExtraError
+    from kvcache_rag.errors import UnsupportedModelError as UnsupportedModelError
+    from kvcache_rag.generation.explain import Explained as Explained
+    from kvcache_rag.generation.request import StoredChunk as StoredChunk
+    from kvcache_rag.generation.stream import AnswerStream as AnswerStream
+    from kvcache_rag.generation.stream import AsyncAnswerStream as AsyncAnswerStream
+    from kvcache_rag.generation.stream import cancellable as cancellable
+    from kvcache_rag.generation.stream import in_thread as in_thread
+    from kvcache_rag.kv.chunk import ChunkKey as ChunkKey
+    from kvcache_rag.kv.chunk import ChunkKV as ChunkKV
+    from kvcache_rag.metrics import Answer as Answer
+    from kvcache_rag.metrics import Metrics as Metrics
+    from kvcache_rag.policies import Ape as Ape
+    from kvcache_rag.policies import CacheBlend as CacheBlend
+    from kvcache_rag.policies import CacheClip as CacheClip
+    from kvcache_rag.policies import Combination as Combination
+    from kvcache_rag.policies import FullRecompute as FullRecompute
+    from kvcache_rag.policies import LegoLink as LegoLink
+    from kvcache_rag.policies import Reuse as Reuse
+    from kvcache_rag.policies import ReusePolicy as ReusePolicy
+    from kvcache_rag.policies import Scorer as Scorer
+    from kvcache_rag.policies import Union as Union
+    from kvcache_rag.policies import auto as auto
+    from kvcache_rag.policies import policy_by_name as policy_by_name
+    from kvcache_rag.prefetch import Prefetch as Prefetch
+    from kvcache_rag.prefetch import Prefetcher as Prefetcher
+    from kvcache_rag.prompt.renderer import PromptIds as PromptIds
+    from kvcache_rag.prompt.template import Message as Message
+    from kvcache_rag.prompt.template import PromptTemplate as PromptTemplate
+    from kvcache_rag.stores import ChunkStore as ChunkStore
+    from kvcache_rag.stores import DiskStore as DiskStore
+    from kvcache_rag.stores import MemoryStore as MemoryStore
+    from kvcache_rag.stores import RemoteStore as RemoteStore
+    from kvcache_rag.stores import StoreStats as StoreStats
+    from kvcache_rag.stores import TieredStore as TieredStore
+    from kvcache_rag.verdict import Gate as Gate
+    from kvcache_rag.verdict import Verdict as Verdict
+else:
+    from kvcache_rag.exports import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Answer",
-    "AnswerStream",
-    "Ape",
-    "AsyncAnswerStream",
-    "Auxiliary",
-    "CacheBlend",
-    "CacheClip",
-    "ChunkKV",
-    "ChunkKey",
-    "ChunkNotFoundError",
-    "ChunkStore",
-    "Codec",
-    "Combination",
-    "ContextTooLongError",
-    "CorruptChunkError",
-    "DiskStore",
-    "Engine",
-    "Explained",
-    "FingerprintMismatchError",
-    "FullRecompute",
-    "Gate",
-    "Int4",
-    "Int8",
-    "InvalidInputError",
-    "KVCacheRagError",
-    "LegoLink",
-    "MemoryStore",
-    "Message",
-    "Metrics",
-    "MissingExtraError",
-    "Native",
-    "Prefetch",
-    "Prefetcher",
-    "PromptIds",
-    "PromptTemplate",
-    "RemoteStore",
-    "Reuse",
-    "ReusePolicy",
-    "Scorer",
-    "StoreStats",
-    "StoredChunk",
-    "TieredStore",
-    "Union",
-    "UnsupportedModelError",
-    "Verdict",
-    "auto",
-    "cancellable",
-    "in_thread",
-    "policy_by_name",
-]
-
-_HOMES = {
-    "auxiliary": ("Auxiliary",),
-    "codecs": ("Codec", "Int4", "Int8", "Native"),
-    "engine": ("Engine",),
-    "errors": (
-        "ChunkNotFoundError",
-        "ContextTooLongError",
-        "CorruptChunkError",
-        "FingerprintMismatchError",
-        "InvalidInputError",
-        "KVCacheRagError",
-        "MissingExtraError",
-        "UnsupportedModelError",
-    ),
-    "generation.explain": ("Explained",),
-    "generation.request": ("StoredChunk",),
-    "generation.stream": ("AnswerStream", "AsyncAnswerStream", "cancellable", "in_thread"),
-    "kv.chunk": ("ChunkKV", "ChunkKey"),
-    "metrics": ("Answer", "Metrics"),
-    "policies": (
-        "Ape",
-        "CacheBlend",
-        "CacheClip",
-        "Combination",
-        "FullRecompute",
-        "LegoLink",
-        "Reuse",
-        "ReusePolicy",
-        "Scorer",
-        "Union",
-        "auto",
-        "policy_by_name",
-    ),
-    "prefetch": ("Prefetch", "Prefetcher"),
-    "prompt.renderer": ("PromptIds",),
-    "prompt.template": ("Message", "PromptTemplate"),
-    "stores": (
-        "ChunkStore",
-        "DiskStore",
-        "MemoryStore",
-        "RemoteStore",
-        "StoreStats",
-        "TieredStore",
-    ),
-    "verdict": ("Gate", "Verdict"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvcache_rag' has no attribute {name!r}")
-    return getattr(import_module(f"kvcache_rag.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__, "__version__"]

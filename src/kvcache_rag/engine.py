@@ -108,6 +108,8 @@ class Engine:
                 answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
                 not; "copied" never does; "auto" where it is measured sooner.
         """
+        self._options = {**locals()}  # as they were given, for `like`
+        del self._options["self"]
         checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
@@ -211,7 +213,7 @@ class Engine:
             loader,
             answerer.window,
             other.auxiliary,
-            "auto" if answerer.deferral is None else answerer.deferral.mode,
+            self._options["rotation"],
         )
         return other
 
@@ -587,6 +589,17 @@ class Engine:
     ) -> Answer:
         with self._lock:
             return self._answerer.run(request, emit, cancelled)
+
+
+def like(engine: Engine, **changes: Any) -> Engine:
+    """Another engine with the model, the stores and the options of `engine`, but for `changes`.
+
+    Args:
+        engine: Its attributes count as they are now; what it does not show, as it was given.
+        changes: Arguments of `Engine`; None for the default of an option.
+    """
+    options = {name: getattr(engine, name, value) for name, value in engine._options.items()}
+    return Engine(**{**options, **changes})
 
 
 def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:

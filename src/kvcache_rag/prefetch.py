@@ -1,4 +1,10 @@
-"""End what is still running before the interpreter does."""
+"""Compute or load what waiting questions will need, before their turn.
+
+The KV cache generator of Shared RAG-DCache (arXiv 2504.11765): while a question waits for the
+model, the keys and values of its chunks are made on another device (a dedicated one, or the
+processor), so that its turn only has to load them.  Nothing is computed twice: who comes second to
+a chunk waits under the store's lock of its key.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from cachetools import LRUCache
 
-from kvcache_rag.engine import Engine
+from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -28,165 +34,14 @@ if TYPE_CHECKING:
 
     from kvcache_rag.policies import ReusePolicy
 
+_LOG = logging.getLogger(__name__)
 
-class Closing(Protocol):
-    """Something with threads of its own."""
-
-    def close(self) -> None:
-        """Stop them and wait for their end."""
-        ...
-
-
-_LIVING: weakref.WeakSet[Closing] = weakref.WeakSet()
-
-
-def close_at_exit(living: Closing) -> None:
-    """Close it when the process ends: a thread inside torch would abort the interpreter's end."""
-    _LIVING.add(living)
-
-
-@atexit.register
-def _close_all() -> None:
-    for living in list(_LIVING):
-        living.close()
-
-
-# Engines for the tenants of a server, and a second one with the same weights elsewhere.
-
+# Questions that may wait for a prefetcher, and that may have been prefetched and still wait for
+# their turn: further ahead, what was made could be evicted again before it is used.
+LIMIT, AHEAD = 1024, 32
 
 # Tenants whose engines are remembered; another one costs nothing but its prefix.
 TENANTS = 64
-
-
-class Engines:
-    """One engine per tenant over one model; the memory of a prompt is kept for one of them only.
-
-    Safe to use from any thread.
-
-    Attributes:
-        base: The engine that the others are made from.
-    """
-
-    def __init__(self, base: Engine) -> None:
-        """Serve `base` for its own namespace, and others made from it."""
-        self.base = base
-        self._lock = threading.Lock()
-        self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
-        self._last = base
-
-    def of(self, namespace: str) -> Engine:
-        """The engine of a tenant."""
-        if namespace == self.base.namespace:
-            return self.base
-        with self._lock:
-            known = self._known.get(namespace)
-        if known is None:
-            made = self.base.in_namespace(namespace)
-            with self._lock:
-                known = self._known.setdefault(namespace, made)
-        return known
-
-    def answering(self, namespace: str) -> Engine:
-        """The engine of a tenant, for the thread that answers."""
-        engine = self.of(namespace)
-        if engine is not self._last:
-            self._last.forget_buffer()  # large, and made for prompts of another tenant
-            self._last = engine
-        return engine
-
-    def explained(self, namespace: str) -> None:
-        """Keep no memory of a prompt that was only explained; for the thread that answers."""
-        engine = self.of(namespace)
-        if engine is not self._last:
-            engine.forget_buffer()
-
-
-def twin(engine: Engine, device: str) -> Engine:
-    """A second engine over the same stores, with the same weights on a device of choice.
-
-    On the engine's own device the weights are shared, not copied; each engine has its own lock, so
-    both can compute at a time.
-
-    Args:
-        engine: The engine.
-        device: "cpu", "cuda:1", ...
-
-    Raises:
-        InvalidInputError: If there is no such device, the weights cannot be put there, or what it
-            computes would have other keys.
-    """
-    try:
-        model = _placed(engine.model, torch.device(device))
-        second = Engine(
-            model,
-            engine.tokenizer,
-            store=engine.store,
-            combinations=engine.combinations,
-            template=engine.template,
-            policy=engine.policy,
-            namespace=engine.namespace,
-            auxiliary=engine.auxiliary,
-            gate=engine.gate,
-            prefill_dtype=engine.prefill_dtype,
-            context_window=engine.context_window,
-        )
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise InvalidInputError(
-            f"the model cannot be copied to {device!r} to prefetch there: {reason[0]}; name "
-            "another device, or prefetch with the model that answers"
-        ) from error
-    ensure_same_keys(engine, second)
-    return second
-
-
-def ensure_same_keys(engine: Engine, second: Engine) -> None:
-    """Refuse a second engine whose chunks the first one would never find.
-
-    Raises:
-        InvalidInputError: If their keys differ.
-    """
-    try:
-        is_same = engine.spec == second.spec and engine.namespace == second.namespace
-    except UnsupportedModelError as error:
-        raise InvalidInputError(f"there is nothing to prefetch: {error}") from error
-    if not is_same:
-        raise InvalidInputError(
-            "the engine that prefetches computes other keys than the one that answers; load it "
-            "with the same weights, dtype, codec, template and namespace"
-        )
-
-
-def _placed(model: Any, device: torch.device) -> Any:
-    """A copy of a module whose weights lie on `device`; those that lie there are shared."""
-    memo: dict[int, Any] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
-        memo[id(tensor)] = _moved(tensor, device)
-    return copy.deepcopy(model, memo)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if torch.empty(0, device=device).device == tensor.device:
-        return tensor
-    moved = tensor.detach().to(device)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(moved, requires_grad=False)
-    return moved
-
-
-# Compute or load what waiting questions will need, before their turn.
-#
-# The KV cache generator of Shared RAG-DCache (arXiv 2504.11765): while a question waits for the
-# model, the keys and values of its chunks are made on another device (a dedicated one, or the
-# processor), so that its turn only has to load them. Nothing is computed twice: who comes second to
-# a chunk waits under the store's lock of its key.
-
-
-_LOG = logging.getLogger(__name__)
-
-# Questions that may wait here, and that may have been prefetched and still wait for their turn:
-# further ahead, what was made could be evicted again before it is used.
-LIMIT, AHEAD = 1024, 32
 
 
 def _never() -> float:
@@ -228,10 +83,10 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Works off what questions wait for in a thread of its own, the oldest first.
+    """Computes or loads what waiting questions need, in a thread of its own, the oldest first.
 
     Safe to use from any thread.  An engine that answers questions too is used between its answers;
-    a second one (`serve.engines.twin`) works beside it.
+    a second one (`twin`) works beside it.
 
     Attributes:
         limit: Questions that may wait here; for further ones nothing is done ahead.
@@ -361,26 +216,32 @@ class Prefetcher:
             while not self._is_closed:
                 now = time.monotonic()
                 allowed = self._allowed()
-                first = min(allowed, key=lambda one: (one.due > now, allowed[one]), default=None)
+                first = min(
+                    allowed,
+                    key=lambda prefetch: (prefetch.due > now, allowed[prefetch]),
+                    default=None,
+                )
                 if first is not None and first.due <= now:
                     del self._waiting[first]
                     first._state = _State.RUNNING
                     return first
-                self._changed.wait(min((one.due for one in allowed), default=now) - now or None)
+                self._changed.wait(
+                    min((prefetch.due for prefetch in allowed), default=now) - now or None
+                )
         return None
 
     def _allowed(self) -> dict[Prefetch, tuple[int, float]]:
         """Who waits and is not too far ahead, with the order: tenants in turn, the oldest first."""
-        ready = Counter(one.namespace for one in self._ready)
-        tenants = {*ready, *(one.namespace for one in self._waiting)}
+        ready = Counter(prefetch.namespace for prefetch in self._ready)
+        tenants = {*ready, *(prefetch.namespace for prefetch in self._waiting)}
         share = max(1, self.ahead // max(1, len(tenants)))
         places = Counter(ready)
-        found = {}
-        for one in self._waiting:
-            if ready[one.namespace] < share:
-                found[one] = (places[one.namespace], one.due)
-                places[one.namespace] += 1
-        return found
+        allowed = {}
+        for prefetch in self._waiting:
+            if ready[prefetch.namespace] < share:
+                allowed[prefetch] = (places[prefetch.namespace], prefetch.due)
+                places[prefetch.namespace] += 1
+        return allowed
 
     def _pays(self, prefetch: Prefetch) -> bool:
         """Whether something more is done for a question, and would be ready before its turn."""
@@ -433,3 +294,129 @@ class Prefetcher:
             prefetch._is_begun = True
             prefetch.computed += count if name == "computed" else 0
             self._counts[name] += count
+
+
+class Engines:
+    """One engine per tenant over one model; the memory of a prompt is kept for one of them only.
+
+    Safe to use from any thread.
+
+    Attributes:
+        base: The engine that the others are made from.
+    """
+
+    def __init__(self, base: Engine) -> None:
+        """Serve `base` for its own namespace, and others made from it."""
+        self.base = base
+        self._lock = threading.Lock()
+        self._known: LRUCache[str, Engine] = LRUCache(TENANTS)
+        self._last = base
+
+    def of(self, namespace: str) -> Engine:
+        """The engine of a tenant."""
+        if namespace == self.base.namespace:
+            return self.base
+        with self._lock:
+            engine = self._known.get(namespace)
+        if engine is None:
+            made = self.base.in_namespace(namespace)
+            with self._lock:
+                engine = self._known.setdefault(namespace, made)
+        return engine
+
+    def answering(self, namespace: str) -> Engine:
+        """The engine of a tenant, for the thread that answers."""
+        engine = self.of(namespace)
+        if engine is not self._last:
+            self._last.forget_buffer()  # large, and made for prompts of another tenant
+            self._last = engine
+        return engine
+
+    def explained(self, namespace: str) -> None:
+        """Keep no memory of a prompt that was only explained; for the thread that answers."""
+        engine = self.of(namespace)
+        if engine is not self._last:
+            engine.forget_buffer()
+
+
+def twin(engine: Engine, device: str) -> Engine:
+    """A second engine over the same stores, with the same weights on a device of choice.
+
+    On the engine's own device the weights are shared, not copied; each engine has its own lock, so
+    both can compute at a time.
+
+    Args:
+        engine: The engine.
+        device: "cpu", "cuda:1", ...
+
+    Raises:
+        InvalidInputError: If there is no such device, the weights cannot be put there, or what it
+            computes would have other keys.
+    """
+    try:
+        model = _placed(engine.model, torch.device(device))
+        second = like(engine, model=model)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidInputError(
+            f"the model cannot be copied to {device!r} to prefetch there: {reason[0]}; name "
+            "another device, or prefetch with the model that answers"
+        ) from error
+    ensure_same_keys(engine, second)
+    return second
+
+
+def ensure_same_keys(engine: Engine, second: Engine) -> None:
+    """Refuse a second engine whose chunks the first one would never find.
+
+    Raises:
+        InvalidInputError: If their keys differ.
+    """
+    try:
+        is_same = engine.spec == second.spec and engine.namespace == second.namespace
+    except UnsupportedModelError as error:
+        raise InvalidInputError(f"there is nothing to prefetch: {error}") from error
+    if not is_same:
+        raise InvalidInputError(
+            "the engine that prefetches computes other keys than the one that answers; load it "
+            "with the same weights, dtype, codec, template and namespace"
+        )
+
+
+def _placed(model: Any, device: torch.device) -> Any:
+    """A copy of a module whose weights lie on `device`; those that lie there are shared."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        memo[id(tensor)] = _moved(tensor, device)
+    return copy.deepcopy(model, memo)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if torch.empty(0, device=device).device == tensor.device:
+        return tensor
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, requires_grad=False)
+    return moved
+
+
+class Closing(Protocol):
+    """Something with threads of its own."""
+
+    def close(self) -> None:
+        """Stop them and wait for their end."""
+        ...
+
+
+_LIVING: weakref.WeakSet[Closing] = weakref.WeakSet()
+
+
+def close_at_exit(living: Closing) -> None:
+    """Close it when the process ends: a thread inside torch would abort the interpreter's end."""
+    _LIVING.add(living)
+
+
+@atexit.register
+def _close_all() -> None:
+    for living in list(_LIVING):
+        living.close()

@@ -239,18 +239,8 @@ class ChatSettings(BaseChatModel):
     def _open_engine(self) -> Engine:
         if not self.model:
             raise InvalidInputError("ChatKVCache needs model= or engine=")
-        return open_engine(
-            self.model,
-            kv_dir=self.kv_dir,
-            kv_max_bytes=self.kv_max_bytes,
-            system_prompt=self.system_prompt,
-            template=self.template,
-            device_map=self.device,
-            model_kwargs=self.model_kwargs,
-            context_window=self.context_window,
-            gate=self.gate,
-            rotation=self.rotation,
-        )
+        named = {name: getattr(self, name) for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE)}
+        return open_engine(self.model, device_map=named.pop("device"), **named)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""

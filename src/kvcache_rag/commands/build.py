@@ -1,56 +1,27 @@
-"""Keeping libraries from writing between the lines of a command, also in processes it starts."""
+"""`kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
+
+What is stored already is looked up and not computed.  So a build that was stopped, by Ctrl-C, by a
+kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs what
+it grew by.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import duration, plural, size
+from kvcache_rag.commands.listing import check_file, duration, plural, quiet, size
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
 
     from kvcache_rag.corpus.run import Build, Workers
     from kvcache_rag.corpus.texts import Corpus
     from kvcache_rag.corpus.worker import BuildSettings
-
-
-# transformers reads them when it is imported.
-_SETTINGS: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Transformers reports errors only, here and in processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-
-
-# `kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
-#
-# What is stored already is looked up and not computed. So a build that was stopped, by Ctrl-C, by a
-# kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs
-# what it grew by.
-
 
 HELP = "prefill a corpus into a store, with several processes or on a Ray cluster"
 
@@ -131,7 +102,6 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build; 0, or 1 if something of the corpus is not in the store."""
-    from kvcache_rag.commands.listing import check_file
     from kvcache_rag.corpus.run import Build
 
     _check(arguments)
@@ -181,14 +151,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> BuildSettings:
-    from kvcache_rag.commands.corpora import template_in
     from kvcache_rag.corpus.worker import BuildSettings
+    from kvcache_rag.integration.engine import is_url, template_in
 
     store = arguments.store
     return BuildSettings(
         model=arguments.model,
         # Workers may stand in another folder.
-        store=store if "://" in store else os.path.abspath(store),
+        store=store if is_url(store) else os.path.abspath(store),
         codec=arguments.codec,
         namespace=arguments.namespace,
         template=template_in(arguments.template) if arguments.template else None,
@@ -311,7 +281,9 @@ def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
         "tokens_per_second": tally.tokens_per_second,
         "bytes": tally.nbytes,
         "seconds": tally.seconds,
-        "failures": [{"name": one.name, "reason": one.reason} for one in tally.failures],
+        "failures": [
+            {"name": failure.name, "reason": failure.reason} for failure in tally.failures
+        ],
         "problems": [{"name": name, "reason": reason} for name, reason in reading.problems],
     }
 

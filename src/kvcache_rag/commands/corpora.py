@@ -1,4 +1,4 @@
-"""Text files of a folder, cut by tokens: enough to count by, without a framework."""
+"""Where `build` and `plan` take texts from: text files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
@@ -14,59 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcache_rag.corpus.worker import BuildSettings
-    from kvcache_rag.prompt.template import PromptTemplate
 
 
 EXTENSIONS: Final = (".md", ".txt")
 
-
-def read_texts(folder: str) -> dict[str, str]:
-    """The text files under a folder by their path, without hidden and empty ones.
-
-    Raises:
-        InvalidInputError: If there is none, or one is not UTF-8 text.
-    """
-    root = Path(folder)
-    if not root.is_dir():
-        raise InvalidInputError(f"there is no folder {folder}")
-    found = {
-        path.relative_to(root).as_posix(): _read(path)
-        for path in sorted(root.rglob("*"))
-        if path.suffix.lower() in EXTENSIONS and path.is_file() and not _is_hidden(path, root)
-    }
-    texts = {name: text for name, text in found.items() if text.strip()}
-    if not texts:
-        raise InvalidInputError(f"there is no {' or '.join(EXTENSIONS)} file with text in {folder}")
-    return texts
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8 text") from error
-
-
-def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
-    """Pieces of at most `size` tokens, each sharing `overlap` with the one before it.
-
-    A piece may have a token more or less when it is read alone: at its ends words are cut.
-    """
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for start in range(0, max(1, len(ids) - overlap), size - overlap):
-        piece = tokenizer.decode(ids[start : start + size])
-        if piece.strip():
-            yield piece
-
-
-# Where `build` takes its texts from, besides a file of JSON lines: text files and collections.
-
-
-_PAGE = 500  # rows held at a time
+_PAGE: Final = 500  # rows held at a time
 
 
 @dataclass(frozen=True)
@@ -98,6 +50,49 @@ class TextFiles:
                 yield Item(f"{name}, piece {number}", piece)
 
 
+def read_texts(folder: str) -> dict[str, str]:
+    """The text files under a folder by their path, without hidden and empty ones.
+
+    Raises:
+        InvalidInputError: If there is none, or one is not UTF-8 text.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise InvalidInputError(f"there is no folder {folder}")
+    contents = {
+        path.relative_to(root).as_posix(): _read(path)
+        for path in sorted(root.rglob("*"))
+        if path.suffix.lower() in EXTENSIONS and path.is_file() and not _is_hidden(path, root)
+    }
+    texts = {name: text for name, text in contents.items() if text.strip()}
+    if not texts:
+        raise InvalidInputError(f"there is no {' or '.join(EXTENSIONS)} file with text in {folder}")
+    return texts
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8 text") from error
+
+
+def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
+    """Pieces of at most `size` tokens, each sharing `overlap` with the one before it.
+
+    A piece may have a token more or less when it is read alone: at its ends words are cut.
+    """
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for start in range(0, max(1, len(ids) - overlap), size - overlap):
+        piece = tokenizer.decode(ids[start : start + size])
+        if piece.strip():
+            yield piece
+
+
 @dataclass(frozen=True)
 class ChromaRows:
     """The rows of a Chroma collection, as they read in prompts.
@@ -118,8 +113,10 @@ class ChromaRows:
         """The rows, a page at a time."""
         from kvcache_rag.integration import Rows
         from kvcache_rag.integration.rows import row_text
+        from kvcache_rag.models.pretrained import brought_template
 
-        text_of = row_text(self.form, self.settings.prompt_template(self._brought()))
+        brought = brought_template(self.settings.model)
+        text_of = row_text(self.form, self.settings.prompt_template(brought))
         collection = self.open()
         # The ids first: rows that come and go meanwhile do not shift the pages.
         ids = iter(collection.get(include=[])["ids"])
@@ -141,26 +138,3 @@ class ChromaRows:
 
         client = open_client(Namespace(persist_dir=self.folder, host=None))
         return open_collections(client, [self.collection])[0]
-
-    def _brought(self) -> PromptTemplate | None:
-        from kvcache_rag.models.pretrained import resolve
-        from kvcache_rag.prompt.template import PromptTemplate
-
-        folder = Path(resolve(self.settings.model))
-        return PromptTemplate.load(folder) if folder.is_dir() else None
-
-
-def template_in(place: str) -> PromptTemplate:
-    """The template of a `prompt_template.json`, by its path or its folder.
-
-    Raises:
-        InvalidInputError: If there is none, or it cannot be used.
-    """
-    from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
-
-    path = Path(place)
-    folder = path.parent if path.name == FILE_NAME else path
-    template = PromptTemplate.load(folder)
-    if template is None:
-        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
-    return template

@@ -6,13 +6,12 @@ Policies x models x codecs x numbers of documents; quality with intervals, and c
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.evaluation.tasks import TokenCounter
@@ -220,14 +219,13 @@ def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -
     return make_cells(policies, models, codecs, tuple(dict.fromkeys(arguments.k or [None])))
 
 
-def _models(arguments: argparse.Namespace) -> dict[str, Any]:
-    from kvcache_rag.engine import Engine
+def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
+    from kvcache_rag.integration.engine import EngineSettings
 
-    options: dict[str, Any] = {"dtype": arguments.dtype, "device": arguments.device}
-    makers: dict[str, partial[Engine]] = {
-        name: partial(Engine.from_pretrained, name, **options) for name in arguments.models
+    return {
+        name: EngineSettings(name, dtype=arguments.dtype, device=arguments.device).open
+        for name in arguments.models
     }
-    return makers
 
 
 def _auxiliary(arguments: argparse.Namespace) -> Scorer | None:

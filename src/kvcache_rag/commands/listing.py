@@ -1,16 +1,43 @@
-"""Files that a command writes at its end: whether it could is said at its beginning."""
+"""What commands print and write: numbers, times and names for people, and nothing in between."""
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+
+# transformers reads them when it is imported.
+_QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers reports errors only, here and in processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def check_file(path: Path) -> None:
@@ -29,9 +56,6 @@ def check_file(path: Path) -> None:
         raise InvalidInputError(
             f"{path} cannot be written ({error.strerror}); name a file in another folder"
         ) from error
-
-
-# How the commands that look after a store write numbers, times and names.
 
 
 def size(count: float) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.commands.listing import quiet
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
@@ -47,14 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    from transformers.utils import logging
-
     from kvcache_rag.models.pretrained import load
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     options = {"revision": arguments.revision} if arguments.revision else {}
-    model, _, _ = load(arguments.model, dtype=arguments.dtype, device=None, options=options)
+    with quiet():
+        model, _, _ = load(arguments.model, dtype=arguments.dtype, device=None, options=options)
     return model
 
 
@@ -75,10 +74,10 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
     yield f"cache           {layout.chunk_layout.nbytes(1)} bytes per token"
     limit = layout.limit
     yield f"frequencies     {'fixed' if limit is None else f'fixed up to {limit} tokens'}"
-    for index, found in enumerate(layout.frequencies):
-        values = found.at_rest()
+    for index, frequencies in enumerate(layout.frequencies):
+        values = frequencies.at_rest()
         ends = f"{float(values.max()):.4g} to {float(values.min()):.4g} radians per position"
-        yield f"  set {index}         {found.name}: {values.numel()}, {ends}"
+        yield f"  set {index}         {frequencies.name}: {values.numel()}, {ends}"
     yield f"groups          {len(layout.groups)}"
     for index, group in enumerate(layout.groups):
         yield f"  group {index}       {_describe_group(group)}"

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import duration, plural, size, table
+from kvcache_rag.commands.listing import duration, plural, quiet, size, table
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -57,18 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     plan = _count(engine, pieces)
     pace = _measure(engine, plan, arguments.sample)
-    found = _described(arguments, layout, plan, pace)
-    found = {"model": arguments.model, "files": len(texts), **found}
+    values = _described(arguments, layout, plan, pace)
+    values = {"model": arguments.model, "files": len(texts), **values}
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(values))
     else:
-        print("\n".join(_lines(found, arguments.codec)))
+        print("\n".join(_lines(values, arguments.codec)))
     return 0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What would be computed.
+class CorpusSize:
+    """What there is, and what of it would be computed.
 
     Attributes:
         pieces: All chunks, equal ones too.
@@ -84,7 +84,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Pace:
+class MeasuredPrefill:
     """What was measured.
 
     Attributes:
@@ -99,21 +99,14 @@ class Pace:
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Engine, ChunkLayout]:
-    from transformers.utils import logging
-
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.engine import Engine
+    from kvcache_rag.integration.engine import EngineSettings, open_store
     from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag.stores import DiskStore
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options = {"revision": arguments.revision} if arguments.revision else {}
-    store = None
     if arguments.kv is not None:
         _check_store(arguments.kv)
-        store = DiskStore(arguments.kv, codec=by_name(arguments.codec))
-    engine = Engine.from_pretrained(arguments.model, store=store, model_kwargs=options)
+    store = open_store(arguments.kv, codec=arguments.codec)
+    with quiet():
+        engine = EngineSettings.of(arguments).open(store)
     return engine, TransformersModel(engine.model).measured.chunk_layout
 
 
@@ -124,9 +117,9 @@ def _check_store(folder: str) -> None:
         raise InvalidInputError(f"there is no store {folder}; leave --kv out to count from nothing")
 
 
-def _count(engine: Engine, pieces: Sequence[str]) -> Plan:
+def _count(engine: Engine, pieces: Sequence[str]) -> CorpusSize:
     keys = engine.keys(pieces)
-    return Plan(
+    return CorpusSize(
         len(pieces),
         {key.digest: text for key, text in zip(keys, pieces, strict=True)},
         {key.digest: key.tokens for key in keys},
@@ -134,41 +127,43 @@ def _count(engine: Engine, pieces: Sequence[str]) -> Plan:
     )
 
 
-def _measure(engine: Engine, plan: Plan, count: int) -> Pace | None:
+def _measure(engine: Engine, plan: CorpusSize, count: int) -> MeasuredPrefill | None:
     """Prefill some of the chunks into memory; the first ones only warm the machine up."""
-    from kvcache_rag.engine import Engine
+    from kvcache_rag.engine import like
     from kvcache_rag.stores import MemoryStore
 
-    missing = sorted(plan.tokens.keys() - plan.there, key=lambda one: plan.tokens[one])
+    missing = sorted(plan.tokens.keys() - plan.there, key=lambda digest: plan.tokens[digest])
     count = min(count, len(missing))
     if not count:
         return None
     # Evenly over all lengths, as they will come.
     sample = [missing[(2 * index + 1) * len(missing) // (2 * count)] for index in range(count)]
-    template = engine.template
-    fresh = Engine(engine.model, engine.tokenizer, store=MemoryStore(), template=template)
+    fresh = like(engine, store=MemoryStore())
     if len(missing) > count:
-        other = next(one for one in missing if one not in sample)
+        other = next(digest for digest in missing if digest not in sample)
         fresh.add([plan.texts[other]])
     started = time.perf_counter()
-    fresh.add([plan.texts[one] for one in sample])
+    fresh.add([plan.texts[digest] for digest in sample])
     seconds = time.perf_counter() - started
-    return Pace(count, sum(plan.tokens[one] for one in sample), seconds)
+    return MeasuredPrefill(count, sum(plan.tokens[digest] for digest in sample), seconds)
 
 
 def _described(
-    arguments: argparse.Namespace, layout: ChunkLayout, plan: Plan, pace: Pace | None
+    arguments: argparse.Namespace,
+    layout: ChunkLayout,
+    plan: CorpusSize,
+    pace: MeasuredPrefill | None,
 ) -> dict[str, Any]:
     from kvcache_rag.codecs import by_name
     from kvcache_rag.stores.disk.file import file_bytes
 
     lengths = list(plan.tokens.values())
-    missing = sum(count for one, count in plan.tokens.items() if one not in plan.there)
+    missing = sum(count for digest, count in plan.tokens.items() if digest not in plan.there)
     tiers = {"memory": sum(layout.nbytes(count) + 4 * count for count in lengths)}
     for name in CODECS:
         codec = by_name(name)
         tiers[f"disk {name}"] = sum(file_bytes(layout, codec, count) for count in lengths)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "chunks": len(lengths),
         "repeated": plan.pieces - len(lengths),
         "tokens": sum(lengths),
@@ -183,29 +178,29 @@ def _described(
     if pace is not None:
         speed = pace.tokens / pace.seconds
         measured = {"chunks": pace.chunks, "tokens": pace.tokens, "seconds": pace.seconds}
-        found["measured"] = {**measured, "tokens_per_second": speed}
-        found["seconds"] = missing / speed
-    return found
+        values["measured"] = {**measured, "tokens_per_second": speed}
+        values["seconds"] = missing / speed
+    return values
 
 
-def _lines(found: dict[str, Any], codec: str) -> Iterator[str]:
-    chunks = found["chunks"]
-    repeated = f", {found['repeated']} more repeat one of them" if found["repeated"] else ""
-    yield f"{plural(found['files'], 'file')}, {plural(chunks, 'chunk')}{repeated}"
-    yield f"{found['tokens']} tokens for {found['model']}, at most {found['longest']} in a chunk"
+def _lines(values: dict[str, Any], codec: str) -> Iterator[str]:
+    chunks = values["chunks"]
+    repeated = f", {values['repeated']} more repeat one of them" if values["repeated"] else ""
+    yield f"{plural(values['files'], 'file')}, {plural(chunks, 'chunk')}{repeated}"
+    yield f"{values['tokens']} tokens for {values['model']}, at most {values['longest']} in a chunk"
     rows = [("", "per chunk", "in all", "")]
-    for name, nbytes in found["bytes"].items():
+    for name, nbytes in values["bytes"].items():
         chosen = "chosen" if name == f"disk {codec}" else ""
         rows.append((name, size(nbytes / chunks), size(nbytes), chosen))
     yield from table(rows, frozenset({1, 2}))
-    if found["stored"]:
-        yield f"{plural(found['stored'], 'chunk')} stored already"
-    measured = found["measured"]
+    if values["stored"]:
+        yield f"{plural(values['stored'], 'chunk')} stored already"
+    measured = values["measured"]
     if measured is not None:
         yield (
-            f"prefill takes about {duration(found['seconds'])} on this machine: "
+            f"prefill takes about {duration(values['seconds'])} on this machine: "
             f"{measured['tokens_per_second']:.0f} tokens/s, measured on "
             f"{plural(measured['chunks'], 'chunk')} of {measured['tokens']} tokens"
         )
-    elif found["seconds"] == 0.0:
+    elif values["seconds"] == 0.0:
         yield "nothing is left to prefill"

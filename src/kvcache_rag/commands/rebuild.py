@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.commands import garbage
 from kvcache_rag.commands.collections import add_place, open_client, open_collections
-from kvcache_rag.commands.listing import duration, model_name, plural, size
+from kvcache_rag.commands.listing import duration, model_name, plural, quiet, size
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -81,33 +81,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> Engine:
-    from dataclasses import replace
+    from kvcache_rag.integration.engine import EngineSettings, open_store
+    from kvcache_rag.stores import TieredStore
 
-    from transformers.utils import logging
-
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.engine import Engine
-    from kvcache_rag.models.pretrained import load
-    from kvcache_rag.prompt.template import PromptTemplate
-    from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore, TieredStore
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options = {"revision": arguments.revision} if arguments.revision else {}
-    dtype = arguments.dtype or "auto"
-    model, tokenizer, template = load(arguments.model, dtype=dtype, device=None, options=options)
-    if arguments.system_prompt:
-        template = replace(template or PromptTemplate(), system=arguments.system_prompt)
-    codec = by_name(arguments.codec)
-    store: ChunkStore = DiskStore(arguments.folder, codec=codec, ttl=arguments.ttl)
+    settings = EngineSettings.of(arguments, system_prompt=arguments.system_prompt or None)
+    store = open_store(arguments.folder, codec=arguments.codec, ttl=arguments.ttl)
     if arguments.remote is not None:
-        store = TieredStore(store, RemoteStore(arguments.remote, codec=codec))
-    return Engine(model, tokenizer, store=store, template=template, namespace=arguments.namespace)
+        store = TieredStore(store, open_store(arguments.remote, codec=arguments.codec))
+    with quiet():
+        return settings.open(store)
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is to be done for one collection.
+class Outdated:
+    """What of one collection is to be computed and written anew.
 
     Attributes:
         rows: Rows with text.
@@ -126,22 +113,23 @@ class Work:
     specs: Counter[str]
 
 
-def _work(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> Work:
+def _outdated(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> Outdated:
     from kvcache_rag.integration import Reference
 
     rows = [row for row in prefiller.rows.get() if text_of(row).strip()]
     keys = engine.keys([text_of(row) for row in rows])
-    held = [Reference.from_metadata(row.metadata) for row in rows]
+    references = [Reference.from_metadata(row.metadata) for row in rows]
     missing = {key for key in keys if not engine.store.contains(key)}
-    return Work(
+    return Outdated(
         rows=len(rows),
         missing=len(missing),
         tokens=sum(key.tokens for key in missing),
         nbytes=sum(engine.nbytes(key) for key in missing),
         stale=sum(
-            one is None or one.key != key.digest for one, key in zip(held, keys, strict=True)
+            reference is None or reference.key != key.digest
+            for reference, key in zip(references, keys, strict=True)
         ),
-        specs=Counter(one.spec[:16] for one in held if one is not None),
+        specs=Counter(reference.spec[:16] for reference in references if reference is not None),
     )
 
 
@@ -150,12 +138,11 @@ def _rebuild(arguments: argparse.Namespace, prefiller: RowPrefiller, name: str) 
     if engine is None:
         return
     text_of = _form(arguments.text, prefiller, engine)
-    work = _work(prefiller, engine, text_of)
-    there = ", ".join(f"{count} refer to {spec}" for spec, count in work.specs.items())
-    print(f"collection {name}: {plural(work.rows, 'row')}, {there or 'none refers to a chunk'}")
-    print(
-        f"  {plural(work.missing, 'chunk')} to prefill, {work.tokens} tokens, {size(work.nbytes)}"
-    )
+    outdated = _outdated(prefiller, engine, text_of)
+    there = ", ".join(f"{count} refer to {spec}" for spec, count in outdated.specs.items())
+    print(f"collection {name}: {plural(outdated.rows, 'row')}, {there or 'none refers to a chunk'}")
+    missing = plural(outdated.missing, "chunk")
+    print(f"  {missing} to prefill, {outdated.tokens} tokens, {size(outdated.nbytes)}")
     if arguments.yes:
         started = time.perf_counter()
         written = prefiller.fill(text_of, show_progress=sys.stderr.isatty())
@@ -164,7 +151,7 @@ def _rebuild(arguments: argparse.Namespace, prefiller: RowPrefiller, name: str) 
         engine.store.flush()
         _check_kept(engine, prefiller, text_of)
     else:
-        print(f"  {plural(work.stale, 'row')} would refer to the new spec")
+        print(f"  {plural(outdated.stale, 'row')} would refer to the new spec")
     if not arguments.keep_old:
         _retire(arguments, prefiller, engine)
 
@@ -175,7 +162,7 @@ def _check_kept(engine: Engine, prefiller: RowPrefiller, text_of: RowText) -> No
     Raises:
         InvalidInputError: If some could not be stored.
     """
-    lost = _work(prefiller, engine, text_of).missing
+    lost = _outdated(prefiller, engine, text_of).missing
     if lost:
         reason = engine.store.stats().last_failure or "they were dropped to stay within the limit"
         raise InvalidInputError(
@@ -190,13 +177,13 @@ def _retire(arguments: argparse.Namespace, prefiller: RowPrefiller, engine: Engi
     if not arguments.yes:
         # The rows still refer to the old chunks, and will not.
         owner = garbage.Owner(owner.name, owner.mark, lambda _: set())
-    for found in garbage.unused(_others(arguments, engine), owner, time.time()):
-        if not found.files:
+    for unused in garbage.unused(_others(arguments, engine), owner, time.time()):
+        if not unused.files:
             continue
-        count = garbage.release(found, owner, remote) if arguments.yes else len(found.files)
+        count = garbage.release(unused, owner, remote) if arguments.yes else len(unused.files)
         done = "released" if arguments.yes else "would be released"
-        name = f"{found.spec.name} {model_name(found.spec.manifest)}"
-        print(f"  {name}: {plural(count, 'chunk')} ({size(found.nbytes)}) {done}")
+        name = f"{unused.spec.name} {model_name(unused.spec.manifest)}"
+        print(f"  {name}: {plural(count, 'chunk')} ({size(unused.nbytes)}) {done}")
     if remote is not None:
         remote.check()
 
@@ -215,14 +202,11 @@ def _form(name: str | None, prefiller: RowPrefiller, engine: Engine) -> RowText:
     Raises:
         InvalidInputError: If there is no form of that name, or the rows do not tell which.
     """
-    from kvcache_rag.integration.rows import installed_forms
+    from kvcache_rag.integration.rows import installed_forms, row_text
 
+    if name:
+        return row_text(name, engine.template)
     forms = installed_forms()
-    if name is not None:
-        if name not in forms:
-            known = ", ".join(forms)
-            raise InvalidInputError(f"there is no form of texts {name!r}; use one of {known}")
-        return forms[name]
     rows = prefiller.rows.get(limit=_LOOKED_AT)
     fitting = [form for form in forms.values() if _fits(form, rows, engine)]
     if not fitting:
@@ -237,6 +221,8 @@ def _fits(text_of: RowText, rows: Sequence[Row], engine: Engine) -> bool:
     """Whether the rows' references were made of these texts."""
     from kvcache_rag.integration import Reference, text_digest
 
-    held = [(Reference.from_metadata(row.metadata), row) for row in rows]
-    made = [(one.text, text_of(row)) for one, row in held if one is not None]
-    return bool(made) and all(known == text_digest(text, engine) for known, text in made)
+    references = [(Reference.from_metadata(row.metadata), row) for row in rows]
+    digests = [
+        (reference.text, text_of(row)) for reference, row in references if reference is not None
+    ]
+    return bool(digests) and all(digest == text_digest(text, engine) for digest, text in digests)

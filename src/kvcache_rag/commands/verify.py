@@ -1,4 +1,7 @@
-"""How `kvcache-rag verify` says what it found."""
+"""`kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
+
+Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
+"""
 
 from __future__ import annotations
 
@@ -18,129 +21,8 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.evaluation.verification import Scoring, Verification
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.scoring.question import Question
     from kvcache_rag.verdict import AuxiliaryAgreement, PolicyScore, Verdict
-
-
-def lines(verdict: Verdict, file: str) -> Iterator[str]:
-    """The table, the notes, and one sentence."""
-    told = verdict.identity
-    yield (
-        f"model {told.model}, {told.dtype}, chunks stored as {told.codec}; "
-        f"{plural(verdict.questions, 'question')} of {verdict.source}, measured by "
-        f"{verdict.measure}"
-    )
-    yield ""
-    for check in verdict.checks:
-        state = "equal" if check.passed else "DIFFERENT"
-        yield f"{state:<10}{check.name} ({check.error:.2g}, rounding explains {check.tolerance:g})"
-    yield ""
-    heads = [
-        verdict.measure,
-        "kept of full",
-        "same answer",
-        "KL first",
-        "KL answer",
-        "top-1",
-        "recomputed",
-        "ttft",
-        "of full",
-        "policy",  # last, as it may be long
-    ]
-    rows = [_cells(row) for row in (verdict.full, *verdict.policies)]
-    yield from table([heads, *rows], right=frozenset(range(len(heads) - 1)))
-    if verdict.auxiliary is not None:
-        yield ""
-        yield _auxiliary_line(verdict.auxiliary)
-    yield ""
-    yield from verdict.notes
-    yield _sentence(verdict)
-    yield f'Wrote {file}; use it with Engine(..., gate="{file}").'
-
-
-def _cells(row: PolicyScore) -> list[str]:
-    kept, *ends = map(_percent, (row.kept, row.kept_low, row.kept_high))
-    interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
-    name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
-    return [
-        _percent(row.score),
-        interval,
-        _percent(row.agreement),
-        _number(row.first_divergence),
-        _number(row.answer_divergence),
-        _percent(row.top1),
-        _percent(row.recomputed),
-        f"{1000 * row.ttft:.1f} ms",
-        f"{row.ttft_ratio:.2f}x",
-        name,
-    ]
-
-
-def _needed(verdict: Verdict) -> int:
-    """Questions that prove the threshold if none is lost."""
-    open_ = (1 - verdict.threshold) * verdict.full.score
-    return next((n for n in range(1, 100_000) if wilson(0, n)[1] <= open_), 100_000)
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.1f}"
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2g}"
-
-
-def _auxiliary_line(found: AuxiliaryAgreement) -> str:
-    return (
-        f"Attention of {found.name} to the chunks against the model's own: KL "
-        f"{found.divergence:.2f} ({found.divergence_low:.2f}-{found.divergence_high:.2f}) nats; "
-        f"of the top 20 % of tokens, Jaccard {found.jaccard:.2f} "
-        f"({found.jaccard_low:.2f}-{found.jaccard_high:.2f}), {found.random_jaccard:.2f} by chance."
-    )
-
-
-def _sentence(verdict: Verdict) -> str:
-    asked = f"{100 * verdict.threshold:g} %"
-    rows: Sequence[PolicyScore] = verdict.policies
-    chosen = [row for row in rows if row.policy == verdict.recommended]
-    if chosen:
-        return (
-            f"Recommended: {chosen[0].policy}, which keeps {_percent(chosen[0].kept)} % of full "
-            f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {asked} asked) at "
-            f"{chosen[0].ttft_ratio:.2f} times its time to the first token."
-        )
-    if not all(check.passed for check in verdict.checks):
-        return (
-            f"Recommended: {verdict.full.policy}, because cached chunks do not give the numbers "
-            "that they should on this model."
-        )
-    if any(row.kept_low >= verdict.threshold for row in rows):
-        return f"Recommended: {verdict.full.policy}, because no policy that passes is sooner."
-    if math.isnan(verdict.full.kept):
-        return (
-            f"Recommended: {verdict.full.policy}, because it scores nothing itself on these "
-            "questions, so there is nothing to compare with; check questions, answers and "
-            "--max-new-tokens."
-        )
-    close = max(rows, key=lambda row: (row.kept >= verdict.threshold, row.kept_low))
-    if close.kept >= verdict.threshold:
-        return (
-            f"Recommended: {verdict.full.policy}; {close.policy} kept {_percent(close.kept)} % of "
-            f"its score, but {verdict.questions} questions prove only {_percent(close.kept_low)} % "
-            f"where {asked} is asked: give more questions ({_needed(verdict)} if none is lost), or "
-            "accept less with --keep."
-        )
-    return (
-        f"Recommended: {verdict.full.policy}, because no policy keeps {asked} of its score; the "
-        f"closest, {close.policy}, keeps {_percent(close.kept)} %."
-    )
-
-
-# `kvcache-rag verify MODEL`: how far each policy is from full prefill, on questions of one's own.
-#
-# Prints a table and one sentence, and writes a verdict file for `Engine(..., gate=FILE)`.
-
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
@@ -254,7 +136,7 @@ def _planned(arguments: argparse.Namespace) -> Verification:
         from kvcache_rag.evaluation.datasets import own_score, read_own_questions
 
         questions = _drawn(read_own_questions(arguments.questions), arguments)
-        answered = all(one.answers or one.answer_groups for one in questions)
+        answered = all(question.answers or question.answer_groups for question in questions)
         score, measure = (own_score, "f1") if answered else (None, AGREEMENT)
         source = arguments.questions.name
     elif arguments.task is not None:
@@ -296,13 +178,16 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     tasks = {name: task_by_name(name, data=arguments.data) for name in names}
     wanted = arguments.n or QUESTIONS
     each = -(-wanted // len(names))
-    found = [
-        [replace(one, id=f"{name}/{one.id}") for one in task.questions(each, arguments.seed)]
+    by_task = [
+        [
+            replace(question, id=f"{name}/{question.id}")
+            for question in task.questions(each, arguments.seed)
+        ]
         for name, task in tasks.items()
     ]
     # The kinds in turn, so that few questions are of many kinds.
-    turns = [one for turn in itertools.zip_longest(*found) for one in turn if one is not None]
-    questions = turns[:wanted]
+    mixed = itertools.chain(*itertools.zip_longest(*by_task))
+    questions = [question for question in mixed if question is not None][:wanted]
 
     def score(answer: str, question: Question) -> dict[str, float]:
         return tasks[question.id.partition("/")[0]].score(answer, question)
@@ -330,48 +215,32 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
 def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
     """An engine whose chunks are kept in memory, or in files of a codec, and its auxiliary."""
     import tempfile
-    from dataclasses import replace
 
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.engine import Engine
-    from kvcache_rag.stores import DiskStore
+    from kvcache_rag.engine import like
+    from kvcache_rag.integration.engine import EngineSettings, open_store
 
     auxiliary = None
     if arguments.auxiliary:
         from kvcache_rag.auxiliary import Auxiliary
 
         auxiliary = Auxiliary.from_pretrained(arguments.auxiliary)
-    engine = Engine.from_pretrained(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
+    engine = EngineSettings.of(
+        arguments,
+        system_prompt=arguments.system_prompt or None,
         auxiliary=auxiliary,
         cost_aware=False,
-    )
-    template: PromptTemplate = engine.template
-    if arguments.system_prompt:
-        template = replace(template, system=arguments.system_prompt)
-
-    def again(store: DiskStore | None) -> Engine:
-        return Engine(
-            engine.model,
-            engine.tokenizer,
-            store=store,
-            template=template,
-            auxiliary=auxiliary,
-            cost_aware=False,
-        )
-
+    ).open()
+    if arguments.codec == "native":
+        yield engine, auxiliary
+        return
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.codec == "native":
-            yield again(None) if arguments.system_prompt else engine, auxiliary
-            return
 
-        def files() -> DiskStore:
-            return DiskStore(folder, durable=False, codec=by_name(arguments.codec))
+        def over_files() -> Engine:
+            store = open_store(folder, codec=arguments.codec, durable=False)
+            return like(engine, store=store, combinations=None)
 
-        again(files()).add(["."])  # writes the prefix, which whoever computes it remembers exactly
-        yield again(files()), auxiliary
+        over_files().add(["."])  # writes the prefix, which whoever computes it remembers exactly
+        yield over_files(), auxiliary
 
 
 def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> AuxiliaryAgreement:
@@ -379,4 +248,119 @@ def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> Auxilia
 
     return auxiliary_agreement(
         engine, auxiliary, planned.questions, seed=planned.seed, show_progress=True
+    )
+
+
+# ---------------------------------------------------------------------- what was found
+def lines(verdict: Verdict, file: str) -> Iterator[str]:
+    """The table, the notes, and one sentence."""
+    identity = verdict.identity
+    yield (
+        f"model {identity.model}, {identity.dtype}, chunks stored as {identity.codec}; "
+        f"{plural(verdict.questions, 'question')} of {verdict.source}, measured by "
+        f"{verdict.measure}"
+    )
+    yield ""
+    for check in verdict.checks:
+        state = "equal" if check.passed else "DIFFERENT"
+        yield f"{state:<10}{check.name} ({check.error:.2g}, rounding explains {check.tolerance:g})"
+    yield ""
+    heads = [
+        verdict.measure,
+        "kept of full",
+        "same answer",
+        "KL first",
+        "KL answer",
+        "top-1",
+        "recomputed",
+        "ttft",
+        "of full",
+        "policy",  # last, as it may be long
+    ]
+    rows = [_cells(row) for row in (verdict.full, *verdict.policies)]
+    yield from table([heads, *rows], right=frozenset(range(len(heads) - 1)))
+    if verdict.auxiliary is not None:
+        yield ""
+        yield _auxiliary_line(verdict.auxiliary)
+    yield ""
+    yield from verdict.notes
+    yield _sentence(verdict)
+    yield f'Wrote {file}; use it with Engine(..., gate="{file}").'
+
+
+def _cells(row: PolicyScore) -> list[str]:
+    kept, *ends = map(_percent, (row.kept, row.kept_low, row.kept_high))
+    interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
+    name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
+    return [
+        _percent(row.score),
+        interval,
+        _percent(row.agreement),
+        _number(row.first_divergence),
+        _number(row.answer_divergence),
+        _percent(row.top1),
+        _percent(row.recomputed),
+        f"{1000 * row.ttft:.1f} ms",
+        f"{row.ttft_ratio:.2f}x",
+        name,
+    ]
+
+
+def _needed(verdict: Verdict) -> int:
+    """Questions that prove the threshold if none is lost."""
+    open_ = (1 - verdict.threshold) * verdict.full.score
+    return next((n for n in range(1, 100_000) if wilson(0, n)[1] <= open_), 100_000)
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2g}"
+
+
+def _auxiliary_line(found: AuxiliaryAgreement) -> str:
+    return (
+        f"Attention of {found.name} to the chunks against the model's own: KL "
+        f"{found.divergence:.2f} ({found.divergence_low:.2f}-{found.divergence_high:.2f}) nats; "
+        f"of the top 20 % of tokens, Jaccard {found.jaccard:.2f} "
+        f"({found.jaccard_low:.2f}-{found.jaccard_high:.2f}), {found.random_jaccard:.2f} by chance."
+    )
+
+
+def _sentence(verdict: Verdict) -> str:
+    share = f"{100 * verdict.threshold:g} %"
+    rows: Sequence[PolicyScore] = verdict.policies
+    chosen = [row for row in rows if row.policy == verdict.recommended]
+    if chosen:
+        return (
+            f"Recommended: {chosen[0].policy}, which keeps {_percent(chosen[0].kept)} % of full "
+            f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {share} asked) at "
+            f"{chosen[0].ttft_ratio:.2f} times its time to the first token."
+        )
+    if not all(check.passed for check in verdict.checks):
+        return (
+            f"Recommended: {verdict.full.policy}, because cached chunks do not give the numbers "
+            "that they should on this model."
+        )
+    if any(row.kept_low >= verdict.threshold for row in rows):
+        return f"Recommended: {verdict.full.policy}, because no policy that passes is sooner."
+    if math.isnan(verdict.full.kept):
+        return (
+            f"Recommended: {verdict.full.policy}, because it scores nothing itself on these "
+            "questions, so there is nothing to compare with; check questions, answers and "
+            "--max-new-tokens."
+        )
+    close = max(rows, key=lambda row: (row.kept >= verdict.threshold, row.kept_low))
+    if close.kept >= verdict.threshold:
+        return (
+            f"Recommended: {verdict.full.policy}; {close.policy} kept {_percent(close.kept)} % of "
+            f"its score, but {verdict.questions} questions prove only {_percent(close.kept_low)} % "
+            f"where {share} is asked: give more questions ({_needed(verdict)} if none is lost), or "
+            "accept less with --keep."
+        )
+    return (
+        f"Recommended: {verdict.full.policy}, because no policy keeps {share} of its score; the "
+        f"closest, {close.policy}, keeps {_percent(close.kept)} %."
     )

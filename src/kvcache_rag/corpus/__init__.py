@@ -1,10 +1,7 @@
 """Prefill a corpus into a store ahead of time, by one process, several, or Ray Data actors.
 
-    settings   what is built, for which engine: small values that can be sent to a worker
-    corpus     texts, read as a stream, each once
-    report     what became of them
-    worker     one engine that looks texts up and prefills what is missing
-    tasks      what workers are given, and again when they die
+    texts      the corpus, read as a stream, each text once
+    worker     one engine that looks texts up and prefills what is missing; its settings and reports
     processes  workers of this machine that may die
     ray_data   workers that Ray Data places on a cluster
     run        the whole: hand out, count, show progress, tidy up

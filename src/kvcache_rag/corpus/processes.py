@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.corpus.worker import Report, Task, Tasks
+from kvcache_rag.corpus.worker import BatchReport, Failure
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvcache_rag.corpus.texts import Text
     from kvcache_rag.corpus.worker import BuildSettings
 
+
+DEATHS_OF_A_TEXT: Final = 2  # alone with its worker, before it is left out
 
 DEATHS_AT_START: Final = 3  # in a row, before any worker was ready
 
@@ -66,8 +69,8 @@ def _work(pipe: Connection, settings: BuildSettings, threads: int) -> None:
     try:
         worker = Worker(settings)
     except Exception as error:  # the parent shall say it, once
-        said = str(error) if isinstance(error, KVCacheRagError) else f"{type(error).__name__}: "
-        pipe.send(Report(refusal=said if isinstance(error, KVCacheRagError) else f"{said}{error}"))
+        kind = "" if isinstance(error, KVCacheRagError) else f"{type(error).__name__}: "
+        pipe.send(BatchReport(refusal=f"{kind}{error}"))
         return
     with suppress(EOFError, OSError):  # the parent went away
         pipe.send(_Ready())
@@ -96,6 +99,56 @@ def _end_with_parent() -> None:
 
 
 # ---------------------------------------------------------------------- in the parent
+@dataclass(frozen=True)
+class Assignment:
+    """Texts for one worker.
+
+    Attributes:
+        texts: The texts.
+        deaths: Workers that died of them.
+    """
+
+    texts: tuple[Text, ...]
+    deaths: int = 0
+
+
+class Assignments:
+    """What is to be handed out: first what came back, then what is read."""
+
+    def __init__(self, batches: Iterator[Sequence[Text]]) -> None:
+        self._batches = batches
+        self._again: deque[Assignment] = deque()
+        self.is_read = False
+
+    def next(self) -> Assignment | None:
+        """The next ones, None when there is none now."""
+        if self._again:
+            return self._again.popleft()
+        if not self.is_read:
+            for texts in self._batches:
+                return Assignment(tuple(texts))
+            self.is_read = True
+        return None
+
+    @property
+    def are_done(self) -> bool:
+        """Whether there will be none, unless one comes back."""
+        return self.is_read and not self._again
+
+    def give_back(self, assignment: Assignment, cause: str) -> BatchReport | None:
+        """Take back the texts of a worker that died; a report where that was the last attempt."""
+        if len(assignment.texts) > 1:
+            self._again += [Assignment((text,)) for text in assignment.texts]
+            return None
+        deaths = assignment.deaths + 1
+        if deaths < DEATHS_OF_A_TEXT:
+            self._again.append(replace(assignment, deaths=deaths))
+            return None
+        (text,) = assignment.texts
+        failure = Failure.of(text, f"was left out: its worker died {deaths} times ({cause})")
+        return BatchReport(indices=(text.index,), failures=(failure,))
+
+
 @dataclass
 class _Member:
     """A worker, as its parent sees it.
@@ -104,14 +157,14 @@ class _Member:
         number: Its place, from 0.
         process: The process.
         pipe: To and from it.
-        task: What it is at.
+        assignment: What it is at.
         is_ready: Whether its model is loaded.
     """
 
     number: int
     process: Any
     pipe: Connection
-    task: Task | None = None
+    assignment: Assignment | None = None
     is_ready: bool = False
 
 
@@ -145,37 +198,39 @@ class Processes:
         """Processes that run now."""
         return [member.process.pid for member in self._members.values()]
 
-    def run(self, batches: Iterator[Sequence[Text]]) -> Generator[Report, None, None]:
+    def run(self, batches: Iterator[Sequence[Text]]) -> Generator[BatchReport, None, None]:
         """Build everything; reports come as they come.  Closing the iterator ends all workers.
 
         Raises:
             InvalidInputError: If model or store cannot be used.
             WorkersDiedError: If workers die and die.
         """
-        tasks = Tasks(batches)
+        assignments = Assignments(batches)
         try:
-            while self._hand_out(tasks):
-                yield from self._news(tasks)
+            while self._hand_out(assignments):
+                yield from self._news(assignments)
         finally:
             self._stop()
 
-    def _hand_out(self, tasks: Tasks) -> bool:
+    def _hand_out(self, assignments: Assignments) -> bool:
         """Give everybody something to do; False when everything is done."""
         for number in range(self._wanted):
-            if number not in self._members and not tasks.are_done:
+            if number not in self._members and not assignments.are_done:
                 self._start(number)
         for member in list(self._members.values()):
-            if member.is_ready and member.task is None:
-                self._give(member, tasks)
-        return not tasks.are_done or any(member.task for member in self._members.values())
+            if member.is_ready and member.assignment is None:
+                self._give(member, assignments)
+        return not assignments.are_done or any(
+            member.assignment for member in self._members.values()
+        )
 
-    def _give(self, member: _Member, tasks: Tasks) -> None:
-        task = tasks.next()
-        if task is None:
+    def _give(self, member: _Member, assignments: Assignments) -> None:
+        assignment = assignments.next()
+        if assignment is None:
             return
-        member.task = task
+        member.assignment = assignment
         with suppress(OSError):  # it died: its end is noticed where news are read
-            member.pipe.send(task.texts)
+            member.pipe.send(assignment.texts)
 
     def _start(self, number: int) -> None:
         device = self.devices[number % len(self.devices)] if self.devices else self.settings.device
@@ -191,32 +246,32 @@ class Processes:
         theirs.close()
         self._members[number] = _Member(number, process, mine)
 
-    def _news(self, tasks: Tasks) -> Iterator[Report]:
+    def _news(self, assignments: Assignments) -> Iterator[BatchReport]:
         pipes = {member.pipe: member for member in self._members.values()}
         for ready in connection.wait(list(pipes)):
             member = pipes[ready]  # type: ignore[index]  # only pipes are waited for
             try:
                 message = member.pipe.recv()
             except (EOFError, OSError):
-                yield from self._bury(member, tasks)
+                yield from self._bury(member, assignments)
                 continue
             yield from self._read(member, message)
 
-    def _read(self, member: _Member, message: object) -> Iterator[Report]:
+    def _read(self, member: _Member, message: object) -> Iterator[BatchReport]:
         if isinstance(message, _Ready):
             member.is_ready = True
             self._limit = DEATHS_IN_A_ROW
         elif isinstance(message, _Missing):
             self._wanted = self.workers
-        elif isinstance(message, Report):
-            member.task = None
+        elif isinstance(message, BatchReport):
+            member.assignment = None
             self._deaths = 0
             self._reports += 1
             if self._reports >= LOOKS:
                 self._wanted = self.workers
             yield message
 
-    def _bury(self, member: _Member, tasks: Tasks) -> Iterator[Report]:
+    def _bury(self, member: _Member, assignments: Assignments) -> Iterator[BatchReport]:
         """Take the work of a worker that died; who takes its place is started later."""
         member.pipe.close()
         member.process.join(PATIENCE)
@@ -224,7 +279,7 @@ class Processes:
         _end(member.process)
         del self._members[member.number]
         self._deaths += 1
-        last = tasks.give_back(member.task, cause) if member.task else None
+        last = assignments.give_back(member.assignment, cause) if member.assignment else None
         if last is not None:
             yield last
         if self._deaths >= self._limit:
@@ -238,7 +293,7 @@ class Processes:
         members, self._members = list(self._members.values()), {}
         for member in members:
             member.pipe.close()
-            if member.task or not member.is_ready:
+            if member.assignment or not member.is_ready:
                 member.process.terminate()
         deadline = time.monotonic() + PATIENCE
         for member in members:

@@ -15,9 +15,9 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.corpus.processes import WorkersDiedError
+from kvcache_rag.corpus.processes import DEATHS_OF_A_TEXT, WorkersDiedError
 from kvcache_rag.corpus.texts import Reading, Text
-from kvcache_rag.corpus.worker import DEATHS_OF_A_TEXT, Failure, Report
+from kvcache_rag.corpus.worker import BatchReport, Failure
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.ray_session import ray_session
 
@@ -110,10 +110,10 @@ class Actor:
         """One report per table, as JSON."""
         columns = (batch.column(name).to_pylist() for name in _COLUMNS)
         texts = [Text(*row) for row in zip(*columns, strict=True)]
-        said = [text.text for text in texts if text.index == _COUNTS]
-        given = [text for text in texts if text.index != _COUNTS]
-        report = Report() if self._is_given_up(given) else self.build(given)
-        counts = said[0] if said else ""
+        counts_said = [text.text for text in texts if text.index == _COUNTS]
+        to_build = [text for text in texts if text.index != _COUNTS]
+        report = BatchReport() if self._is_given_up(to_build) else self.build(to_build)
+        counts = counts_said[0] if counts_said else ""
         return {"report": [json.dumps(report.to_json())], "counts": [counts]}
 
     def _is_given_up(self, texts: list[Text]) -> bool:
@@ -124,11 +124,11 @@ class Actor:
 
         return int(ray.get(self._attempts.begin.remote(texts[0].index))) > DEATHS_OF_A_TEXT
 
-    def build(self, texts: list[Text]) -> Report:
+    def build(self, texts: list[Text]) -> BatchReport:
         """Build some texts."""
         if self._worker is None:
-            return Report(refusal=self._refusal)
-        return self._worker.build(texts) if texts else Report()
+            return BatchReport(refusal=self._refusal)
+        return self._worker.build(texts) if texts else BatchReport()
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RayCluster:
 
     def run(
         self, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Generator[Report, None, None]:
+    ) -> Generator[BatchReport, None, None]:
         """Build everything; reports come as they come.  Closing the iterator ends all actors.
 
         Args:
@@ -173,16 +173,16 @@ class RayCluster:
                     _mark(seen, report.indices)
                     yield report
             except ray.exceptions.RayError as error:
-                said = " ".join(str(error).split())[-300:]
-                raise WorkersDiedError(f"Ray gave up: {said}; what is stored stays") from error
+                reason = " ".join(str(error).split())[-300:]
+                raise WorkersDiedError(f"Ray gave up: {reason}; what is stored stays") from error
             if not reading.is_complete or seen.count(1) < reading.texts_found:
                 yield from self._rest(ray, settings, reading, seen)
 
     def _gpus(self, ray: Any) -> float:
         if self.gpus is not None:
             return self.gpus
-        found = ray.cluster_resources().get("GPU", 0)
-        return 1 / ceil(self.workers / found) if found else 0.0
+        available = ray.cluster_resources().get("GPU", 0)
+        return 1 / ceil(self.workers / available) if available else 0.0
 
     def _options(self, ray: Any, settings: BuildSettings) -> dict[str, Any]:
         gpus = 0.0 if settings.device == "cpu" else self._gpus(ray)
@@ -194,7 +194,7 @@ class RayCluster:
 
     def _stream(
         self, ray: Any, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Iterator[Report]:
+    ) -> Iterator[BatchReport]:
         from ray.data import ActorPoolStrategy, DataContext
 
         context = DataContext.get_current()
@@ -203,7 +203,7 @@ class RayCluster:
         # A block that kills actors is not to end the others' work.
         context.max_errored_blocks = -1
         attempts = ray.remote(Attempts).options(num_cpus=0).remote()
-        found = (
+        reports = (
             ray.data.from_items([0])
             .map_batches(Reader(reading.corpus, batch), batch_size=None, num_cpus=0)
             .map_batches(
@@ -218,14 +218,14 @@ class RayCluster:
         with warnings.catch_warnings():
             # That a small corpus does not keep all actors busy.
             warnings.filterwarnings("ignore", "The minimum number of concurrent actors")
-            for row in found.iter_rows():
+            for row in reports.iter_rows():
                 if row["counts"]:
                     reading.take(json.loads(row["counts"]))
-                yield Report.from_json(json.loads(row["report"]))
+                yield BatchReport.from_json(json.loads(row["report"]))
 
     def _rest(
         self, ray: Any, settings: BuildSettings, reading: Reading, seen: bytearray
-    ) -> Iterator[Report]:
+    ) -> Iterator[BatchReport]:
         """Build one by one what no report came of."""
         again = Reading(reading.corpus)
         lonely = _Lonely(ray, settings, self._options(ray, settings), self._threads)
@@ -246,19 +246,19 @@ class _Lonely:
         self._arguments = (settings, threads)
         self._actor: Any = None
 
-    def build(self, text: Text) -> Report:
+    def build(self, text: Text) -> BatchReport:
         cause = ""
         for _ in range(DEATHS_OF_A_TEXT):
             if self._actor is None:
                 self._actor = self._make.remote(*self._arguments)
             try:
-                report: Report = self._ray.get(self._actor.build.remote([text]))
+                report: BatchReport = self._ray.get(self._actor.build.remote([text]))
             except self._ray.exceptions.RayError as error:  # it died, or was short of memory
                 self._actor, cause = None, type(error).__name__
                 continue
             return report
         reason = f"was left out: its worker died {DEATHS_OF_A_TEXT} times ({cause})"
-        return Report(indices=(text.index,), failures=(Failure.of(text, reason),))
+        return BatchReport(indices=(text.index,), failures=(Failure.of(text, reason),))
 
 
 def _mark(seen: bytearray, indices: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""How far a build is, for whoever watches: a bar in a terminal, now and then a line elsewhere."""
+"""A whole build: hand texts to workers, count and show what comes back, tidy up after the dead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from tqdm.auto import tqdm
 
 from kvcache_rag.corpus.processes import Processes
-from kvcache_rag.corpus.texts import Reading, Text
-from kvcache_rag.corpus.worker import Report, Tally, Worker
+from kvcache_rag.corpus.texts import NAMED, Reading, Text
+from kvcache_rag.corpus.worker import BatchReport, Worker
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.stores import DiskStore
@@ -25,14 +25,126 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from kvcache_rag.corpus.texts import Corpus
-    from kvcache_rag.corpus.worker import BuildSettings
+    from kvcache_rag.corpus.worker import BuildSettings, Failure
 
 
-PAUSE: Final = 30.0  # seconds between two lines
+PAUSE: Final = 30.0  # seconds between two lines of progress
+
+
+class Workers(Protocol):
+    """Who computes."""
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[BatchReport, None, None]:
+        """Build every text of a reading; closing the generator ends the workers.
+
+        Args:
+            settings: What is built, and where it goes.
+            reading: A way through the corpus that is not begun; it says what was met.
+            batch: Texts that a worker gets at a time.
+
+        Yields:
+            What became of the texts, as it becomes known.
+
+        Raises:
+            KVCacheRagError: If the build cannot go on.
+        """
+        ...
+
+
+class InProcess:
+    """This process is the only worker."""
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[BatchReport, None, None]:
+        """See `Workers`; the model is loaded when there is a text."""
+        worker: Worker | None = None
+        for texts in batches(reading.texts(), batch):
+            worker = worker or Worker(settings)
+            yield worker.build(texts)
+
+
+@dataclass(frozen=True)
+class ProcessPool:
+    """Processes of this machine, which may die.
+
+    Attributes:
+        workers: How many at most.
+        devices: Where they put their models, in turn; empty for what the settings say.
+    """
+
+    workers: int
+    devices: tuple[str, ...] = ()
+
+    def run(
+        self, settings: BuildSettings, reading: Reading, batch: int
+    ) -> Generator[BatchReport, None, None]:
+        """See `Workers`."""
+        pool = Processes(settings, self.workers, self.devices)
+        with closing(pool.run(batches(reading.texts(), batch))) as reports:
+            yield from reports
+
+
+def batches(texts: Iterator[Text], size: int) -> Iterator[list[Text]]:
+    """Lists of at most `size` texts, read when they are asked for."""
+    while batch := list(islice(texts, size)):
+        yield batch
+
+
+@dataclass
+class Tally:
+    """The sum of all reports.
+
+    Attributes:
+        prefilled: Chunks that were computed and stored.
+        there: Chunks that the store held already.
+        failed: Texts that are not in the store.
+        tokens: Tokens of all chunks, prefix not counted.
+        prefilled_tokens: Tokens of those that were computed.
+        nbytes: Bytes written to the store.
+        spec: Digest of what the chunks depend on; "" while unknown.
+        failures: The first `NAMED` failures.
+        started: `time.perf_counter()` when the build began.
+    """
+
+    prefilled: int = 0
+    there: int = 0
+    failed: int = 0
+    tokens: int = 0
+    prefilled_tokens: int = 0
+    nbytes: int = 0
+    spec: str = ""
+    failures: list[Failure] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, report: BatchReport) -> None:
+        """Count a report."""
+        for name in ("prefilled", "there", "tokens", "prefilled_tokens", "nbytes"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        self.spec = report.spec or self.spec
+        self.failed += len(report.failures)
+        self.failures += report.failures[: NAMED - len(self.failures)]
+
+    @property
+    def done(self) -> int:
+        """Texts that need no more work."""
+        return self.prefilled + self.there + self.failed
+
+    @property
+    def seconds(self) -> float:
+        """Since the build began."""
+        return time.perf_counter() - self.started
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens computed per second of the whole build; 0 when none were."""
+        return self.prefilled_tokens / self.seconds if self.prefilled_tokens else 0.0
 
 
 class Progress:
-    """Shows a tally while it grows, on the stream of errors.
+    """Shows a tally while it grows: a bar in a terminal, now and then a line elsewhere.
 
     Attributes:
         tally: What is shown.
@@ -65,103 +177,6 @@ class Progress:
     def close(self) -> None:
         """Leave the last state standing."""
         self._bar.close()
-
-
-# Unfinished files of workers that were killed.
-
-
-def tidy(store: DiskStore, spec: str, namespace: str) -> int:
-    """Remove what killed workers left half written in a spec's folder.
-
-    Chunks are written under the lock of their stripe, so what lies unfinished while that lock is
-    held belongs to nobody (on this machine: an unlucky writer of another one computes its chunk
-    again).
-
-    Returns:
-        How many files were removed.
-    """
-    found = [
-        entry
-        for folder in namespaces(store.root)
-        if folder.name == namespace_digest(namespace)
-        for one in folder.specs()
-        if one.name == spec[:16]
-        for entry in one.entries()
-        if isinstance(entry, Leftover)
-    ]
-    removed = 0
-    for leftover in found:
-        stripe = os.path.basename(os.path.dirname(leftover.path))
-        if len(stripe) != 2:
-            continue  # a manifest, which is written without a lock
-        with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
-            removed += discard(leftover)
-    return removed
-
-
-# A whole build: hand texts out, count what comes back, tidy up.
-
-
-class Workers(Protocol):
-    """Who computes."""
-
-    def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Generator[Report, None, None]:
-        """Build every text of a reading; closing the generator ends the workers.
-
-        Args:
-            settings: What is built, and where it goes.
-            reading: A way through the corpus that is not begun; it says what was met.
-            batch: Texts that a worker gets at a time.
-
-        Yields:
-            What became of the texts, as it becomes known.
-
-        Raises:
-            KVCacheRagError: If the build cannot go on.
-        """
-        ...
-
-
-class InProcess:
-    """This process is the only worker."""
-
-    def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Generator[Report, None, None]:
-        """See `Workers`; the model is loaded when there is a text."""
-        worker: Worker | None = None
-        for texts in batches(reading.texts(), batch):
-            worker = worker or Worker(settings)
-            yield worker.build(texts)
-
-
-@dataclass(frozen=True)
-class ProcessPool:
-    """Processes of this machine, which may die.
-
-    Attributes:
-        workers: How many at most.
-        devices: Where they put their models, in turn; empty for what the settings say.
-    """
-
-    workers: int
-    devices: tuple[str, ...] = ()
-
-    def run(
-        self, settings: BuildSettings, reading: Reading, batch: int
-    ) -> Generator[Report, None, None]:
-        """See `Workers`."""
-        pool = Processes(settings, self.workers, self.devices)
-        with closing(pool.run(batches(reading.texts(), batch))) as reports:
-            yield from reports
-
-
-def batches(texts: Iterator[Text], size: int) -> Iterator[list[Text]]:
-    """Lists of at most `size` texts, read when they are asked for."""
-    while found := list(islice(texts, size)):
-        yield found
 
 
 @dataclass
@@ -220,3 +235,32 @@ class Build:
             return
         store = DiskStore(self.settings.store, namespace=self.settings.namespace)
         self.tidied = tidy(store, self.tally.spec, self.settings.namespace)
+
+
+def tidy(store: DiskStore, spec: str, namespace: str) -> int:
+    """Remove what killed workers left half written in a spec's folder.
+
+    Chunks are written under the lock of their stripe, so what lies unfinished while that lock is
+    held belongs to nobody (on this machine: an unlucky writer of another one computes its chunk
+    again).
+
+    Returns:
+        How many files were removed.
+    """
+    leftovers = [
+        entry
+        for folder in namespaces(store.root)
+        if folder.name == namespace_digest(namespace)
+        for spec_folder in folder.specs()
+        if spec_folder.name == spec[:16]
+        for entry in spec_folder.entries()
+        if isinstance(entry, Leftover)
+    ]
+    removed = 0
+    for leftover in leftovers:
+        stripe = os.path.basename(os.path.dirname(leftover.path))
+        if len(stripe) != 2:
+            continue  # a manifest, which is written without a lock
+        with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
+            removed += discard(leftover)
+    return removed

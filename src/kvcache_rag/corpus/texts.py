@@ -177,9 +177,9 @@ def _document(name: str, document: object) -> Item:
         return Item(name, document_text(document))
     if not isinstance(document, dict):
         return Item(name, problem='it is not an object with a "text" or "data"')
-    known = document.get("id")
-    if isinstance(known, (str, int)):
-        name = f"{name} ({str(known)[:80]})"
+    id_ = document.get("id")
+    if isinstance(id_, (str, int)):
+        name = f"{name} ({str(id_)[:80]})"
     text, data = document.get("text"), document.get("data")
     if isinstance(text, str):
         return Item(name, document_text(text))

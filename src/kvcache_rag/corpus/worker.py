@@ -1,19 +1,20 @@
-"""What is built and where it goes: small values that can be sent to a worker."""
+"""One engine that prefills texts into a store: what it is told, what it does, what it reports.
+
+Settings and reports are small values: they are sent to processes and to actors, and back.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.corpus.texts import NAMED
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.integration.engine import EngineSettings, is_url, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.corpus.texts import Text
     from kvcache_rag.engine import Engine
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore
 
+# A builder rather waits for a remote than computes for nothing.
+REMOTE_OPTIONS: Final[Mapping[str, Any]] = {"timeout": 60.0, "retries": 4, "pause": 0.0}
 
-# Of one call of a remote.  A builder rather waits than computes for nothing.
-REMOTE_TIMEOUT, REMOTE_RETRIES = 60.0, 4
+# Batches after which it is no passing fault any more that the store keeps nothing.
+LOST_IN_A_ROW: Final = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class BuildSettings:
     @property
     def is_remote(self) -> bool:
         """Whether the store is a URL."""
-        return "://" in self.store
+        return is_url(self.store)
 
     @property
     def place(self) -> str:
@@ -66,12 +69,7 @@ class BuildSettings:
 
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written by a model that brings `brought`."""
-        from kvcache_rag.prompt.template import PromptTemplate
-
-        template = self.template or brought or PromptTemplate()
-        if self.system_prompt is None:
-            return template
-        return replace(template, system=self.system_prompt)
+        return EngineSettings.of(self).prompt_template(brought)
 
     def open_store(self) -> ChunkStore:
         """The store.
@@ -80,15 +78,8 @@ class BuildSettings:
             InvalidInputError: If it cannot be a store, or there is no such codec.
             MissingExtraError: If the driver of the URL is not installed.
         """
-        from kvcache_rag.codecs import by_name
-        from kvcache_rag.stores import DiskStore, RemoteStore
-
-        codec = by_name(self.codec)
-        if not self.is_remote:
-            return DiskStore(self.store, namespace=self.namespace, codec=codec)
-        return RemoteStore(
-            self.store, codec=codec, timeout=REMOTE_TIMEOUT, retries=REMOTE_RETRIES, pause=0.0
-        )
+        options = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
+        return open_store(self.store, codec=self.codec, **options)
 
     def open_engine(self) -> Engine:
         """Load the model.
@@ -97,24 +88,9 @@ class BuildSettings:
             InvalidInputError: If it cannot be loaded.
             UnsupportedModelError: If it keeps no keys and values per token.
         """
-        from kvcache_rag.engine import Engine
-        from kvcache_rag.models.pretrained import load
         from kvcache_rag.stores import MemoryStore
 
-        store = self.open_store()
-        options = {"revision": self.revision} if self.revision else {}
-        model, tokenizer, brought = load(
-            self.model, dtype=self.dtype, device=self.device, options=options
-        )
-        template = self.prompt_template(brought)
-        engine = Engine(
-            model,
-            tokenizer,
-            store=store,
-            combinations=MemoryStore(0),
-            template=template,
-            namespace=self.namespace,
-        )
+        engine = EngineSettings.of(self).open(self.open_store(), combinations=MemoryStore(0))
         _ = engine.spec  # raises where nothing can be kept
         return engine
 
@@ -130,9 +106,9 @@ class BuildSettings:
         store = self.open_store()
         if self.is_remote:
             store.contains(ChunkKey("0" * 64, "0" * 64, self.namespace, 1, 0))
-            found = store.stats()
-            if found.failures:
-                raise InvalidInputError(f"the store cannot be reached: {found.last_failure}")
+            stats = store.stats()
+            if stats.failures:
+                raise InvalidInputError(f"the store cannot be reached: {stats.last_failure}")
             return
         try:
             with tempfile.TemporaryFile(dir=os.path.abspath(self.store)):
@@ -142,9 +118,6 @@ class BuildSettings:
                 f"the store {self.store} cannot be written ({error.strerror}); name a folder that "
                 "can"
             ) from error
-
-
-# What became of texts: of a few, as a worker says, and of all.
 
 
 @dataclass(frozen=True)
@@ -168,8 +141,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What became of the texts of one task; can be pickled and written as JSON.
+class BatchReport:
+    """What became of the texts of one batch; can be pickled and written as JSON.
 
     Attributes:
         indices: Numbers of the texts that need no more work, failures included.
@@ -198,123 +171,10 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Report:
+    def from_json(cls, values: dict[str, Any]) -> BatchReport:
         """The inverse of `to_json`."""
-        failures = tuple(Failure(**one) for one in values["failures"])
+        failures = tuple(Failure(**failure) for failure in values["failures"])
         return cls(**{**values, "indices": tuple(values["indices"]), "failures": failures})
-
-
-@dataclass
-class Tally:
-    """The sum of all reports.
-
-    Attributes:
-        prefilled: Chunks that were computed and stored.
-        there: Chunks that the store held already.
-        failed: Texts that are not in the store.
-        tokens: Tokens of all chunks, prefix not counted.
-        prefilled_tokens: Tokens of those that were computed.
-        nbytes: Bytes written to the store.
-        spec: Digest of what the chunks depend on; "" while unknown.
-        failures: The first `NAMED` failures.
-        started: `time.perf_counter()` when the build began.
-    """
-
-    prefilled: int = 0
-    there: int = 0
-    failed: int = 0
-    tokens: int = 0
-    prefilled_tokens: int = 0
-    nbytes: int = 0
-    spec: str = ""
-    failures: list[Failure] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-
-    def add(self, report: Report) -> None:
-        """Count a report."""
-        for name in ("prefilled", "there", "tokens", "prefilled_tokens", "nbytes"):
-            setattr(self, name, getattr(self, name) + getattr(report, name))
-        self.spec = report.spec or self.spec
-        self.failed += len(report.failures)
-        self.failures += report.failures[: NAMED - len(self.failures)]
-
-    @property
-    def done(self) -> int:
-        """Texts that need no more work."""
-        return self.prefilled + self.there + self.failed
-
-    @property
-    def seconds(self) -> float:
-        """Since the build began."""
-        return time.perf_counter() - self.started
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens computed per second of the whole build; 0 when none were."""
-        return self.prefilled_tokens / self.seconds if self.prefilled_tokens else 0.0
-
-
-# What workers are given, and what becomes of the texts of one that died.
-
-
-DEATHS_OF_A_TEXT: Final = 2  # alone with its worker, before it is left out
-
-
-@dataclass(frozen=True)
-class Task:
-    """Texts for one worker.
-
-    Attributes:
-        texts: The texts.
-        deaths: Workers that died of them.
-    """
-
-    texts: tuple[Text, ...]
-    deaths: int = 0
-
-
-class Tasks:
-    """What is to be handed out: first what came back, then what is read."""
-
-    def __init__(self, batches: Iterator[Sequence[Text]]) -> None:
-        self._batches = batches
-        self._again: deque[Task] = deque()
-        self.is_read = False
-
-    def next(self) -> Task | None:
-        """The next task, None when there is none now."""
-        if self._again:
-            return self._again.popleft()
-        if not self.is_read:
-            for texts in self._batches:
-                return Task(tuple(texts))
-            self.is_read = True
-        return None
-
-    @property
-    def are_done(self) -> bool:
-        """Whether there will be none, unless one comes back."""
-        return self.is_read and not self._again
-
-    def give_back(self, task: Task, cause: str) -> Report | None:
-        """Take the task of a worker that died; a report where that was the last attempt."""
-        if len(task.texts) > 1:
-            self._again += [Task((text,)) for text in task.texts]
-            return None
-        deaths = task.deaths + 1
-        if deaths < DEATHS_OF_A_TEXT:
-            self._again.append(replace(task, deaths=deaths))
-            return None
-        (text,) = task.texts
-        failure = Failure.of(text, f"was left out: its worker died {deaths} times ({cause})")
-        return Report(indices=(text.index,), failures=(failure,))
-
-
-# One engine that looks texts up and prefills what is missing.
-
-
-LOST_IN_A_ROW = 3
-"""Tasks after which it is no passing fault any more that the store keeps nothing."""
 
 
 def _nothing() -> None:
@@ -323,7 +183,7 @@ def _nothing() -> None:
 
 @dataclass
 class _Batch:
-    """What is known of the texts of one task.
+    """What is known of some texts.
 
     Attributes:
         keys: Their keys, with the text that is to be computed for each.
@@ -337,7 +197,7 @@ class _Batch:
 
 
 class Worker:
-    """Builds texts, some at a time; it can be killed at any moment without harm.
+    """Looks texts up and prefills what is missing; it can be killed at any moment without harm.
 
     Attributes:
         engine: What prefills.
@@ -353,7 +213,9 @@ class Worker:
         self._where = settings.place
         self._lost_in_a_row = 0
 
-    def build(self, texts: Sequence[Text], on_missing: Callable[[], None] = _nothing) -> Report:
+    def build(
+        self, texts: Sequence[Text], on_missing: Callable[[], None] = _nothing
+    ) -> BatchReport:
         """Look texts up and prefill what is missing; each is tokenised once to be looked up.
 
         Args:
@@ -375,7 +237,7 @@ class Worker:
         # Another process may have computed some of them meanwhile.
         prefilled = min(len(fresh), after.puts - before.puts)
         is_useless = self._is_useless(batch, lost, fresh)
-        return Report(
+        return BatchReport(
             indices=tuple(text.index for text in texts),
             prefilled=prefilled,
             there=len(texts) - len(failed) - prefilled,
@@ -418,8 +280,8 @@ class Worker:
             self.engine.add([batch.keys[key].text for key in keys])
         except Exception as error:  # whatever model and device raise for one text
             if len(keys) == 1:
-                said = " ".join(str(error).split())[:200]
-                reason = f"cannot be prefilled: {type(error).__name__}: {said}"
+                message = " ".join(str(error).split())[:200]
+                reason = f"cannot be prefilled: {type(error).__name__}: {message}"
                 batch.failures.append(Failure.of(batch.keys[keys[0]], reason))
                 return
             for key in keys:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.engine import Engine
+from kvcache_rag.engine import like
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.gate import policy_key, scorer_name
 from kvcache_rag.kv.chunk import canonical_json, digest
@@ -34,6 +34,7 @@ from kvcache_rag.stores import MemoryStore
 from kvcache_rag.verdict import THRESHOLD, WEAK_BELOW, NumericsCheck, PolicyScore, Verdict
 
 if TYPE_CHECKING:
+    from kvcache_rag.engine import Engine
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.metrics import Answer
     from kvcache_rag.scoring.question import Question
@@ -93,14 +94,7 @@ def check_numerics(
 
 
 def _lossless(engine: Engine) -> Engine:
-    return Engine(
-        engine.model,
-        engine.tokenizer,
-        store=MemoryStore(),
-        template=engine.template,
-        context_window=engine.context_window,
-        cost_aware=False,
-    )
+    return like(engine, store=MemoryStore(), combinations=None, gate=None, cost_aware=False)
 
 
 def _plain(engine: Engine, question: str, chunks: Sequence[str]) -> Tensor:

@@ -10,33 +10,17 @@ Also CacheClip's (arXiv 2510.10129): an auxiliary model that learns where to loo
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache_rag.finetune.config import FinetuneConfig, JsonlData, ReaderData
-    from kvcache_rag.finetune.report import Change, Measure, Report
-    from kvcache_rag.finetune.run import finetune
+    from kvcache_rag.finetune.config import FinetuneConfig as FinetuneConfig
+    from kvcache_rag.finetune.config import JsonlData as JsonlData
+    from kvcache_rag.finetune.config import ReaderData as ReaderData
+    from kvcache_rag.finetune.report import Change as Change
+    from kvcache_rag.finetune.report import Measure as Measure
+    from kvcache_rag.finetune.report import Report as Report
+    from kvcache_rag.finetune.run import finetune as finetune
+else:
+    from kvcache_rag.exports import lazy_names
 
-__all__ = [
-    "Change",
-    "FinetuneConfig",
-    "JsonlData",
-    "Measure",
-    "ReaderData",
-    "Report",
-    "finetune",
-]
-
-_HOMES = {
-    "config": ("FinetuneConfig", "JsonlData", "ReaderData"),
-    "report": ("Change", "Measure", "Report"),
-    "run": ("finetune",),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -1,22 +1,201 @@
-"""Make an engine from the settings of an application."""
+"""Make an engine, and the stores under it, from the settings of an application.
+
+The settings are plain values: torch is loaded by whoever opens something.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.engine import Engine
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.pretrained import TINY, load_tokenizer, resolve
-from kvcache_rag.prompt.template import PromptTemplate
-from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvcache_rag.engine import Engine
     from kvcache_rag.generation.rotation_mode import RotationMode
-    from kvcache_rag.stores import ChunkStore
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prompt.template import PromptTemplate
+    from kvcache_rag.stores import ChunkStore, MemoryStore
+    from kvcache_rag.verdict import Gate, Verdict
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made of, but for its stores; a field that `Engine` has too is handed on.
+
+    Attributes:
+        model: Hub id, folder or "tiny"; or a loaded transformers model.
+        tokenizer: A loaded one or a name; None for the model's own.
+        dtype: "auto" for the checkpoint's own.
+        device: "cpu", "cuda", ...; None for CUDA if there is one.
+        revision: Commit, branch or tag of a model on the hub; None for its default.
+        model_kwargs: Further arguments of the model's `from_pretrained`.
+        tokenizer_kwargs: Further arguments of the tokenizer's `from_pretrained`.
+        template: How prompts are written; None for the one the model brings, else the default.
+        system_prompt: Instruction before the chunks, instead of the template's; None for that.
+        namespace: As for `Engine`, like all that follow; None for its default.
+    """
+
+    model: Any
+    tokenizer: Any = None
+    dtype: Any = "auto"
+    device: str | None = None
+    revision: str | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template: PromptTemplate | None = None
+    system_prompt: str | None = None
+    namespace: str | None = None
+    context_window: int | None = None
+    cost_aware: bool | None = None
+    auxiliary: Scorer | None = None
+    gate: Gate | Verdict | str | os.PathLike[str] | None = None
+    rotation: RotationMode | None = None
+
+    @classmethod
+    def of(cls, source: object, **values: Any) -> EngineSettings:
+        """What `source`, such as parsed arguments, holds under the names of these fields.
+
+        Args:
+            source: An attribute that is None or missing says nothing.
+            values: Said in its place.
+        """
+        own = {known.name: getattr(source, known.name, None) for known in fields(cls)}
+        said = {name: value for name, value in own.items() if value is not None}
+        return cls(**{**said, **values})
+
+    def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
+        """How prompts are written for a model that brings `brought`."""
+        from kvcache_rag.prompt.template import PromptTemplate
+
+        template = self.template or brought or PromptTemplate()
+        if self.system_prompt is None:
+            return template
+        # It stands before the chunks, so it is part of what they are computed behind.
+        return replace(template, system=self.system_prompt)
+
+    def open(
+        self, store: ChunkStore | None = None, combinations: ChunkStore | None = None
+    ) -> Engine:
+        """Load the model and make its engine.
+
+        Args:
+            store: As for `Engine`.
+            combinations: As for `Engine`.
+
+        Raises:
+            InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes
+                without its tokenizer.
+            FingerprintMismatchError: If the gate is about another model, instruction or template.
+        """
+        from kvcache_rag.engine import Engine
+
+        model, tokenizer, brought = self._load()
+        names = signature(Engine).parameters.keys() - {"model", "tokenizer", "template"}
+        options = {
+            name: value for name, value in vars(self).items() if name in names and value is not None
+        }
+        return Engine(
+            model,
+            tokenizer,
+            template=self.prompt_template(brought),
+            store=store,
+            combinations=combinations,
+            **options,
+        )
+
+    def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
+        from kvcache_rag.models.pretrained import load
+
+        tokenizer = self._load_tokenizer()
+        if self._is_loaded:
+            if tokenizer is None:
+                raise InvalidInputError("a loaded model needs its tokenizer= too")
+            return self.model, tokenizer, None
+        revision = {"revision": self.revision} if self.revision else {}
+        model, own, brought = load(
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            options={**self.model_kwargs, **revision},
+        )
+        return model, own if tokenizer is None else tokenizer, brought
+
+    def _load_tokenizer(self) -> Any:
+        """The tokenizer that was named or given; None for the model's own."""
+        from kvcache_rag.models.pretrained import TINY, load_tokenizer, resolve
+
+        tokenizer = self.tokenizer
+        if tokenizer is None and self.tokenizer_kwargs and not self._is_loaded:
+            tokenizer = os.fspath(self.model)
+        if not isinstance(tokenizer, str):
+            return tokenizer
+        place = resolve(tokenizer) if tokenizer == TINY else tokenizer
+        return load_tokenizer(place, dict(self.tokenizer_kwargs))
+
+    @property
+    def _is_loaded(self) -> bool:
+        return not isinstance(self.model, (str, os.PathLike))
+
+
+def open_store(
+    place: str | os.PathLike[str] | None,
+    *,
+    codec: str = "native",
+    max_bytes: int | None = None,
+    memory: MemoryStore | None = None,
+    **options: Any,
+) -> ChunkStore:
+    """Where chunks are kept.
+
+    Args:
+        place: A folder, or a URL such as `s3://bucket/folder`; None for memory alone.
+        codec: Form of the chunks there: "native", "int8" or "int4".
+        max_bytes: Limit of a folder; who serves a URL limits it there.
+        memory: What stands before it; None for nothing.
+        options: Further arguments of `DiskStore`, or for a URL of `RemoteStore`.
+
+    Raises:
+        InvalidInputError: If it cannot be a store, or there is no such codec.
+        MissingExtraError: If the driver of the URL is not installed.
+    """
+    from kvcache_rag.codecs import by_name
+    from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+
+    if place is None:
+        return MemoryStore() if memory is None else memory
+    store: ChunkStore
+    if is_url(place):
+        store = RemoteStore(os.fspath(place), codec=by_name(codec), **options)
+    else:
+        store = DiskStore(place, max_bytes=max_bytes, codec=by_name(codec), **options)
+    return store if memory is None else TieredStore(memory, store)
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether a store is named by a URL; else it is a folder."""
+    return "://" in os.fspath(place)
+
+
+def template_in(place: str) -> PromptTemplate:
+    """The template of a `prompt_template.json`, by its path or its folder.
+
+    Raises:
+        InvalidInputError: If there is none, or it cannot be used.
+    """
+    from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
+
+    path = Path(place)
+    folder = path.parent if path.name == FILE_NAME else path
+    template = PromptTemplate.load(folder)
+    if template is None:
+        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
+    return template
 
 
 def open_engine(
@@ -55,48 +234,24 @@ def open_engine(
             its tokenizer.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
-    common: dict[str, Any] = {
-        "context_window": context_window,
-        "gate": gate,
-        "rotation": rotation or "auto",
-    }
-    named = isinstance(model, (str, os.PathLike))
-    if tokenizer is None and tokenizer_kwargs and named:
-        tokenizer = os.fspath(model)
-    if isinstance(tokenizer, str):
-        path = resolve(tokenizer) if tokenizer == TINY else tokenizer
-        tokenizer = load_tokenizer(path, dict(tokenizer_kwargs or {}))
-    store = store_in(kv_dir, kv_max_bytes)
-    if named:
-        placing = _placing(device_map, dict(model_kwargs or {}))
-        if tokenizer is None and not system_prompt:
-            placing.update(common)
-            return Engine.from_pretrained(model, template=template, store=store, **placing)
-        # Without the gate, which is about the template that follows.
-        engine = Engine.from_pretrained(model, template=template, store=store, **placing)
-        model, template = engine.model, engine.template
-        tokenizer = tokenizer or engine.tokenizer
-    elif tokenizer is None:
-        raise InvalidInputError("a loaded model needs its tokenizer= too")
-    if system_prompt:
-        # It stands before the chunks, so it is part of what they are computed behind.
-        template = replace(template or PromptTemplate(), system=system_prompt)
-    return Engine(model, tokenizer, template=template, store=store, **common)
+    from kvcache_rag.stores import MemoryStore
 
-
-def store_in(kv_dir: str | os.PathLike[str] | None, max_bytes: int | None = None) -> ChunkStore:
-    """Memory in front of a folder of at most `max_bytes`; without a folder, memory alone."""
-    if kv_dir is None:
-        return MemoryStore()
-    return TieredStore(MemoryStore(), DiskStore(kv_dir, max_bytes=max_bytes))
-
-
-def _placing(
-    device_map: str | Mapping[str, Any] | None, model_kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    placing: dict[str, Any] = {"dtype": model_kwargs.pop("dtype", None) or "auto"}
-    if device_map is not None and not isinstance(device_map, str):
-        model_kwargs["device_map"] = device_map
-    elif device_map not in (None, "auto"):
-        placing["device"] = device_map
-    return {**placing, "model_kwargs": model_kwargs}
+    further = dict(model_kwargs or {})
+    dtype = further.pop("dtype", None) or "auto"
+    device = device_map if isinstance(device_map, str) and device_map != "auto" else None
+    if not isinstance(device_map, (str, type(None))):
+        further["device_map"] = device_map
+    settings = EngineSettings(
+        model,
+        tokenizer,
+        dtype=dtype,
+        device=device,
+        model_kwargs=further,
+        tokenizer_kwargs=tokenizer_kwargs or {},
+        template=template,
+        system_prompt=system_prompt or None,
+        context_window=context_window,
+        gate=gate,
+        rotation=rotation,
+    )
+    return settings.open(open_store(kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore()))

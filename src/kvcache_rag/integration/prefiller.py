@@ -47,8 +47,8 @@ class RowPrefiller:
         if engine is None:
             return [None] * len(texts)
         # A chunk without a single letter cannot be reused, and an image without a caption is none.
-        given = [text for text in texts if text.strip()]
-        keys = iter(engine.add(given, owner=self.owner, show_progress=show_progress))
+        prefillable = [text for text in texts if text.strip()]
+        keys = iter(engine.add(prefillable, owner=self.owner, show_progress=show_progress))
         return [Reference.of(next(keys), text, engine) if text.strip() else None for text in texts]
 
     def write(
@@ -80,8 +80,7 @@ class RowPrefiller:
             self.rows.put(written, replaced)
             # A row of the same text may have been deleted, and the text released, since it was
             # claimed.
-            held = [Reference.from_metadata(row.metadata) for row in written]
-            self._claim([one for one in held if one is not None])
+            self._claim(_references(written))
 
     def _prefill(
         self, rows: Sequence[Row | NewRow], texts: Sequence[str], *, show_progress: bool
@@ -90,9 +89,9 @@ class RowPrefiller:
             return self.prefill(texts, show_progress=show_progress)
         except ContextTooLongError as error:
             # The engine counts texts, which nobody could find again among rows.
-            found = zip(rows, texts, strict=True)
-            named = next((row.id for row, text in found if self._is_too_long(text)), "?")
-            raise ContextTooLongError(f"row {named!r}: {error}") from error
+            pairs = zip(rows, texts, strict=True)
+            id_ = next((row.id for row, text in pairs if self._is_too_long(text)), "?")
+            raise ContextTooLongError(f"row {id_!r}: {error}") from error
 
     def _is_too_long(self, text: str) -> bool:
         try:
@@ -120,18 +119,17 @@ class RowPrefiller:
         self.release([row for rows in changed for row in rows])
 
     def release(self, rows: Sequence[Row | NewRow]) -> None:
-        """Let go of the KV of rows that are deleted or replaced, unless another row uses it."""
+        """Release the KV of rows that are deleted or replaced, unless another row uses it."""
         engine = self.engine
         if engine is None:
             return
-        held = (Reference.from_metadata(row.metadata) for row in rows)
-        gone = self._unused({one.key: one for one in held if one is not None})
-        keys = [one.resolve(engine) for one in gone.values()]
+        gone = self._unused({reference.key: reference for reference in _references(rows)})
+        keys = [reference.resolve(engine) for reference in gone.values()]
         # What another model computed is another engine's to release; its store ages it out.
         engine.release([key for key in keys if key is not None], self.owner)
         # A row of the same text may have been written since it was looked for.
         unused = self._unused(gone)
-        self._claim([one for key, one in gone.items() if key not in unused])
+        self._claim([reference for key, reference in gone.items() if key not in unused])
 
     def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
         try:
@@ -140,7 +138,7 @@ class RowPrefiller:
             if not is_gone(error):
                 raise
             used = set()
-        return {key: one for key, one in references.items() if key not in used}
+        return {key: reference for key, reference in references.items() if key not in used}
 
     def _claim(self, references: Sequence[Reference]) -> None:
         engine = self.engine
@@ -175,18 +173,26 @@ class RowPrefiller:
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
-        known = {row.id: row.document for row in rows}
-        # Rows may have gone since they were read, and then nobody else lets go of what was claimed.
+        documents = {row.id: row.document for row in rows}
+        # Rows may have gone since they were read, and then nobody else releases what was claimed.
         with self.rows.writing(), self._releasing(claimed, rows):
             # Rows that were replaced in the meantime have references of their own.
             now = self.rows.get(ids=list(changed))
-            same = {row.id: changed[row.id] for row in now if row.document == known[row.id]}
-            self.rows.update({id_: reference.to_metadata() for id_, reference in same.items()})
-            self._claim(list(same.values()))
-        return len(same)
+            unchanged = {
+                row.id: changed[row.id] for row in now if row.document == documents[row.id]
+            }
+            self.rows.update({id_: reference.to_metadata() for id_, reference in unchanged.items()})
+            self._claim(list(unchanged.values()))
+        return len(unchanged)
 
 
 def _referring(row: _AnyRow, reference: Reference | None) -> _AnyRow:
     if reference is None:
         return row
     return replace(row, metadata={**row.metadata, **reference.to_metadata()})
+
+
+def _references(rows: Sequence[Row | NewRow]) -> list[Reference]:
+    """Those of the rows that have one."""
+    references = (Reference.from_metadata(row.metadata) for row in rows)
+    return [reference for reference in references if reference is not None]

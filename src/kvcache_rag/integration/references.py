@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.generation.request import StoredChunk
     from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.prompt.template import PromptTemplate
 
 
 REFERENCE_KEYS: Final = ("kv_bytes", "kv_key", "kv_spec", "kv_text", "kv_tokens")
@@ -115,8 +116,8 @@ class References:
         except UnsupportedModelError:
             return text  # it keeps no keys and values
         with self._lock:
-            known = self._known.get(key)
-        return text if known is None else known.chunk(text, engine)
+            reference = self._known.get(key)
+        return text if reference is None else reference.chunk(text, engine)
 
 
 def text_digest(text: str, engine: Engine) -> str:
@@ -125,5 +126,9 @@ def text_digest(text: str, engine: Engine) -> str:
     The wrapper is part of it, because a chunk in another wrapper has other tokens; the prefix is
     not, because the engine's spec covers it.
     """
-    written = engine.template.wrap(text)
-    return hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()
+    return wrapped_digest(text, engine.template)
+
+
+def wrapped_digest(text: str, template: PromptTemplate) -> str:
+    """`text_digest` by the template alone, where there is no engine."""
+    return hashlib.sha256(template.wrap(text).encode("utf-8", "surrogatepass")).hexdigest()

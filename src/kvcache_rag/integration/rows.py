@@ -1,13 +1,7 @@
-"""A Chroma collection without its sharp edges.
-
-Chroma limits the size of a call, refuses empty ones, silently ignores an `add` of an existing id,
-merges metadata on `upsert`, fails on ids it does not hold and returns rows that another process has
-deleted.  `Rows` hides all that; it knows nothing of frameworks or of KV.
-"""
+"""The rows of a Chroma collection, and what of a row or a document stands in prompts."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -16,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.references import Reference
+from kvcache_rag.integration.references import Reference, wrapped_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.prompt.template import PromptTemplate
 
+    RowText: TypeAlias = Callable[["Row"], str]
 
 Scalar = str | int | float | bool
 
@@ -32,6 +27,15 @@ Where: TypeAlias = dict[str, Any]
 """A condition on metadata in Chroma's own form."""
 
 RESERVED: Final = "chroma:document"
+
+GROUP: Final = "kvcache_rag.row_texts"
+
+DOCUMENT: Final = "document"
+
+LLAMA_INDEX: Final = "llama-index"
+
+# LlamaIndex writes a node beside its text; rows of others do not have this.
+_NODE: Final = "_node_content"
 
 # SQLite refuses statements with tens of thousands of variables; one membership test stays far
 # below.
@@ -84,7 +88,15 @@ class NewRow:
 
 
 class Rows:
-    """Batched access to a collection."""
+    """A Chroma collection without its sharp edges; it knows nothing of frameworks or of KV.
+
+    Chroma limits the size of a call, refuses empty ones, silently ignores an `add` of an existing
+    id, merges metadata on `upsert`, fails on ids it does not hold and returns rows that another
+    process has deleted.
+
+    Attributes:
+        collection: The `chromadb` collection.
+    """
 
     def __init__(self, collection: Any) -> None:
         """Wrap a `chromadb` collection; it stays usable beside."""
@@ -100,10 +112,10 @@ class Rows:
 
     def check(self, row: NewRow) -> None:
         """Fail as `put` would: the collection is gone, or a vector has the wrong size or none."""
-        asked: dict[str, Any] = {"query_texts": [row.document]}
+        query: dict[str, Any] = {"query_texts": [row.document]}
         if row.embedding is not None:
-            asked = {"query_embeddings": [list(row.embedding)]}
-        self.collection.query(**asked, n_results=1, include=[])
+            query = {"query_embeddings": [list(row.embedding)]}
+        self.collection.query(**query, n_results=1, include=[])
 
     def get(
         self,
@@ -121,10 +133,10 @@ class Rows:
             ids, limit, where=where, where_document=where_document, include=include
         ):
             documents = page.get("documents") or [""] * len(page["ids"])
-            found = zip(page["ids"], documents, page["metadatas"], strict=True)
+            columns = zip(page["ids"], documents, page["metadatas"], strict=True)
             rows.extend(
                 Row(id_, document or "", metadata or {})
-                for id_, document, metadata in found
+                for id_, document, metadata in columns
                 if metadata_only or not (document is None and metadata is None)
             )
         return rows[:limit]
@@ -145,10 +157,10 @@ class Rows:
 
     def holding(self, key: str, values: Sequence[str]) -> list[Row]:
         """Rows whose metadata `key` is one of `values`, metadata only."""
-        found: list[Row] = []
+        rows: list[Row] = []
         for batch in _batches(values, _MEMBERS):
-            found += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
-        return found
+            rows += self.get(where={key: {"$in": list(batch)}}, metadata_only=True)
+        return rows
 
     def put(self, rows: Sequence[NewRow], replaced: list[Row] | None = None) -> list[Row]:
         """Write rows of different ids.
@@ -215,7 +227,7 @@ class Rows:
             *(["embeddings"] if with_embeddings else []),
         ]
         vector: Any = [list(embedding)]
-        found: Any = self.collection.query(
+        result: Any = self.collection.query(
             query_embeddings=vector,
             n_results=count,
             where=where,
@@ -223,8 +235,8 @@ class Rows:
             include=include,
             **options,
         )
-        vectors = found["embeddings"][0] if with_embeddings else [None] * len(found["ids"][0])
-        columns = (found[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+        vectors = result["embeddings"][0] if with_embeddings else [None] * len(result["ids"][0])
+        columns = (result[name][0] for name in ("ids", "documents", "metadatas", "distances"))
         return [
             Row(id_, document or "", metadata or {}, vector, distance)
             for id_, document, metadata, distance, vector in zip(*columns, vectors, strict=True)
@@ -259,7 +271,7 @@ def _number_list(values: Sequence[Any]) -> list[Any]:
 
 def _fits(value: Any) -> bool:
     if isinstance(value, list):
-        return len({type(one) for one in value}) == 1 and isinstance(value[0], Scalar)
+        return len({type(item) for item in value}) == 1 and isinstance(value[0], Scalar)
     return isinstance(value, Scalar)
 
 
@@ -270,8 +282,8 @@ def _replacing(new: Mapping[str, Any], old: Row | None) -> dict[str, Any]:
 
 
 def _vectors(rows: Sequence[NewRow]) -> list[list[float]] | None:
-    given = [list(row.embedding) for row in rows if row.embedding is not None]
-    return given or None
+    vectors = [list(row.embedding) for row in rows if row.embedding is not None]
+    return vectors or None
 
 
 def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
@@ -279,12 +291,9 @@ def _batches(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
         yield list(items[start : start + size])
 
 
-# How a document that somebody hands over reads as a chunk.
-#
+# ---------------------------------------------------------------------- what stands in prompts
 # One text is one chunk, wherever it comes from: only what is written here stands in prompts, so
 # that a server, an ingestion and a build of the same documents share their keys and values.
-
-
 def document_text(text: str, title: str | None = None) -> str:
     """The chunk of a text with a title: the text alone.
 
@@ -316,38 +325,19 @@ def _written(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
-# What of a row stands in prompts: its document, or what a framework makes of it.
-#
-# A framework tells how its rows read by an entry point of the group `kvcache_rag.row_texts`. A
-# row's reference holds the digest of the text that its chunk was computed from, so rows that have
-# one tell by themselves which form they are in.
-
-
-if TYPE_CHECKING:
-    RowText: TypeAlias = Callable[[Row], str]
-
-GROUP: Final = "kvcache_rag.row_texts"
-
-DOCUMENT: Final = "document"
-
-LLAMA_INDEX: Final = "llama-index"
-
-# LlamaIndex writes a node beside its text; rows of others do not have this.
-_NODE: Final = "_node_content"
-
-
 def installed_forms() -> dict[str, RowText]:
     """The forms that rows can be read in, by name: "document" first, then those of frameworks.
 
-    A framework is imported when its form is first used.
+    A framework tells how its rows read by an entry point of the group `kvcache_rag.row_texts`; it
+    is imported when its form is first used.
     """
     forms: dict[str, RowText] = {DOCUMENT: lambda row: row.document}
     for point in entry_points(group=GROUP):
-        forms[point.name] = _Brought(point)
+        forms[point.name] = _FrameworkForm(point)
     return forms
 
 
-class _Brought:
+class _FrameworkForm:
     """The form of a framework."""
 
     def __init__(self, point: EntryPoint) -> None:
@@ -373,7 +363,7 @@ def row_text(name: str, template: PromptTemplate) -> RowText:
     """
     forms = installed_forms()
     if not name:
-        return _Told(forms, template)
+        return _OwnForms(forms, template)
     if name not in forms:
         raise InvalidInputError(
             f"there is no form of texts {name!r}; use one of {', '.join(forms)}, or install the "
@@ -382,8 +372,12 @@ def row_text(name: str, template: PromptTemplate) -> RowText:
     return forms[name]
 
 
-class _Told:
-    """Reads each row in its own form."""
+class _OwnForms:
+    """Reads each row in its own form.
+
+    A row's reference holds the digest of the text that its chunk was computed from, so a row that
+    has one tells by itself.
+    """
 
     def __init__(self, forms: Mapping[str, RowText], template: PromptTemplate) -> None:
         self._forms, self._template = forms, template
@@ -393,8 +387,7 @@ class _Told:
         if reference is not None:
             for form in self._forms.values():
                 text = form(row)
-                written = self._template.wrap(text).encode("utf-8", "surrogatepass")
-                if hashlib.sha256(written).hexdigest() == reference.text:
+                if wrapped_digest(text, self._template) == reference.text:
                     return text
         usual = LLAMA_INDEX if _NODE in row.metadata else DOCUMENT
         return self._forms.get(usual, self._forms[DOCUMENT])(row)

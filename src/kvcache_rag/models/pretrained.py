@@ -1,4 +1,4 @@
-"""transformers' `from_pretrained`, with its failures in one sentence."""
+"""Models, tokenizers and prompt templates by name, with one clear sentence when that fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,55 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.template import PromptTemplate
 
+TINY = "tiny"
+"""Name of the small reader that comes with this package."""
 
-def load_pretrained(
+
+def resolve(name: str | os.PathLike[str]) -> str:
+    """The name or path to load: `tiny` is the packaged reader.
+
+    Raises:
+        InvalidInputError: If it looks like a path and nothing is there.
+    """
+    is_path = not isinstance(name, str)
+    name = os.fspath(name)
+    if name == TINY:
+        return str(files("kvcache_rag").joinpath("reader", "model"))
+    looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).expanduser().is_dir():
+        raise InvalidInputError(f"there is no model folder {name}; check the path")
+    return str(Path(name).expanduser()) if looks_like_path else name
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str,
+    device: str | None,
+    options: dict[str, Any],
+) -> tuple[Any, Any, PromptTemplate | None]:
+    """Model, tokenizer and the prompt template that the model brings along, if any.
+
+    Args:
+        name: Hub id, folder, or "tiny".
+        dtype: "auto" for the checkpoint's own.
+        device: Where to put the model; None for CUDA if there is one, else the CPU.
+        options: Further arguments of transformers' `from_pretrained`.
+    """
+    resolved = resolve(name)
+    model, tokenizer = _load_pretrained(
+        resolved, os.fspath(name), dtype=dtype, device=device, options=options
+    )
+    return model, tokenizer, brought_template(resolved)
+
+
+def brought_template(name: str | os.PathLike[str]) -> PromptTemplate | None:
+    """The prompt template that a model brings along in its folder, if any."""
+    folder = Path(resolve(name))
+    return PromptTemplate.load(folder) if folder.is_dir() else None
+
+
+def _load_pretrained(
     path: str, name: str, *, dtype: torch.dtype | str, device: str | None, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer.
@@ -68,50 +115,3 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
         raise InvalidInputError(
             f"cannot load the tokenizer {name!r}: {reason[0] if reason else type(error).__name__}"
         ) from error
-
-
-# Load a model and its tokenizer by name, with one clear sentence when that fails.
-
-
-TINY = "tiny"
-"""Name of the small reader that comes with this package."""
-
-
-def resolve(name: str | os.PathLike[str]) -> str:
-    """The name or path to load: `tiny` is the packaged reader.
-
-    Raises:
-        InvalidInputError: If it looks like a path and nothing is there.
-    """
-    is_path = not isinstance(name, str)
-    name = os.fspath(name)
-    if name == TINY:
-        return str(files("kvcache_rag").joinpath("reader", "model"))
-    looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).expanduser().is_dir():
-        raise InvalidInputError(f"there is no model folder {name}; check the path")
-    return str(Path(name).expanduser()) if looks_like_path else name
-
-
-def load(
-    name: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | str,
-    device: str | None,
-    options: dict[str, Any],
-) -> tuple[Any, Any, PromptTemplate | None]:
-    """Model, tokenizer and the prompt template that the model brings along, if any.
-
-    Args:
-        name: Hub id, folder, or "tiny".
-        dtype: "auto" for the checkpoint's own.
-        device: Where to put the model; None for CUDA if there is one, else the CPU.
-        options: Further arguments of transformers' `from_pretrained`.
-    """
-    resolved = resolve(name)
-    model, tokenizer = load_pretrained(
-        resolved, os.fspath(name), dtype=dtype, device=device, options=options
-    )
-    folder = Path(resolved)
-    template = PromptTemplate.load(folder) if folder.is_dir() else None
-    return model, tokenizer, template

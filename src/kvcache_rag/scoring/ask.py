@@ -6,10 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from kvcache_rag.codecs import by_name
-from kvcache_rag.engine import Engine
+from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.stores import DiskStore
+from kvcache_rag.integration.engine import EngineSettings, open_store
 
 if TYPE_CHECKING:
     import os
@@ -336,23 +335,22 @@ class Workplaces:
         folder = self._folder / f"{codec}-{len(self._places)}"
 
         def opened() -> Engine:
-            store = DiskStore(folder, durable=False, codec=by_name(codec))
-            return self._engine(store, instruction)
+            return self._engine(open_store(folder, codec=codec, durable=False), instruction)
 
         writer = opened()
         writer.add(["."])  # writes the prefix, too
         return Workplace(writer, opened())
 
     def _engine(self, store: ChunkStore | None, instruction: str) -> Engine:
-        base, template = self._base, self._base.template
-        return Engine(
-            base.model,
-            base.tokenizer,
+        template = self._base.template
+        return like(
+            self._base,
             store=store,
+            combinations=None,
             template=replace(template, system=instruction) if instruction else template,
-            context_window=base.context_window,
-            cost_aware=False,
             auxiliary=self.auxiliary,
+            gate=None,
+            cost_aware=False,
         )
 
 
@@ -360,7 +358,7 @@ def open_model(model: Model) -> Engine:
     """The engine itself, or a new one."""
     if isinstance(model, Engine):
         return model
-    return model() if callable(model) else Engine.from_pretrained(model)
+    return model() if callable(model) else EngineSettings(model).open()
 
 
 # Ask a batch of questions in several ways, on one model.

@@ -320,15 +320,11 @@ def _template(settings: ServerSettings) -> PromptTemplate:
     Raises:
         InvalidInputError: If the one that was named cannot be used.
     """
-    from kvcache_rag.models.pretrained import resolve  # loads transformers
+    from kvcache_rag.models.pretrained import brought_template  # loads transformers
     from kvcache_rag.prompt.template import PromptTemplate
 
     named = settings.prompt_template()
-    if named is not None:
-        return named
-    folder = Path(resolve(settings.model))
-    found = PromptTemplate.load(folder) if folder.is_dir() else None
-    return found or PromptTemplate()
+    return named or brought_template(settings.model) or PromptTemplate()
 
 
 def _check_vectors(retriever: ChromaRetriever, collection: str, name: str) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.engine import template_in
 from kvcache_rag.policies import policy_by_name
-from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.prompt.template import PromptTemplate
 
 DEFAULT_HOST: Final = "127.0.0.1"
 
@@ -166,14 +170,7 @@ class ServerSettings:
         Raises:
             InvalidInputError: If there is none in its folder, or it cannot be used.
         """
-        if self.template is None:
-            return None
-        place = Path(self.template)
-        folder = place.parent if place.name == FILE_NAME else place
-        found = PromptTemplate.load(folder)
-        if found is None:
-            raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check --template")
-        return found
+        return template_in(self.template) if self.template else None
 
 
 def is_loopback(host: str) -> bool:

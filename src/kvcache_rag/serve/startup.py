@@ -9,30 +9,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import signal
 import socket
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvcache_rag.auxiliary import Auxiliary
-from kvcache_rag.codecs.named import by_name
-from kvcache_rag.engine import Engine
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.models.pretrained import load
-from kvcache_rag.prompt.template import PromptTemplate
+from kvcache_rag.integration.engine import EngineSettings, is_url
+from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
-from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastapi import FastAPI
 
+    from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, Retriever
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.stores import ChunkStore
@@ -202,31 +199,13 @@ def open_engine(settings: ServerSettings) -> Engine:
     Raises:
         InvalidInputError: If one of them cannot be used.
     """
-    given = settings.prompt_template()
+    template = settings.prompt_template()
     store = open_store(settings)
     auxiliary = None
     if settings.auxiliary is not None:
         auxiliary = Auxiliary.from_pretrained(settings.auxiliary, store=store)
-    model, tokenizer, brought = load(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        options={"revision": settings.revision} if settings.revision else {},
-    )
-    template = given or brought or PromptTemplate()
-    if settings.system_prompt is not None:
-        # It stands before the chunks, so it is part of what they are computed behind.
-        template = replace(template, system=settings.system_prompt)
-    return Engine(
-        model,
-        tokenizer,
-        store=store,
-        combinations=open_combinations(settings),
-        template=template,
-        context_window=settings.context_window,
-        auxiliary=auxiliary,
-        gate=settings.gate,
-    )
+    wanted = EngineSettings.of(settings, template=template, auxiliary=auxiliary)
+    return wanted.open(store, open_combinations(settings))
 
 
 def open_store(settings: ServerSettings) -> ChunkStore:
@@ -234,15 +213,13 @@ def open_store(settings: ServerSettings) -> ChunkStore:
 
     The limits hold for chunks and combinations together, so these get a part only.
     """
-    memory = MemoryStore(_rest(settings.memory_bytes))
-    if settings.store is None:
-        return memory
-    codec = by_name(settings.codec)
-    if "://" in settings.store:
-        return TieredStore(memory, RemoteStore(settings.store, codec=codec))
     limit = settings.store_bytes
-    limit = None if limit is None else _rest(limit)
-    return TieredStore(memory, DiskStore(settings.store, max_bytes=limit, codec=codec))
+    return open_place(
+        settings.store,
+        codec=settings.codec,
+        max_bytes=None if limit is None else _rest(limit),
+        memory=MemoryStore(_rest(settings.memory_bytes)),
+    )
 
 
 def open_combinations(settings: ServerSettings) -> ChunkStore:
@@ -254,14 +231,14 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
     memory = MemoryStore(settings.memory_bytes // _PART, tier=COMBINATIONS)
     if settings.store is None:
         return memory
-    codec, tier = by_name(settings.codec), f"{COMBINATIONS}-{{}}"
-    if "://" in settings.store:
-        url = f"{settings.store.rstrip('/')}/{COMBINATIONS}"
-        return TieredStore(memory, RemoteStore(url, codec=codec, tier=tier.format("remote")))
-    folder, limit = os.path.join(settings.store, COMBINATIONS), settings.store_bytes
-    limit = None if limit is None else limit // _PART
-    disk = DiskStore(folder, max_bytes=limit, codec=codec, tier=tier.format("disk"))
-    return TieredStore(memory, disk)
+    kind, limit = "remote" if is_url(settings.store) else "disk", settings.store_bytes
+    return open_place(
+        f"{settings.store.rstrip('/')}/{COMBINATIONS}",
+        codec=settings.codec,
+        max_bytes=None if limit is None else limit // _PART,
+        memory=memory,
+        tier=f"{COMBINATIONS}-{kind}",
+    )
 
 
 def _rest(limit: int) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate
 from kvcache_rag.integration import open_engine
 
 if TYPE_CHECKING:
     from llama_index.kvcache_rag.llm import KVCacheLLM
+
+# Without effect beside `engine=`, and taken all the same, as `HuggingFaceLLM` takes them beside a
+# loaded model; a `context_window` is what LlamaIndex is told.
+_HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_kwargs")
 
 
 def load_engine(
@@ -32,16 +37,8 @@ def load_engine(
     return open_engine(
         llm.model_name if model is None else model,
         tokenizer or llm.tokenizer_name,
-        kv_dir=llm.kv_dir,
-        kv_max_bytes=llm.kv_max_bytes,
-        system_prompt=llm.system_prompt,
         template=template,
-        device_map=llm.device_map,
-        model_kwargs=llm.model_kwargs,
-        tokenizer_kwargs=llm.tokenizer_kwargs,
-        context_window=llm.context_window,
-        gate=llm.gate,
-        rotation=llm.rotation,
+        **{name: getattr(llm, name) for name in _settings(llm)},
     )
 
 
@@ -51,10 +48,14 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
     Raises:
         InvalidInputError: Naming it.
     """
-    names = ("kv_dir", "kv_max_bytes", "system_prompt", "gate", "rotation")
-    given = {**{name: getattr(llm, name) for name in names}, **given}
-    clash = [name for name, value in given.items() if value]
+    settings = {name: getattr(llm, name) for name in _settings(llm) if name not in _HARMLESS}
+    clash = [name for name, value in {**settings, **given}.items() if value]
     if clash:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
         )
+
+
+def _settings(llm: KVCacheLLM) -> list[str]:
+    """The fields of an LLM that `open_engine` takes by the same name."""
+    return [name for name in signature(open_engine).parameters if name in type(llm).model_fields]

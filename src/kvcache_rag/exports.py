@@ -1,0 +1,57 @@
+"""Public names of a package, each written once and imported when it is first used.
+
+    if TYPE_CHECKING:
+        from kvcache_rag.engine import Engine as Engine
+    else:
+        __getattr__, __dir__ = lazy_names(__name__)
+
+Type checkers and editors read these imports; so does the package, instead of a second list.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package, by its imports under `TYPE_CHECKING`.
+
+    `__all__` is one of the names that `__getattr__` knows: all of them, sorted.  What they import
+    as another name, or without `as`, is not public.
+    """
+
+    def get(name: str) -> Any:
+        modules = _modules(package)
+        if name == "__all__":
+            return sorted(modules)
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)
+
+    def names() -> list[str]:
+        return [*sorted(_modules(package)), *({"__version__"} & vars(sys.modules[package]).keys())]
+
+    return get, names
+
+
+@cache
+def _modules(package: str) -> dict[str, str]:
+    """The module of each public name."""
+    import ast  # slower than all that importing the package does
+    from pkgutil import get_data
+
+    tree = ast.parse(get_data(package, "__init__.py") or b"")
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for body in blocks for node in body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: node.module or ""
+        for node in imports
+        for alias in node.names
+        if alias.asname == alias.name
+    }

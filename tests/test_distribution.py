@@ -1,0 +1,53 @@
+"""What is tracked is what is linted and shipped: no folder has a name that a tool leaves out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = "src/kvcache_rag"
+
+
+def run(*words: str, said: str = "") -> list[str]:
+    done = subprocess.run(
+        words, cwd=ROOT, input=said, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode in (0, 1), done.stderr  # 1 of `git check-ignore`: nothing is ignored
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    return run("git", "ls-files")
+
+
+def test_nothing_that_is_tracked_is_ignored(tracked: list[str]) -> None:
+    ignored = run("git", "check-ignore", "--no-index", "--stdin", said="\n".join(tracked))
+    assert ignored == []
+
+
+def test_every_module_is_linted(tracked: list[str]) -> None:
+    """Ruff leaves out folders of some names, such as `build` and `dist`."""
+    modules = {name for name in tracked if name.startswith("src/") and name.endswith(".py")}
+    looked_at = run(sys.executable, "-m", "ruff", "check", "--show-files", "src")
+    assert modules <= {Path(name).relative_to(ROOT).as_posix() for name in looked_at}
+
+
+def test_the_wheel_holds_what_is_tracked(tracked: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="what builds the wheel is not installed")
+    build = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1]))"
+    (wheel,) = run(sys.executable, "-c", build, str(tmp_path))
+    with zipfile.ZipFile(tmp_path / wheel) as file:
+        names = {name for name in file.namelist() if ".dist-info/" not in name}
+    there = {name for name in tracked if (ROOT / name).is_file()}
+    own = {name.removeprefix("src/") for name in there if name.startswith(f"{SOURCE}/")}
+    new = set(run("git", "ls-files", "--others", "--exclude-standard", SOURCE))
+    assert names == own | {name.removeprefix("src/") for name in new}
+    assert not any("training" in Path(name).parts for name in names)
