@@ -61,7 +61,8 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 WATCHED = """
 import os, sys
 from kvcache_rag.errors import ChunkNotFoundError
-from kvcache_rag.stores import DiskStore, chunkfile
+from kvcache_rag.stores import DiskStore
+from kvcache_rag.stores.disk import file as chunkfile
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 chunk = make_chunk(tokens=4)
