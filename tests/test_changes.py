@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvcache_rag"
 PUBLIC = {"__init__.py", "__init__.pyi"}
 
 
 def files_that_name(name: str, folder: Path = SOURCE) -> set[str]:
+    """Files whose code names it; messages and docstrings may give an example."""
     return {
         path.relative_to(folder).as_posix()
         for pattern in ("*.py", "*.pyi")
         for path in folder.rglob(pattern)
-        if re.search(rf"\b{name}\b", _code(path.read_text(encoding="utf-8")))
+        if name in set(_names(ast.parse(path.read_text(encoding="utf-8"))))
     }
 
 
-def _code(text: str) -> str:
-    """Without comments and texts (messages and docstrings may give an example)."""
-    text = re.sub(r'"""(?s:.*?)"""', "", text)
-    return re.sub(r'"(?:[^"\\\n]|\\.)*"|#.*', "", text)
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name
 
 
 @pytest.mark.parametrize(
