@@ -154,3 +154,39 @@ def test_an_option_of_the_engine_is_written_in_three_files(option: str, declared
     named = {name for name, path in files_above() if passes_on(path, option)}
     assert named - declared <= {"engine.py", "integration/engine.py"}
     assert declared <= named
+
+
+PUBLIC = {"__init__.py"}
+
+
+def files_that_name(name: str, folder: Path = SOURCE) -> set[str]:
+    """Files whose code names it; messages and docstrings may give an example."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if name in set(_code_names(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+
+
+def _code_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name
+
+
+@pytest.mark.parametrize(
+    ("policy", "file"), [("LegoLink", "legolink"), ("CacheClip", "cacheclip"), ("Ape", "ape")]
+)
+def test_a_new_policy_is_its_file_the_list_of_policies_and_a_public_name(
+    policy: str, file: str
+) -> None:
+    named = files_that_name(policy)
+    assert {f"policies/{file}.py", "policies/__init__.py"} <= named
+    assert named <= {f"policies/{file}.py", "policies/__init__.py", *PUBLIC}
+
+
+def test_a_file_that_names_a_policy_is_found(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("from kvcache_rag.policies import LegoLink\n")
+    (tmp_path / "text.py").write_text('HELP = "LegoLink"  # LegoLink\n')
+    assert files_that_name("LegoLink", tmp_path) == {"engine.py"}

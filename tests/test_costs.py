@@ -23,7 +23,16 @@ from kvcache_rag import (
     StoredChunk,
     TieredStore,
 )
-from kvcache_rag.stitching.costs import FEWEST_LOADS, LOADS, PREFILLS, RETRY, Costs
+from kvcache_rag.stitching.costs import (
+    FEWEST_LOADS,
+    LOADS,
+    PREFILLS,
+    RETRY,
+    Costs,
+    Retry,
+    Timings,
+    saving,
+)
 from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
@@ -38,6 +47,67 @@ TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="<
 QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home, it is said.", "It rained for days."]
 MIB = 1 << 20
+
+
+# ---------------------------------------------------------------------- what was measured
+def timings(samples: Sequence[tuple[int, float]], last: int = 9, fewest: int = 1) -> Timings:
+    made = Timings(last, fewest)
+    for size, seconds in samples:
+        made.note(size, seconds)
+    return made
+
+
+def test_nothing_is_said_of_too_few_times() -> None:
+    few = timings([(10, 1.0), (20, 2.0)], fewest=3)
+    assert (few.rate(), few.line(), few.seconds(10)) == (None, None, None)
+    few.note(30, 3.0)
+    assert few.rate() == pytest.approx(0.1)
+    assert few.seconds(50) == pytest.approx(5.0)
+    few.forget_oldest()
+    assert few.seconds(50) is None
+    few.forget()
+    few.forget_oldest()
+    assert (few.rates, few.slowest) == ([], 0.0)
+
+
+def test_only_the_last_times_count() -> None:
+    moved = timings([(1, 9.0)] * 5 + [(1, 1.0)] * 3, last=3)
+    assert (moved.rate(), moved.seconds(4), moved.slowest) == (1.0, 4.0, 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(1e-3, 9.0)), min_size=3, max_size=9),
+    st.integers(0, 8),
+)
+def test_one_time_that_was_held_up_decides_nothing(
+    samples: list[tuple[int, float]], which: int
+) -> None:
+    size, seconds = samples[which % len(samples)]
+    samples[which % len(samples)] = (size, seconds + 1e6)
+    rates = sorted(timings(samples).rates)
+    rate = timings(samples).rate()
+    assert rate is not None
+    assert rates[0] <= rate <= rates[-2]
+
+
+@given(st.integers(1, 1000), st.lists(st.floats(0.0, 9.0), min_size=1, max_size=9))
+def test_times_of_one_size_tell_its_rate_and_no_latency(size: int, times: list[float]) -> None:
+    same = timings([(size, seconds) for seconds in times])
+    assert same.line() == (0.0, same.rate())
+
+
+def test_one_chance_of_many_is_taken_each_by_itself() -> None:
+    retry = Retry(3)
+    assert [retry.is_due("a") for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert [retry.is_due("b") for _ in range(3)] == [False, False, True]
+
+
+def test_what_is_noise_is_not_saved() -> None:
+    assert saving(10.0, 7.0, share=0.2) == pytest.approx(1.0)
+    assert saving(10.0, 9.0, share=0.2) == pytest.approx(-1.0)
+    assert saving(0.1, 0.0, share=0.2, least=0.5) == pytest.approx(-0.4)
+    assert saving(float("inf"), 1.0, share=0.2) == float("inf")
+    assert saving(1.0, float("inf"), share=0.2) == -float("inf")
 
 
 # ---------------------------------------------------------------------- rates

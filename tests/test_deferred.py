@@ -408,7 +408,8 @@ class TestAuto:
         )
         nbytes = deferral._nbytes(engine_prompt(engine))
         # 4 chunks with the prefix, 4 layers: 16 ms per token.
-        deferral._rates.extend([0.1 / nbytes] * 7)
+        for _ in range(7):
+            deferral._copies.note(nbytes, 0.1)
         assert self.ask(engine, 1) == ("deferred", "")
         rotation, why = self.ask(engine, 100)
         assert rotation == "copied"

@@ -20,7 +20,7 @@ from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import load, resolve
-from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
+from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -232,7 +232,7 @@ class Learner:
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.brought:
-            _write(folder / FILE_NAME, self.template.text_fields())
+            _write(folder / FILE_NAME, text_fields(self.template))
 
 
 def answer_loss(logits: Tensor, batch: Batch) -> Tensor:

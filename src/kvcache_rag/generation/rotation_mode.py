@@ -7,13 +7,12 @@ token, which on a CPU is soon more.  Both are measured; what cannot be deferred 
 from __future__ import annotations
 
 import math
-from collections import deque
-from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.deferred.support import deferral_refusal, segment_seconds
 from kvcache_rag.models.generate import uses_beams
+from kvcache_rag.stitching.costs import Timings
 from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Deferral:
             InvalidInputError: If `mode` is none of the three.
         """
         self.mode, self.loader = checked_mode(mode), loader
-        self._rates: deque[float] = deque(maxlen=COPIES)
+        self._copies = Timings(COPIES)
         if mode == "deferred":
             deferral_refusal(loader.prefiller.model)
 
@@ -81,7 +80,7 @@ class Deferral:
         tiers = {one.tier for one in _memory_tiers(self._loader(prompt).prefiller.store)}
         from_memory = {*metrics.hits} <= tiers and not metrics.prefilled_tokens
         if metrics.rotation == "copied" and from_memory and seconds and nbytes >= SMALLEST:
-            self._rates.append(seconds / nbytes)
+            self._copies.note(nbytes, seconds)
 
     def _loader(self, prompt: Prompt) -> ContextLoader:
         joint = any(chunk.is_joint for chunk in prompt.chunks)
@@ -102,7 +101,8 @@ class Deferral:
             tiers = _memory_tiers(self._loader(prompt).prefiller.store)
             if not all(any(one.contains(chunk.key) for one in tiers) for chunk in prompt.chunks):
                 return "not all chunks lie in this process's memory; others are read into place"
-        if not self._rates:
+        rate = self._copies.rate()
+        if rate is None:
             return "no context of this size was copied yet, so nothing is known to compare with"
         model = self.loader.prefiller.model
         segments = sum(1 + len(prompt.chunks) for prompt in prompts)
@@ -110,7 +110,7 @@ class Deferral:
         calls = segment_seconds(model) * segments * len(model.measured.kinds) * tokens
         if not math.isfinite(calls):
             return deferral_refusal(model) or "no kernel knows the shapes of its attention"
-        copying = median(self._rates) * nbytes
+        copying = rate * nbytes
         if copying > calls:
             return ""
         return (

@@ -7,7 +7,7 @@ from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
 from kvcache_rag.policies.legolink import LegoLink
-from kvcache_rag.policies.named import POLICY_NAMES, policy_by_name
+from kvcache_rag.policies.named import listed, policy_by_name
 
 __all__ = [
     "POLICY_NAMES",
@@ -25,3 +25,6 @@ __all__ = [
     "auto",
     "policy_by_name",
 ]
+
+POLICY_NAMES = listed(FullRecompute, Reuse, LegoLink, CacheBlend, CacheClip, Ape, Combination, Auto)
+"""The names that `policy_by_name` knows, in the order in which messages list them."""

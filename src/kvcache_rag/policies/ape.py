@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import AttentionScaling, ReusePolicy
+from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
@@ -37,6 +38,7 @@ class Ape(ReusePolicy):
     """
 
     name: ClassVar[str] = "ape"
+    _forms = (Form("ape[:TEMPERATURE,SCALE]", lambda words: Ape(*words.numbers(float, float))),)
     temperature: float = 0.9
     scale: float = 0.9
     adjacent_query: bool = field(default=True, init=False, repr=False)

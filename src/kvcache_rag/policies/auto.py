@@ -11,6 +11,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import AttentionScaling, ReusePolicy, Scorer, Union
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.fixed import Reuse
+from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.named import Words
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 # Ratios that are tried are whole parts of 1 by this number.
@@ -34,6 +36,7 @@ class Auto(ReusePolicy):
     """
 
     name: ClassVar[str] = "auto"
+    _forms = (Form("auto:SECONDS[,POLICY]", lambda words: _written(words)),)
     budget: float
     policy: ReusePolicy
 
@@ -127,6 +130,14 @@ def auto(budget: float, policy: ReusePolicy | None = None) -> Auto:
         InvalidInputError: If the budget is no time, or the policy has no ratio.
     """
     return Auto(budget, CacheBlend() if policy is None else policy)
+
+
+def _written(words: Words) -> Auto:
+    """By the budget and, behind it, the name of a policy."""
+    if not words.values:
+        raise InvalidInputError(f"auto needs a time budget: {words.form.usage}")
+    seconds, rest = words.number(0, float), ",".join(words.values[1:])
+    return auto(seconds, words.policy(rest) if rest else None)
 
 
 def at_ratio(policy: ReusePolicy, ratio: float) -> ReusePolicy:

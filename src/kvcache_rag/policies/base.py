@@ -1,6 +1,7 @@
 """The extension point: what of a stitched prompt is reused and what is computed again.
 
-Few hooks, one small file per paper, one class.  A caller never asks which class a policy is.
+Few hooks, one small file per paper, one class.  A caller never asks which class a policy is:
+several at once (`Union`) are a policy, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.stitching.stitch import StitchedPrompt
+
+
+_T = TypeVar("_T")
 
 
 class Scorer(Protocol):
@@ -131,8 +135,6 @@ class ReusePolicy(ABC):
         Raises:
             InvalidInputError: If they want different things that exclude each other.
         """
-        # it is itself a policy
-
         return Union(self, other) if isinstance(other, ReusePolicy) else NotImplemented
 
     @abstractmethod
@@ -147,11 +149,6 @@ class ReusePolicy(ABC):
             `(context_tokens,)` bool.
         """
 
-
-# Several policies at once.
-
-
-_T = TypeVar("_T")
 
 MOST_PARTS = 64
 """Of a union: each one chooses tokens for every question."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import candidates, checked_positions, checked_ratio, share, top
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class CacheBlend(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheblend"
+    _forms = (Form("cacheblend[:RATIO]", lambda words: CacheBlend(*words.numbers(float))),)
     ratio: float = 0.15
     check_layer: int = 1
     positions: PositionScheme = "reordered"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import (
     candidates,
     checked_count,
@@ -24,6 +25,7 @@ from kvcache_rag.policies.selection import (
 if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
+    from kvcache_rag.policies.named import Words
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
@@ -56,6 +58,7 @@ class CacheClip(ReusePolicy):
     """
 
     name: ClassVar[str] = "cacheclip"
+    _forms = (Form("cacheclip[:RATIO[,THRESHOLD or mean]]", lambda words: _written(words)),)
     auxiliary: Scorer | None = None
     ratio: float = 0.2
     window: int = 8
@@ -106,3 +109,15 @@ class CacheClip(ReusePolicy):
             return top_windows(scores, count, allowed, prompt, self.window)
         chosen = top(scores, count, allowed)
         return grouped(chosen, prompt, self.window, self.threshold)
+
+
+def _written(words: Words) -> CacheClip:
+    """By ratio and threshold, where "mean" is no threshold; both may be left out."""
+    if len(words.values) > 2:
+        raise words.refusal()
+    options: dict[str, Any] = {}
+    if words.values:
+        options["ratio"] = words.number(0, float)
+    if len(words.values) == 2:
+        options["threshold"] = None if words.values[1] == "mean" else words.number(1, int)
+    return CacheClip(words.auxiliary, **options)

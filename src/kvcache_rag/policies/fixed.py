@@ -1,4 +1,4 @@
-"""Chunks that were computed together."""
+"""Policies that choose no token by itself: reuse everything, compute everything, or all as one."""
 
 from __future__ import annotations
 
@@ -9,38 +9,13 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import checked_positions
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
-
-
-@dataclass(frozen=True)
-class Combination(ReusePolicy):
-    """Reuse the cache of exactly these chunks in this order, computed together.
-
-    Shared RAG-DCache (arXiv 2504.11765) with combinations of k > 1 chunks.  A combination
-    stands directly behind the prefix, where it was computed, so nothing moves and the logits are
-    those of a full prefill.  This is also the way for models whose keys cannot move.  Every order
-    of every selection is computed once, so it pays where questions repeat selections.
-    """
-
-    name: ClassVar[str] = "combination"
-    joint: ClassVar[bool] = True
-
-    @property
-    def is_reuse(self) -> bool:
-        """Always."""
-        return True
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        """No token."""
-        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
-
-
-# Policies that choose by place alone.
 
 
 @dataclass(frozen=True)
@@ -53,6 +28,11 @@ class Reuse(ReusePolicy):
     """
 
     name: ClassVar[str] = "reuse"
+    _forms = (
+        Form("reordered", lambda words: Reuse(*words.numbers())),
+        Form("reuse", lambda words: Reuse(*words.numbers())),
+        Form("composite", lambda words: Reuse("composite", *words.numbers())),
+    )
     positions: PositionScheme = "reordered"
 
     def __post_init__(self) -> None:
@@ -73,6 +53,7 @@ class FullRecompute(ReusePolicy):
     """Compute everything: an ordinary prefill of the same token ids, the baseline."""
 
     name: ClassVar[str] = "full"
+    _forms = (Form("full", lambda words: FullRecompute(*words.numbers())),)
 
     @property
     def is_full(self) -> bool:
@@ -82,3 +63,27 @@ class FullRecompute(ReusePolicy):
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """Every token."""
         return torch.ones(prompt.context_tokens, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Combination(ReusePolicy):
+    """Reuse the cache of exactly these chunks in this order, computed together.
+
+    Shared RAG-DCache (arXiv 2504.11765) with combinations of k > 1 chunks.  A combination
+    stands directly behind the prefix, where it was computed, so nothing moves and the logits are
+    those of a full prefill.  This is also the way for models whose keys cannot move.  Every order
+    of every selection is computed once, so it pays where questions repeat selections.
+    """
+
+    name: ClassVar[str] = "combination"
+    _forms = (Form("combination", lambda words: Combination(*words.numbers())),)
+    joint: ClassVar[bool] = True
+
+    @property
+    def is_reuse(self) -> bool:
+        """Always."""
+        return True
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """No token."""
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)

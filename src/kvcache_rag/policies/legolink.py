@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.named import Form
 from kvcache_rag.policies.selection import checked_positions
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class LegoLink(ReusePolicy):
     """
 
     name: ClassVar[str] = "legolink"
+    _forms = (Form("legolink[:TOKENS]", lambda words: LegoLink(*words.numbers(int))),)
     tokens: int = 16
     positions: PositionScheme = "reordered"
 

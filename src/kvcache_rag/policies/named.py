@@ -1,49 +1,124 @@
-"""Policies by the names under which commands and evaluations know them."""
+"""Policies by the names under which commands, requests and evaluations know them.
+
+A policy says itself how it is written there, in its `_forms`; `policies/__init__` lists the
+classes.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.policies.ape import Ape
-from kvcache_rag.policies.auto import auto
 from kvcache_rag.policies.base import MOST_PARTS, Union
-from kvcache_rag.policies.cacheblend import CacheBlend
-from kvcache_rag.policies.cacheclip import CacheClip
-from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
-from kvcache_rag.policies.legolink import LegoLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcache_rag.policies.base import ReusePolicy, Scorer
 
-_FORMS = {
-    "full": "full",
-    "reordered": "reordered",
-    "reuse": "reuse",
-    "composite": "composite",
-    "legolink": "legolink[:TOKENS]",
-    "cacheblend": "cacheblend[:RATIO]",
-    "cacheclip": "cacheclip[:RATIO[,THRESHOLD or mean]]",
-    "ape": "ape[:TEMPERATURE,SCALE]",
-    "combination": "combination",
-    "auto": "auto:SECONDS[,POLICY]",
-}
-POLICY_NAMES = tuple(_FORMS)
-"""The names that `policy_by_name` knows."""
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write a policy.
+
+    Attributes:
+        usage: As messages say it, such as "cacheblend[:RATIO]"; it begins with the name.
+        make: The policy, from what stands behind the colon.
+    """
+
+    usage: str
+    make: Callable[[Words], ReusePolicy]
+
+    @property
+    def name(self) -> str:
+        """What stands before the colon."""
+        return self.usage.partition(":")[0].partition("[")[0]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What stands behind the colon.
+
+    Attributes:
+        form: How it should be written.
+        values: Between commas.
+        auxiliary: A scorer for policies that can have one.
+    """
+
+    form: Form
+    values: tuple[str, ...]
+    auxiliary: Scorer | None = None
+
+    def numbers(self, *kinds: type[int] | type[float]) -> list[Any]:
+        """All of these numbers, or none.
+
+        Raises:
+            InvalidInputError: If there are others.
+        """
+        if len(self.values) not in (0, len(kinds)):
+            raise self.refusal()
+        return [self.number(index, kinds[index]) for index in range(len(self.values))]
+
+    def number(self, index: int, kind: type[int] | type[float]) -> Any:
+        """One number.
+
+        Raises:
+            InvalidInputError: If it is none.
+        """
+        value = self.values[index]
+        try:
+            return kind(value)
+        except ValueError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise InvalidInputError(
+                f"{value!r} is not {what}, which {self.form.name} takes: {self.form.usage}"
+            ) from error
+
+    def policy(self, text: str) -> ReusePolicy:
+        """A policy that is written within this one."""
+        return _one(text, self.auxiliary)
+
+    def refusal(self) -> InvalidInputError:
+        """That so many values are none."""
+        return InvalidInputError(
+            f"{self.form.name} does not take {','.join(self.values)}; write {self.form.usage}"
+        )
+
+
+class _Written(Protocol):
+    _forms: tuple[Form, ...]
+
+
+_FORMS: dict[str, Form] = {}
+_WITH_RATIO: list[str] = []
+
+
+def listed(*kinds: type[_Written]) -> tuple[str, ...]:
+    """Let `policy_by_name` know these policies; their names, in this order."""
+    for kind in kinds:
+        for form in kind._forms:
+            _FORMS[form.name] = form
+            if any(field.name == "ratio" for field in fields(kind)):  # type: ignore[arg-type]  # a dataclass
+                _WITH_RATIO.append(form.name)
+    return tuple(_FORMS)
+
+
+def names_with_ratio() -> tuple[str, ...]:
+    """The names behind which a ratio stands first."""
+    return tuple(_WITH_RATIO)
 
 
 def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
     """A policy written down, such as "cacheblend:0.2".
 
     Args:
-        text: "full", "reordered" or "reuse", "composite", "legolink:TOKENS", "cacheblend:RATIO",
-            "cacheclip:RATIO,THRESHOLD" ("mean" for no threshold), "ape:TEMPERATURE,SCALE",
-            "combination", "auto:SECONDS,POLICY"; what stands behind a name may be left out (not the
-            seconds).  Several, joined by "|", are their union.
-        auxiliary: Scores chunks for "cacheclip"; None for the engine's own.
+        text: One of `POLICY_NAMES`, and behind a colon its numbers: what a wrong one is answered
+            with lists them all.  They may be left out (not the seconds of "auto:SECONDS,POLICY").
+            Several policies, joined by "|", are their union.
+        auxiliary: Scores chunks for those policies that are given a scorer; None for the engine's
+            own.
 
     Raises:
         InvalidInputError: If there is no such policy, or its numbers cannot be used.
@@ -58,67 +133,13 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
 
 def _one(text: str, auxiliary: Scorer | None) -> ReusePolicy:
     name, colon, rest = (part.strip() for part in text.lower().partition(":"))
-    if name not in _FORMS:
-        close = difflib.get_close_matches(name, POLICY_NAMES, 1)
+    form = _FORMS.get(name)
+    if form is None:
+        close = difflib.get_close_matches(name, tuple(_FORMS), 1)
         hint = f"did you mean {close[0]}? It" if close else "it"
-        raise InvalidInputError(
-            f"there is no policy {name!r}; {hint} is one of {', '.join(_FORMS.values())}"
-        )
-    values = [value.strip() for value in rest.split(",")] if rest else []
+        usages = ", ".join(known.usage for known in _FORMS.values())
+        raise InvalidInputError(f"there is no policy {name!r}; {hint} is one of {usages}")
     if colon and not rest:
-        raise InvalidInputError(
-            f"nothing stands behind the colon of {text!r}; write {_FORMS[name]}"
-        )
-    if name == "auto":
-        return _auto(values, auxiliary)
-    if name == "cacheclip":
-        return _cacheclip(values, auxiliary)
-    kinds: dict[str, tuple[Callable[..., ReusePolicy], tuple[type, ...]]] = {
-        "full": (FullRecompute, ()),
-        "reordered": (Reuse, ()),
-        "reuse": (Reuse, ()),
-        "composite": (lambda: Reuse(positions="composite"), ()),
-        "legolink": (LegoLink, (int,)),
-        "cacheblend": (CacheBlend, (float,)),
-        "ape": (Ape, (float, float)),
-        "combination": (Combination, ()),
-    }
-    make, types = kinds[name]
-    if len(values) not in (0, len(types)):
-        raise _other_values(name, values)
-    return make(*(_number(value, kind, name) for value, kind in zip(values, types, strict=False)))
-
-
-def _other_values(name: str, values: list[str]) -> InvalidInputError:
-    return InvalidInputError(f"{name} does not take {','.join(values)}; write {_FORMS[name]}")
-
-
-def _cacheclip(values: list[str], auxiliary: Scorer | None) -> ReusePolicy:
-    if len(values) > 2:
-        raise _other_values("cacheclip", values)
-    options: dict[str, Any] = {"auxiliary": auxiliary}
-    if values:
-        options["ratio"] = _number(values[0], float, "cacheclip")
-    if len(values) == 2:
-        is_mean = values[1] == "mean"
-        options["threshold"] = None if is_mean else _number(values[1], int, "cacheclip")
-    return CacheClip(**options)
-
-
-def _auto(values: list[str], auxiliary: Scorer | None) -> ReusePolicy:
-    if not values:
-        raise InvalidInputError(f"auto needs a time budget: {_FORMS['auto']}")
-    seconds = _number(values[0], float, "auto")
-    inner = ",".join(values[1:])
-    return auto(seconds, _one(inner, auxiliary) if inner else None)
-
-
-def _number(value: str, kind: type, name: str) -> float:
-    try:
-        number: float = kind(value)
-    except ValueError as error:
-        what = "a whole number" if kind is int else "a number"
-        raise InvalidInputError(
-            f"{value!r} is not {what}, which {name} takes: {_FORMS[name]}"
-        ) from error
-    return number
+        raise InvalidInputError(f"nothing stands behind the colon of {text!r}; write {form.usage}")
+    values = tuple(value.strip() for value in rest.split(",")) if rest else ()
+    return form.make(Words(form, values, auxiliary))

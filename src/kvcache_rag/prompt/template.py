@@ -105,10 +105,6 @@ class PromptTemplate:
             )
         return cls(**values)
 
-    def text_fields(self) -> dict[str, str]:
-        """What its file holds, as `load` reads it."""
-        return {name: getattr(self, name) for name in TEXT_FIELDS}
-
     def wrap(self, text: str) -> str:
         """A chunk as it stands in the prompt."""
         return f"{self.chunk_start}{text}{self.chunk_end}"
@@ -121,6 +117,11 @@ class PromptTemplate:
         """The question of a later round, with the answer found so far."""
         parts = {"{question}": self.ask(question), "{answer}": answer}
         return re.sub(r"\{question\}|\{answer\}", lambda found: parts[found.group()], self.refine)
+
+
+def text_fields(template: PromptTemplate) -> dict[str, str]:
+    """What the file of a template holds, as `PromptTemplate.load` reads it."""
+    return {name: getattr(template, name) for name in TEXT_FIELDS}
 
 
 def as_messages(history: Sequence[Message | Mapping[str, str]] | None) -> list[dict[str, str]]:

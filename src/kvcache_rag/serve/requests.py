@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.rows import document_text, fields_text
 from kvcache_rag.policies import policy_by_name
+from kvcache_rag.policies.named import names_with_ratio
 from kvcache_rag.serve.backend import Work
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller
@@ -125,8 +126,8 @@ def text_of(document: str | TextDocument | DataDocument) -> str:
 
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 
-# Policies whose dial is a ratio, and the policy that a ratio alone means.
-_WITH_RATIO: Final = ("cacheblend", "cacheclip")
+# Policies whose dial is a ratio.
+_WITH_RATIO: Final = names_with_ratio()
 
 LARGEST: Final = 2**31 - 1
 

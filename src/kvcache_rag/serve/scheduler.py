@@ -10,10 +10,9 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -33,6 +32,7 @@ from kvcache_rag.serve.queue import (
     shut_down,
 )
 from kvcache_rag.serve.worker import failure, is_alike, kind_of, understood
+from kvcache_rag.stitching.costs import Retry, Timings, saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -72,8 +72,8 @@ class BatchRule:
     def __init__(self, most: int) -> None:
         """Know nothing yet."""
         self.most = max(1, most)
-        self._times: LRUCache[Hashable, dict[int, deque[float]]] = LRUCache(KINDS)
-        self._passed: LRUCache[Hashable, Counter[int]] = LRUCache(KINDS)
+        self._times: LRUCache[Hashable, dict[int, Timings]] = LRUCache(KINDS)
+        self._passed: LRUCache[Hashable, Retry] = LRUCache(KINDS)
 
     @property
     def sizes(self) -> list[int]:
@@ -84,17 +84,20 @@ class BatchRule:
     def measured(self, kind: Hashable, size: int, seconds: float) -> None:
         """Note that `size` answers of a kind took `seconds` together."""
         times = self._times.setdefault(kind, {})
-        times.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        if size not in times:
+            times[size] = Timings(SAMPLES, FEWEST_SINGLES if size == 1 else 1)
+        times[size].note(size, seconds)
 
     def failed(self, kind: Hashable, size: int) -> None:
         """Note that a batch could not be answered as one: it takes for ever."""
-        times = self._times.setdefault(kind, {})
-        times[size] = deque([float("inf")] * SAMPLES, maxlen=SAMPLES)
+        for _ in range(SAMPLES):
+            self.measured(kind, size, float("inf"))
 
     def seconds(self, kind: Hashable, size: int) -> float | None:
-        """What `size` answers of a kind take together; None if that was not measured."""
+        """What `size` answers of a kind take together; None if too few were measured."""
         times = self._times.get(kind, {}).get(size)
-        return median(times) if times else None
+        rate = None if times is None else times.rate()
+        return None if rate is None else rate * size
 
     def size(self, kind: Hashable, alike: int, behind: int) -> int:
         """How many requests to answer together now, 1 for no batch.
@@ -106,25 +109,19 @@ class BatchRule:
             alike: How many could be answered together.
             behind: How many wait besides.
         """
-        single = self.seconds(kind, 1)
         possible = [size for size in self.sizes if size <= alike]
-        known = len(self._times.get(kind, {}).get(1, ()))
-        if single is None or known < FEWEST_SINGLES or not possible:
+        single = self.seconds(kind, 1) if possible else None
+        if single is None:
             return 1
-        passed = self._passed.setdefault(kind, Counter())
         trial = self._trial(kind, single, possible)
         if trial:
             return trial
         best = max(possible, key=lambda size: self._saving(kind, single, size, alike + behind))
         if self._saving(kind, single, best, alike + behind) <= 0:
             best = 1
-        measured = self._times[kind]
-        for size in (one for one in (1, *possible) if one != best and one in measured):
-            passed[size] += 1
-            if passed[size] >= RETRY:
-                passed[size] = 0
-                return size
-        return best
+        passed = self._passed.setdefault(kind, Retry(RETRY))
+        others = (size for size in (1, *possible) if size != best and size in self._times[kind])
+        return next(filter(passed.is_due, others), best)
 
     def _trial(self, kind: Hashable, single: float, possible: list[int]) -> int:
         """The smallest size without a time, if the one below was no slower than single answers."""
@@ -144,7 +141,7 @@ class BatchRule:
         behind = waiting - size
         together = (size + behind) * seconds
         apart = single * size * ((size + 1) / 2 + behind)
-        return apart * (1 - SAVING) - together
+        return saving(apart, together, share=SAVING)
 
 
 # How fast requests are answered, and what follows for those that wait.

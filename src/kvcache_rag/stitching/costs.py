@@ -1,22 +1,124 @@
-"""Load a chunk or prefill it again, whichever this machine's measured rates say is sooner.
+"""What this machine was measured to take, and whether a chunk is loaded or prefilled again.
 
 A cached chunk is no gain where it comes slowly: a remote tier may take longer than the model does.
 Nothing is assumed about tiers or devices.  Until both sides were measured a chunk is loaded; a
 prefill is first judged by what is measured anyway, the forward passes of questions and misses, and
 where these are too short to tell, by a trial that takes no longer than the load in question.
+
+`Timings`, `Retry` and `saving` are how whoever decides by measured times keeps them, whatever the
+decision: here, whether keys are copied (`generation.rotation_mode`), how many requests are answered
+together (`serve.scheduler`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
+
+
+@dataclass(eq=False)
+class Timings:
+    """The last times that one thing took, by how much of it there was.
+
+    Not thread-safe.
+
+    Attributes:
+        last: How many are looked back at.
+        fewest: How many must be known before anything is said.
+    """
+
+    last: int
+    fewest: int = 1
+    _samples: tuple[tuple[int, float], ...] = field(default=(), init=False)
+
+    # Sizes this much apart tell latency from bandwidth.
+    APART: ClassVar[float] = 1.25
+
+    def note(self, size: int, seconds: float) -> None:
+        """Note that `size` (bytes, tokens, answers) took `seconds`."""
+        self._samples = (*self._samples, (size, seconds))[-self.last :]
+
+    def forget(self) -> None:
+        """Know nothing any more."""
+        self._samples = ()
+
+    def forget_oldest(self) -> None:
+        """Know one less, if there is one."""
+        self._samples = self._samples[1:]
+
+    @property
+    def rates(self) -> list[float]:
+        """Seconds per unit of size of each."""
+        return [seconds / max(size, 1) for size, seconds in self._samples]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds that the slowest took; 0 without any."""
+        return max([seconds for _, seconds in self._samples], default=0.0)
+
+    def rate(self) -> float | None:
+        """Seconds per unit of size: the median, in which one that was held up decides nothing."""
+        return median(self.rates) if len(self._samples) >= self.fewest else None
+
+    def line(self) -> tuple[float, float] | None:
+        """Seconds for size 0 and seconds more per unit of size; None if too few are known.
+
+        By medians (Theil and Sen), so that here, too, one that was held up decides nothing.
+        """
+        if len(self._samples) < self.fewest:
+            return None
+        slopes = [
+            (later[1] - first[1]) / (later[0] - first[0])
+            for first, later in combinations(self._samples, 2)
+            if not 1 / self.APART < (later[0] + 1) / (first[0] + 1) < self.APART
+        ]
+        if not slopes:
+            return 0.0, median(self.rates)
+        slope = max(median(slopes), 0.0)
+        return max(median([seconds - slope * size for size, seconds in self._samples]), 0.0), slope
+
+    def seconds(self, size: int) -> float | None:
+        """How long `size` will take: latency and bandwidth; None if too few are known."""
+        line = self.line()
+        return None if line is None else line[0] + line[1] * size
+
+
+class Retry:
+    """Of so many chances that were not taken, one is: what was slow may have recovered.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, after: int) -> None:
+        """Count for every `what` by itself; each `after`th time is due."""
+        self._after = after
+        self._passed: Counter[Hashable] = Counter()
+
+    def is_due(self, what: Hashable = None) -> bool:
+        """Pass over `what` once more; whether it is to be taken this time."""
+        self._passed[what] += 1
+        return self._passed[what] % self._after == 0
+
+
+def saving(slower: float, sooner: float, *, share: float, least: float = 0.0) -> float:
+    """Seconds that the sooner of two saves beyond what would be noise.
+
+    Args:
+        slower: Seconds of the one.
+        sooner: Seconds of the other.
+        share: Part of `slower` that is noise.
+        least: Seconds that are noise, however short both are.
+    """
+    return min(slower * (1 - share), slower - least) - sooner
 
 
 # Loads of a tier that are looked back at, and that must be known before one is declined: with their
@@ -45,9 +147,6 @@ DEARER = 1.5
 # slow; after so many slow loads, one old prefill is forgotten, which may have been held up.
 RETRY = 16
 
-# Sizes this much apart tell latency from bandwidth.
-APART = 1.25
-
 # A trial is worth its time only if it is so much longer than every pass before it.
 LONGER = 1.5
 
@@ -67,28 +166,28 @@ class Costs:
     ) -> None:
         """Know nothing yet; without `enabled` every cached chunk is loaded."""
         self.clock, self.enabled = clock, enabled
-        self._loads: dict[str, deque[tuple[int, float]]] = {}
-        self._prefills: dict[int, deque[float]] = {}
-        self._passes: dict[int, deque[float]] = {}
-        self._turns: deque[tuple[int, float]] = deque(maxlen=LOADS)
-        self._recomputes: deque[tuple[int, float]] = deque(maxlen=RECOMPUTES)
+        self._loads: dict[str, Timings] = defaultdict(partial(Timings, LOADS, FEWEST_LOADS))
+        # By the power of two of their lengths.
+        self._prefills: dict[int, Timings] = defaultdict(partial(Timings, PREFILLS))
+        self._passes: dict[int, Timings] = defaultdict(partial(Timings, PREFILLS))
+        self._turns = Timings(LOADS)
+        self._recomputes = Timings(RECOMPUTES)
         self._longest = 0
-        self._slow_loads = 0
-        self._declined: Counter[str] = Counter()
+        self._slow_loads, self._declined = Retry(RETRY), Retry(RETRY)
         self._retried: set[str] = set()
 
     def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
         """Note that `tier` gave a chunk of `nbytes` after `seconds`."""
-        loads = self._loads.setdefault(tier, deque(maxlen=LOADS))
-        expected = self.load_seconds(tier, nbytes)
-        if tier in self._retried and expected is not None and seconds < expected / 2:
-            loads.clear()  # it has recovered: what was measured before says nothing any more
-        self._retried.discard(tier)
-        loads.append((nbytes, seconds))
-        self._slow_loads += self.is_noticed(seconds)
-        if self.is_noticed(seconds) and self._slow_loads % RETRY == 0:
-            for prefills in filter(None, self._prefills.values()):
-                prefills.popleft()
+        loads = self._loads[tier]
+        if tier in self._retried:
+            expected = loads.seconds(nbytes)
+            if expected is not None and seconds < expected / 2:
+                loads.forget()  # it has recovered: what was measured before says nothing any more
+            self._retried.discard(tier)
+        loads.note(nbytes, seconds)
+        if seconds > SMALLEST_SAVING and self._slow_loads.is_due():
+            for prefills in self._prefills.values():
+                prefills.forget_oldest()
 
     def is_noticed(self, seconds: float) -> bool:
         """Whether so long a wait matters, also for a chunk that did not come in the end."""
@@ -98,23 +197,20 @@ class Costs:
         """Note that chunks of `lengths` tokens were prefilled together in `seconds`."""
         tokens = sum(lengths)
         # One pass is one measurement, however many chunks it computed.
-        for length in {length.bit_length(): length for length in lengths}.values():
-            _note(self._prefills, length, seconds / tokens)
+        for power in {length.bit_length() for length in lengths}:
+            self._prefills[power].note(tokens, seconds)
         self.passed(tokens, seconds)
 
     def passed(self, tokens: int, seconds: float) -> None:
         """Note that a pass over `tokens` tokens took at most `seconds`, whatever else it did."""
         if tokens > 0:
-            _note(self._passes, tokens, seconds / tokens)
+            self._passes[tokens.bit_length()].note(tokens, seconds)
             self._longest = max(self._longest, tokens)
 
     def load_seconds(self, tier: str, nbytes: int) -> float | None:
         """How long a load will take: latency and bandwidth of the last ones; None if unknown."""
-        loads = self._loads.get(tier, ())
-        if len(loads) < FEWEST_LOADS:
-            return None
-        latency, slope = _line(loads)
-        return latency + slope * nbytes
+        loads = self._loads.get(tier)
+        return None if loads is None else loads.seconds(nbytes)
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """How long a prefill will take, by chunks of about that length; None if unknown.
@@ -122,26 +218,27 @@ class Costs:
         Attention grows faster than the length, so a length is judged by its own power of two once
         that was measured, and until then by what other passes took per token.
         """
-        exact = self._prefills.get(tokens.bit_length(), ())
-        rates = [*exact]
-        if len(exact) < PREFILLS:
-            rates += [rate for passes in self._passes.values() for rate in passes]
+        rates = self._prefill_rates(tokens)
+        if len(rates) < PREFILLS:
+            rates += [rate for passes in self._passes.values() for rate in passes.rates]
         return tokens * min(rates) if rates else None
+
+    def _prefill_rates(self, tokens: int) -> list[float]:
+        """Seconds per token of the last prefills of about that length."""
+        prefills = self._prefills.get(tokens.bit_length())
+        return [] if prefills is None else prefills.rates
 
     def turned(self, nbytes: int, seconds: float) -> None:
         """Note that turning chunks of `nbytes`, and copying those in memory, took `seconds`."""
-        self._turns.append((nbytes, seconds))
+        self._turns.note(nbytes, seconds)
 
     def turn_seconds(self, nbytes: int) -> float:
         """How long turning chunks of `nbytes` will take; 0 if unknown."""
-        if not self._turns:
-            return 0.0
-        latency, slope = _line(self._turns)
-        return latency + slope * nbytes
+        return self._turns.seconds(nbytes) or 0.0
 
     def recomputed(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` tokens of a stitched prompt, query included, took `seconds` again."""
-        self._recomputes.append((tokens, seconds))
+        self._recomputes.note(tokens, seconds)
 
     def affordable(self, seconds: float) -> int | None:
         """How many tokens of a stitched prompt can be computed again in `seconds`.
@@ -149,15 +246,15 @@ class Costs:
         By the last such passes, which were over prompts as long as they were; before the first one,
         by what prefills took.  None if nothing is known.
         """
-        if self._recomputes:
-            latency, slope = _line(self._recomputes)
-        else:
+        line = self._recomputes.line()
+        if line is None:
             # A pass of few tokens takes as long as one of many, so the best rate counts.
             known = [*self._prefills.values(), *self._passes.values()]
-            rates = [rate for found in known for rate in found]
+            rates = [rate for timings in known for rate in timings.rates]
             if not rates:
                 return None
-            latency, slope = 0.0, DEARER * min(rates)
+            line = 0.0, DEARER * min(rates)
+        latency, slope = line
         return max(int(min((seconds - latency) / max(slope, 1e-12), sys.maxsize)), 0)
 
     def trial(self, nbytes: int, tokens: int) -> int:
@@ -166,9 +263,9 @@ class Costs:
         A short pass may take as long as a long one, so that what is known of short ones hides that
         a prefill would be sooner than a load.  A trial takes at most the time of that load.
         """
-        prefill = self.prefill_seconds(tokens)
         slow = [self.load_seconds(tier, nbytes) or 0.0 for tier in self._waited()]
-        if not slow or not prefill or self._prefills.get(tokens.bit_length()):
+        prefill = self.prefill_seconds(tokens) if slow else None
+        if not prefill or self._prefill_rates(tokens):
             return 0
         fitting = min(int(tokens * max(slow) / prefill), tokens)
         return fitting if fitting >= LONGER * self._longest else 0
@@ -181,8 +278,7 @@ class Costs:
         """Why a chunk that `tier` holds is rather prefilled, or "" to load it."""
         if self._saving(tier, nbytes, tokens) <= 0:
             return ""
-        self._declined[tier] += 1
-        if self._declined[tier] % RETRY == 0:
+        if self._declined.is_due(tier):
             self._retried.add(tier)
             return ""
         load = self.load_seconds(tier, nbytes) or 0.0
@@ -196,33 +292,13 @@ class Costs:
 
     def _waited(self) -> list[str]:
         """Tiers of which a load took long; for others, nothing has to be worked out."""
-        return [
-            tier
-            for tier, loads in self._loads.items()
-            if self.enabled and any(seconds > SMALLEST_SAVING for _, seconds in loads)
-        ]
+        if not self.enabled:
+            return []
+        return [tier for tier, loads in self._loads.items() if loads.slowest > SMALLEST_SAVING]
 
     def _saving(self, tier: str, nbytes: int, tokens: int) -> float:
         """Seconds that declining saves beyond what would be noise."""
         load, prefill = self.load_seconds(tier, nbytes), self.prefill_seconds(tokens)
         if load is None or prefill is None:
             return 0.0
-        return load - prefill - max(SMALLEST_SAVING, SAVING * load)
-
-
-def _line(samples: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds for size 0, and seconds more per unit of size, of some `(size, seconds)`."""
-    known = list(samples)
-    slopes = [
-        (later[1] - first[1]) / (later[0] - first[0])
-        for first, later in combinations(known, 2)
-        if not 1 / APART < (later[0] + 1) / (first[0] + 1) < APART
-    ]
-    if not slopes:
-        return 0.0, median(seconds / max(size, 1) for size, seconds in known)
-    slope = max(median(slopes), 0.0)  # Theil and Sen
-    return max(median(seconds - slope * size for size, seconds in known), 0.0), slope
-
-
-def _note(rates: dict[int, deque[float]], tokens: int, rate: float) -> None:
-    rates.setdefault(tokens.bit_length(), deque(maxlen=PREFILLS)).append(rate)
+        return saving(load, prefill, share=SAVING, least=SMALLEST_SAVING)
