@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import MOST_PARTS, Union
@@ -87,18 +87,15 @@ class Words:
         )
 
 
-class _Written(Protocol):
-    _forms: tuple[Form, ...]
-
-
 _FORMS: dict[str, Form] = {}
 _WITH_RATIO: list[str] = []
 
 
-def listed(*kinds: type[_Written]) -> tuple[str, ...]:
+def listed(*kinds: type[ReusePolicy]) -> tuple[str, ...]:
     """Let `policy_by_name` know these policies; their names, in this order."""
     for kind in kinds:
-        for form in kind._forms:
+        forms: tuple[Form, ...] = vars(kind)["_forms"]
+        for form in forms:
             _FORMS[form.name] = form
             if any(field.name == "ratio" for field in fields(kind)):  # type: ignore[arg-type]  # a dataclass
                 _WITH_RATIO.append(form.name)
