@@ -279,6 +279,8 @@ def median_interval(
 ) -> Interval:
     """Median with its bootstrap interval, for times.
 
+    Of few values it is too narrow: of 7 it covers the true median in 89 %, of 25 in 93 %.
+
     Raises:
         InvalidInputError: If there is no value.
     """
