@@ -3,30 +3,34 @@
     python -m benchmarks.check                       # runs a short part first, five to ten minutes
     python -m benchmarks.check build/bench.json      # what `make bench` wrote
 
-Ratios within one run depend little on the machine's speed, so they can be compared between runs (on
-another processor with care: it may change those of decoding, and the output names both).  A ratio
-that is more than 15 % larger than the committed one is a regression.  It is called one only where
-the whole 95 % interval of the change says so: that of the paired rounds, widened by what the
-committed rounds leave open.  Where the interval reaches beyond 15 %, the line says "not sure".
+Ratios within one run depend little on the machine's speed, so they can be compared between runs.
+Those of decoding (stock's tokens per second over ours) depend on the processor, so on another one
+than the committed report's they are shown and not judged; those of first tokens and of memory are
+judged everywhere.  A ratio that is more than 15 % larger than the committed one is a regression.
+It is called one only where the whole 95 % interval of the change says so: that of the paired
+rounds, widened by what the committed rounds leave open.  Where the interval reaches beyond 15 %,
+the line says "not sure".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import ttft
-from benchmarks.ttft_rows import ratios
+from benchmarks.machine import processor_of
+from benchmarks.ttft_rows import DECODING, ratios
+from kvcache_rag.scoring.statistics import quotient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.ttft_rows import Ratio
+    from kvcache_rag.scoring.statistics import Interval
 
 COMMITTED: Final = Path(__file__).parent / "results" / "ttft.json"
 SHORT: Final = Path("build/bench-check.json")
@@ -34,6 +38,7 @@ DECODE_ROUNDS: Final = 16  # a round of decoding is some 10 % apart from the nex
 TOLERANCE: Final = 0.15
 ALIKE: Final = ("shape", "dtype", "device", "chunk", "prefix")
 FINE, NOT_SURE, WORSE = "fine", "not sure", "worse"
+ELSEWHERE: Final = "not judged: another processor"
 
 
 @dataclass(frozen=True)
@@ -43,42 +48,27 @@ class Change:
     Attributes:
         committed: What it was.
         fresh: What it is now.
+        judged: Whether the two can be held against each other.
     """
 
     committed: Ratio
     fresh: Ratio
+    judged: bool = True
 
     @property
-    def value(self) -> float:
+    def interval(self) -> Interval:
         """The fresh ratio over the committed one."""
-        return self.fresh.value / self.committed.value
-
-    @property
-    def low(self) -> float:
-        """Lower bound: how far each may be off on its own, as a root of squares of logarithms."""
-        return self.value * _apart(
-            -1, self.fresh.low / self.fresh.value, self.committed.high / self.committed.value
-        )
-
-    @property
-    def high(self) -> float:
-        """Upper bound."""
-        return self.value * _apart(
-            1, self.fresh.high / self.fresh.value, self.committed.low / self.committed.value
-        )
+        return quotient(self.fresh.interval, self.committed.interval)
 
     @property
     def verdict(self) -> str:
         """Worse only where no part of the interval is within `TOLERANCE`."""
-        limit = 1 + TOLERANCE
-        if self.fresh.has_interval and self.low > limit:
+        if not self.judged:
+            return ELSEWHERE
+        limit, found = 1 + TOLERANCE, self.interval
+        if self.fresh.has_interval and found.low > limit:
             return WORSE
-        return NOT_SURE if self.high > limit else FINE
-
-
-def _apart(sign: int, *factors: float) -> float:
-    """The factor by which a quotient is off whose parts are off by `factors`."""
-    return math.exp(sign * math.hypot(*(math.log(one) for one in factors)))
+        return NOT_SURE if found.high > limit else FINE
 
 
 @dataclass(frozen=True)
@@ -106,6 +96,11 @@ class Comparison:
     def unsure(self) -> dict[str, Change]:
         """Those whose interval is too wide to tell."""
         return self._of(NOT_SURE)
+
+    @property
+    def elsewhere(self) -> dict[str, Change]:
+        """Those that depend on the processor, where it is another one."""
+        return self._of(ELSEWHERE)
 
     def _of(self, verdict: str) -> dict[str, Change]:
         return {name: one for name, one in self.common.items() if one.verdict == verdict}
@@ -137,14 +132,20 @@ def compare(committed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Compariso
                 "runs of the same command"
             )
     old, new = ratios(committed), ratios(fresh)
-    common = {name: Change(ratio, new[name]) for name, ratio in old.items() if name in new}
+    machines = (committed["machine"], fresh["machine"])
+    same = len(set(map(processor_of, machines))) == 1
+    common = {
+        name: Change(ratio, new[name], judged=same or not name.startswith(DECODING))
+        for name, ratio in old.items()
+        if name in new
+    }
     if not common:
         raise ValueError("the reports have no ratio in common; measure one of the same contexts")
     return Comparison(
         common,
         tuple(name for name in old if name not in new),
         tuple(name for name in new if name not in old),
-        (committed["machine"], fresh["machine"]),
+        machines,
     )
 
 
@@ -153,7 +154,9 @@ def table(rows: Mapping[str, Change]) -> str:
     header = f"{'ratio':<54}{'committed':>10}{'now':>8}{'change':>9}{'95 % interval':>20}"
     lines = [f"{header}{'rounds':>8}  verdict"]
     for name, row in rows.items():
-        change, low, high = (f"{100 * (one - 1):+.1f}%" for one in (row.value, row.low, row.high))
+        found = row.interval
+        bounds = (found.value, found.low, found.high)
+        change, low, high = (f"{100 * (one - 1):+.1f}%" for one in bounds)
         interval = f"{low} to {high}" if row.fresh.has_interval else "too few rounds"
         rounds = "" if row.fresh.counted else row.fresh.rounds
         lines.append(
@@ -165,14 +168,15 @@ def table(rows: Mapping[str, Change]) -> str:
 
 def conclusion(found: Comparison) -> str:
     """What is worse and what could not be told, a sentence each."""
-    worse, unsure, of = len(found.regressions), len(found.unsure), len(found.common)
+    worse, unsure = len(found.regressions), len(found.unsure)
+    of = len(found.common) - len(found.elsewhere)
     limit = f"{100 * TOLERANCE:.0f} %"
     lines = [found.remark] if found.remark else []
     if len(set(found.machines)) > 1:
         before, now = found.machines
         lines.append(
-            f"warning: the committed ratios are of another machine ({before}) than this one "
-            f"({now}); the processor alone may change them, those of decoding most"
+            f"the committed ratios are of another machine ({before}) than this one ({now})"
+            + (f"; {len(found.elsewhere)} of decoding are not judged" if found.elsewhere else "")
         )
     if unsure:
         lines.append(
@@ -185,7 +189,9 @@ def conclusion(found: Comparison) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print; 1 if something got worse or cannot be compared."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("fresh", type=Path, nargs="?", help="a report; a short part is run if none")
     parser.add_argument("--committed", type=Path, default=COMMITTED)
     parsed = parser.parse_args(arguments)

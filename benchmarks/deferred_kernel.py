@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.models.deferred.kernel import Turned
+    from kvcache_rag.models.deferred.kernel import Rotated
 
 CHUNK, LAYERS, WIDTH = 512, 8, 128
 HEADS = {"llama-3.1-8b": (32, 8), "qwen2-7b": (28, 4)}
@@ -143,7 +143,7 @@ class Call:
         """Output of one layer, `(rows, queries, heads, width)`."""
         from kvcache_rag.models.deferred.kernel import deferred_attend
 
-        forced: dict[str, Turned] = {"query": "query", "keys": "keys"}
+        forced: dict[str, Rotated] = {"query": "query", "keys": "keys"}
         keys, values = self.tail[0], self.tail[1]
         return deferred_attend(
             self.query, keys, values, None, WIDTH**-0.5, self.tables[side], 0, place,

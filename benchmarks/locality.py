@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from benchmarks.locality_retrieval import RETRIEVERS, Data, read
-from kvcache_rag.scoring.statistics import Interval
+from kvcache_rag.scoring.statistics import Interval, percentiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,8 +179,8 @@ def row_of(data: Data, retriever: str, top: int, draws: int) -> Row:
 
 def _ranges(drawn: NDArray[np.float64]) -> list[Interval]:
     """Median and 95 % range of every column."""
-    low, middle, high = np.percentile(drawn, (2.5, 50, 97.5), axis=0).tolist()
-    return [Interval(*three, len(drawn)) for three in zip(middle, low, high, strict=True)]
+    columns = (drawn[:, column] for column in range(drawn.shape[1]))
+    return [Interval(float(np.median(one)), *percentiles(one), len(one)) for one in columns]
 
 
 def show(rows: Sequence[Row]) -> None:

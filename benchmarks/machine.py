@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -27,6 +28,11 @@ def described(device: str, threads: int) -> dict[str, str]:
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
     }
+
+
+def processor_of(machine: str) -> str:
+    """What `described` calls a machine, without its size."""
+    return re.sub(r", \d+ cores, \d+ thread\(s\)$", "", machine)
 
 
 def _processor() -> str:

@@ -10,7 +10,7 @@ from benchmarks.quality_sweep import sweeps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.evaluation.report import Group, Row
+    from kvcache_rag.evaluation.report import Group, PolicyRow
     from kvcache_rag.scoring.ask import Record, Records
     from kvcache_rag.scoring.statistics import Comparison, Interval
 
@@ -212,7 +212,7 @@ def _headline(shown: Sequence[Group], tasks: Sequence[str]) -> list[str]:
     return lines
 
 
-def _rows(shown: Sequence[Group], task: str, model: str) -> dict[str, Row]:
+def _rows(shown: Sequence[Group], task: str, model: str) -> dict[str, PolicyRow]:
     group = next(one for one in shown if (one.task, one.model) == (task, model))
     return {row.policy: row for row in group.rows}
 
@@ -231,7 +231,7 @@ def _kind(task: str, shown: Sequence[Group]) -> str:
     return "".join([*lines, "\n"])
 
 
-def _cell(group: Group, row: Row) -> str:
+def _cell(group: Group, row: PolicyRow) -> str:
     text = f"{100 * row.quality.value:.1f}"
     if row.difference is None:
         return _percent(row.quality)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.evaluation.report import Group, Row
+    from kvcache_rag.evaluation.report import Group, PolicyRow
 
 _TOP_K: Final = """
 ## Top-k
@@ -57,6 +57,6 @@ def _sweep(task: str, groups: Sequence[tuple[int | None, Group]]) -> str:
     return "".join([*lines, "\n"])
 
 
-def _short(row: Row) -> str:
+def _short(row: PolicyRow) -> str:
     mark = "\\*" if row.difference is not None and row.difference.ranked else ""
     return f"{100 * row.quality.value:.1f}{mark}"

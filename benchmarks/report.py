@@ -26,7 +26,8 @@ _HEAD: Final = """# Benchmarks
 How long the first token takes, how fast the rest comes, and what it costs in memory, beside what a
 user would run instead. Written by `python -m benchmarks.report` from `benchmarks/results/`; no
 figure is typed by hand. Measure again with `make bench`; `make bench-check` fails when a ratio got
-more than 15 % worse than the committed one.
+more than 15 % worse than the committed one (those of decoding only on the processor that they were
+measured on: on another one they are shown and not judged).
 
 Random weights in real shapes: they cost what trained ones cost and say nothing about answers (see
 [quality](quality.md)). Ratios are formed within one run, whose sides take turns, round by round;

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.memory import Peak
 from benchmarks.stock import Sample, median_parts
 from benchmarks.ttft_sides import DEFERRED, FLOOR, NAIVE, PAGES, RAM, RESIDENT, STOCK, TURBORAG
-from kvcache_rag.scoring.statistics import median_interval
+from kvcache_rag.scoring.statistics import LEAST_DIFFERING, Interval, median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 # Not `disk`: how fast a cold file comes is the machine's.
 OURS: Final = (PAGES, RAM, RESIDENT, DEFERRED)
-# Of fewer paired rounds no interval is one of 95 %: all lie on one side of the median in 2 x 0.5^n.
-LEAST_ROUNDS: Final = 6
+DECODING: Final = "decoding, "  # how the names of its ratios begin
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,13 @@ class Ratio:
     @property
     def has_interval(self) -> bool:
         """Whether the bounds mean something: enough paired rounds, or nothing is left to chance."""
-        return self.counted or self.rounds >= LEAST_ROUNDS
+        # Of fewer, all lie on one side of the true median in 2 x 0.5^n of the cases.
+        return self.counted or self.rounds >= LEAST_DIFFERING
+
+    @property
+    def interval(self) -> Interval:
+        """The same as plain statistics."""
+        return Interval(self.value, self.low, self.high, self.rounds)
 
 
 def ratios(report: Mapping[str, Any]) -> dict[str, Ratio]:
@@ -150,7 +155,7 @@ def ratios(report: Mapping[str, Any]) -> dict[str, Ratio]:
             for against in (FLOOR, TURBORAG, NAIVE) if side == PAGES else (FLOOR,):
                 found[f"{side} over {against}, {place}"] = bounded_ratio(rows, case, side, against)
             decoded = bounded_ratio(rows, case, STOCK, side, "decode")
-            found[f"decoding, {STOCK} over {side}, {place}"] = decoded
+            found[f"{DECODING}{STOCK} over {side}, {place}"] = decoded
     for one in report["memory"]:
         peak = Peak(**one)
         if peak.side in OURS:

@@ -284,8 +284,9 @@ def test_what_the_committed_rounds_leave_open_is_not_held_against_the_code() -> 
     in_rounds(committed, RAM, "ttft", [0.8, 0.95, 1.05, 1.2])
     in_rounds(fresh, RAM, "ttft", [1.17] * 9)
     change = check.compare(committed, fresh).common["ram over floor, 4096 + 20 tokens, batch 1"]
-    assert change.value == pytest.approx(1.17)
-    assert change.low < 1 < 1.15 < change.high
+    found = change.interval
+    assert found.value == pytest.approx(1.17)
+    assert found.low < 1 < 1.15 < found.high
     assert change.verdict == "not sure"
     in_rounds(fresh, RAM, "ttft", [1.6] * 9)
     change = check.compare(committed, fresh).common["ram over floor, 4096 + 20 tokens, batch 1"]
@@ -298,6 +299,45 @@ def test_another_machine_is_named() -> None:
         found
     )
     assert "machine" not in check.conclusion(check.compare(made_report(), made_report()))
+
+
+def test_ratios_of_decoding_are_judged_on_their_own_processor_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed, fresh = tmp_path / "committed.json", tmp_path / "fresh.json"
+    arguments = [str(fresh), "--committed", str(committed)]
+    decoding = "decoding, stock over ram, 4096 + 20 tokens, batch 1"
+
+    def exits(machine: str, **slower: float) -> int:
+        report = {**made_report(**slower), "machine": f"{machine}, 8 cores, 1 thread(s)"}
+        for row in report["rows"]:
+            if (row["side"], row["measure"]) == (RAM, "decode"):
+                row["samples"] = [one / 2 for one in row["samples"]]
+        fresh.write_text(json.dumps(report))
+        return check.main(arguments)
+
+    committed.write_text(json.dumps({**made_report(), "machine": "Ours, 2 cores, 1 thread(s)"}))
+    assert exits("Ours") == 1  # more cores are the same processor
+    shown = capsys.readouterr().out
+    assert "1 of 7 ratios are more than 15 % worse" in shown
+    assert check.ELSEWHERE not in shown
+
+    assert exits("Theirs") == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.startswith(decoding))
+    assert "+100.0%" in row
+    assert row.endswith(check.ELSEWHERE)
+    assert "than this one (Theirs, 8 cores, 1 thread(s)); 1 of decoding are not judged" in shown
+    assert "0 of 6 ratios are more than 15 % worse" in shown
+
+    assert exits("Theirs", **{PAGES: 0.5}) == 1  # first tokens are judged everywhere
+    assert "2 of 6 ratios are more than 15 % worse" in capsys.readouterr().out
+
+
+def test_the_help_says_what_is_judged_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    assert "they are shown and not judged" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_of_one_report_alone_are_counted() -> None:

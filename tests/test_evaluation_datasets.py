@@ -18,15 +18,16 @@ import pytest
 from kvcache_rag import InvalidInputError, MissingExtraError
 from kvcache_rag.evaluation import datasets
 from kvcache_rag.evaluation.datasets import (
+    estimated_tokens,
     hotpot_questions,
     longbench_questions,
     musique_questions,
     read_questions,
     read_workload,
     rgb_questions,
+    split_text,
     squad_questions,
 )
-from kvcache_rag.evaluation.niah import estimated_tokens, split_text
 from kvcache_rag.scoring.question import Question, top_k
 
 if TYPE_CHECKING:

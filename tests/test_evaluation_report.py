@@ -11,7 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 from kvcache_rag import InvalidInputError, MissingExtraError
-from kvcache_rag.evaluation.report import Row, check_plot, draw, summarise, to_json, to_markdown
+from kvcache_rag.evaluation.report import (
+    PolicyRow,
+    check_plot,
+    draw,
+    summarise,
+    to_json,
+    to_markdown,
+)
 from kvcache_rag.scoring.ask import Place, Record, Records
 from kvcache_rag.scoring.statistics import mean_interval, paired_bootstrap
 
@@ -63,7 +70,7 @@ def records(*cells: list[Record]) -> Records:
     return Records(rows, tasks, labels, "full" if "full" in labels else None)
 
 
-def rows_of(found: Records) -> dict[str, Row]:
+def rows_of(found: Records) -> dict[str, PolicyRow]:
     (group,) = summarise(found)
     return {row.policy + row.codec: row for row in group.rows}
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvcache_rag import (
     Combination,
@@ -18,7 +21,10 @@ from kvcache_rag import (
 )
 from kvcache_rag.evaluation.runner import evaluate, make_cells
 from kvcache_rag.evaluation.tasks import examples
+from kvcache_rag.evaluation.verification import Verification
+from kvcache_rag.scoring.ask import divergences, rotated
 from kvcache_rag.scoring.question import Question
+from kvcache_rag.scoring.statistics import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -330,3 +336,38 @@ def test_a_task_without_questions_is_refused(ask: Callable[..., Records]) -> Non
 
     with pytest.raises(InvalidInputError, match="reading has no questions"):
         ask(tasks=(Empty(),))
+
+
+def test_a_verdict_and_an_evaluation_say_the_same_of_the_same_questions(
+    ask: Callable[..., Records], engine: Engine
+) -> None:
+    """Two ways to ask, batches and one question after the other, share every rule."""
+    task = Reading()
+    found = by_cell(ask(divergence=True))
+    check = Verification(task.questions(8), task.score, "right", "x", max_new_tokens=16)
+    verdict = check.verdict(engine, [POLICIES["reordered"], POLICIES["composite"]])
+    scored = dict(zip(POLICIES, (verdict.full, *verdict.policies), strict=True))
+    for label, row in scored.items():
+        assert row.score == statistics.fmean(one.scores["right"] for one in found[label])
+        pairs = zip(found[label], found["full"], strict=True)
+        assert row.agreement == Share.of(one.answer == full.answer for one, full in pairs).value
+    for label in ("reordered", "composite"):
+        divergences = [one.divergence or 0.0 for one in found[label]]
+        # Of float32 logits, beside other tokens of the same forward pass.
+        expected = pytest.approx(statistics.fmean(divergences), abs=1e-6)
+        assert scored[label].first_divergence == expected
+
+
+def test_everyone_is_first_in_turn() -> None:
+    orders = [rotated("abc", turn) for turn in range(6)]
+    assert orders[:3] == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")] == orders[3:]
+
+
+def test_divergences_by_hand() -> None:
+    half, sure = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    found = divergences(half.log(), sure.log())
+    by_hand = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)]  # what is impossible adds 0
+    assert found.tolist() == pytest.approx(by_hand)
+    assert divergences(half.log(), half.log()).tolist() == [0, 0]
+    broken = torch.full((1, 2), math.nan)
+    assert math.isnan(float(divergences(half[:1].log(), broken)))

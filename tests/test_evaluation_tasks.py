@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.evaluation.tasks import RGB, SETS, split_documents, task_by_name, task_names
+from kvcache_rag.evaluation.datasets import split_documents
+from kvcache_rag.evaluation.tasks import RGB, SETS, task_by_name, task_names
 from kvcache_rag.reader.language import REFUSAL
 from kvcache_rag.scoring.question import Question
 

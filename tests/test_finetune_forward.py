@@ -15,7 +15,7 @@ from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reus
 from kvcache_rag.finetune import FinetuneConfig, ReaderData
 from kvcache_rag.finetune.learner import Learner, answer_loss
 from kvcache_rag.finetune.packing import IGNORED, lay_out
-from kvcache_rag.finetune.sources import Asked, Encoded, Encoder, PlainSample, QASample, Span
+from kvcache_rag.finetune.sources import Encoded, Encoder, PlainSample, QAPair, QASample, TargetSpan
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.prompt.renderer import PromptRenderer
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 TEXTS = ("dada fe hcab gah bdc", "ab hhg fedc abcd aabb hgf edcb gh fa bcade fg", "gfah bcd" * 6)
 SAMPLE = QASample(
-    TEXTS, (Asked("Who?", "fe"), Asked("What is it that they saw?", "hgf edcb"), Asked("x", "y"))
+    TEXTS, (QAPair("Who?", "fe"), QAPair("What is it that they saw?", "hgf edcb"), QAPair("x", "y"))
 )
 
 
@@ -90,7 +90,7 @@ def test_a_padded_batch_of_packed_questions_equals_separate_forwards(
 ) -> None:
     learner = make_learner(name, scheme)
     encode = encoder(learner)
-    samples = [encode.qa(SAMPLE), encode.qa(QASample(TEXTS[:1], (Asked("Why?", "because"),)))]
+    samples = [encode.qa(SAMPLE), encode.qa(QASample(TEXTS[:1], (QAPair("Why?", "because"),)))]
     with learner.measuring():
         batch = learner.batch(samples)
         together = learner.logits(batch)
@@ -108,7 +108,9 @@ def test_a_padded_batch_of_packed_questions_equals_separate_forwards(
 
 def test_labels_are_the_next_tokens_of_the_answers_only() -> None:
     learner = make_learner("llama")
-    sample = Encoded((5, 6), ((7, 8), (9,)), (Span((20, 21), (30, 31)), Span((22,), (32,))))
+    sample = Encoded(
+        (5, 6), ((7, 8), (9,)), (TargetSpan((20, 21), (30, 31)), TargetSpan((22,), (32,)))
+    )
     batch = learner.batch([sample])
     assert batch.ids.tolist() == [[5, 6, 7, 8, 5, 6, 9, 20, 21, 30, 31, 22, 32]]
     # 20 21 -> 30, 30 -> 31; 22 -> 32: counted from the first question on.
@@ -136,7 +138,7 @@ def test_plain_text_and_dialogues_are_learned_whole() -> None:
     text = encode.plain(PlainSample("abc"), 100)
     assert text is not None
     ids = learner.tokenizer("abc", add_special_tokens=False)["input_ids"]
-    assert text == Encoded((), (), (Span((ids[0],), tuple(ids[1:])),))
+    assert text == Encoded((), (), (TargetSpan((ids[0],), tuple(ids[1:])),))
     batch = learner.batch([text])
     plain = learner.adapter.model(torch.tensor([ids])).logits
     assert error(learner.logits(batch).detach(), plain.detach()) < TOLERANCE

@@ -15,18 +15,18 @@ from kvcache_rag import Engine, InvalidInputError, MemoryStore
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, ReaderData, finetune
 from kvcache_rag.finetune.selection import (
+    AttentionView,
     SelectionEncoder,
     Teacher,
-    Watched,
     relevant_characters,
     selection_loss,
 )
-from kvcache_rag.finetune.sources import Asked, Encoded, QASample, Span
+from kvcache_rag.finetune.sources import Encoded, QAPair, QASample, TargetSpan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SAMPLE = QASample(TEXTS, (Asked("Who?", "fe", (1,)), Asked("What is it?", "h", (0, 2))))
+SAMPLE = QASample(TEXTS, (QAPair("Who?", "fe", (1,)), QAPair("What is it?", "h", (0, 2))))
 
 
 def by_token(found: Any) -> torch.Tensor:
@@ -39,9 +39,9 @@ def test_the_attention_in_training_is_the_auxiliary_models(name: str) -> None:
     engine = Engine(build(name), byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
     auxiliary = Auxiliary(engine)
     learner = make_learner(name)
-    watched = Watched(learner)
+    watched = AttentionView(learner)
     encode = SelectionEncoder(encoder(learner), learner.tokenizer, relevant_characters)
-    short = QASample(TEXTS[:1], (Asked("Why so?", "x", (0,)),))
+    short = QASample(TEXTS[:1], (QAPair("Why so?", "x", (0,)),))
     samples = [encode.qa(SAMPLE), encode.qa(short)]
     assert all(samples)
     together = watched.question_weights([one for one in samples if one])
@@ -55,15 +55,17 @@ def test_the_attention_in_training_is_the_auxiliary_models(name: str) -> None:
 
 def test_the_loss_is_the_divergence_from_the_target() -> None:
     learner = make_learner("qwen2")
-    watched = Watched(learner)
+    watched = AttentionView(learner)
     bare = encoder(learner).qa(SAMPLE)
     prompt = bare.spans[0].prompt
     tokens = sum(map(len, bare.chunks))
-    weights = watched.question_weights([Encoded(bare.prefix, bare.chunks, (Span(prompt, ()),))])
+    weights = watched.question_weights(
+        [Encoded(bare.prefix, bare.chunks, (TargetSpan(prompt, ()),))]
+    )
     found = (weights[0][0] / weights[0][0].sum()).tolist()
 
     def loss(target: list[float]) -> float:
-        span = Span(prompt, (), tuple(target))
+        span = TargetSpan(prompt, (), tuple(target))
         row = Encoded(bare.prefix, bare.chunks, (span,))
         return float(selection_loss(watched, [row]).detach())
 
@@ -83,7 +85,7 @@ def test_without_a_teacher_the_relevant_documents_are_the_target() -> None:
     assert [float(part.sum()) for part in parts] == [0, len(TEXTS[1]), 0]
     wrapper = len(TEMPLATE.chunk_start)
     assert parts[1].tolist()[:wrapper] == [0.0] * wrapper
-    unknown = QASample(TEXTS, (Asked("Who?", "fe"),))
+    unknown = QASample(TEXTS, (QAPair("Who?", "fe"),))
     assert encode.qa(unknown) is None
     half = QASample(TEXTS, (*unknown.questions, SAMPLE.questions[0]))
     known = encode.qa(half)
@@ -93,7 +95,7 @@ def test_without_a_teacher_the_relevant_documents_are_the_target() -> None:
 
 def test_a_teachers_target_is_its_attention_under_full_prefill() -> None:
     teacher, learner = make_learner("llama"), make_learner("qwen2")
-    target = Teacher(Watched(teacher), encoder(teacher))
+    target = Teacher(AttentionView(teacher), encoder(teacher))
     characters = target(SAMPLE)[1]
     assert characters is not None
     assert [len(one) for one in characters] == [len(text) for text in TEXTS]

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, Measure, ReaderData, Report
-from kvcache_rag.finetune.loop import Work
+from kvcache_rag.finetune.loop import RunFolder
 from kvcache_rag.finetune.run import finetune
 from kvcache_rag.finetune.sources import Listed, open_data
 
@@ -39,14 +39,14 @@ def test_a_folder_with_other_files_is_not_worked_in(tmp_path: Path) -> None:
 
 
 def test_only_our_files_are_removed(tmp_path: Path) -> None:
-    work = Work(tmp_path / "work")
+    work = RunFolder(tmp_path / "work")
     with work.open({}):
         (work.folder / "notes.txt").write_text("kept")
         (work.folder / "notes").mkdir()
         work.log.write_text("")
         work.remove()
     assert sorted(path.name for path in work.folder.iterdir()) == ["notes", "notes.txt"]
-    empty = Work(tmp_path / "empty")
+    empty = RunFolder(tmp_path / "empty")
     with empty.open({}):
         empty.remove()
     assert not empty.folder.exists()
@@ -54,11 +54,11 @@ def test_only_our_files_are_removed(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
-        Work(tmp_path).open({"a": 1}),
+        RunFolder(tmp_path).open({"a": 1}),
         pytest.raises(InvalidInputError, match="another run is at work"),
     ):
-        Work(tmp_path).open({"a": 1}).__enter__()
-    with Work(tmp_path).open({"a": 2}) as unfinished:
+        RunFolder(tmp_path).open({"a": 1}).__enter__()
+    with RunFolder(tmp_path).open({"a": 2}) as unfinished:
         assert not unfinished, "a run without a checkpoint has done nothing"
 
 
@@ -74,11 +74,11 @@ def test_damaged_settings_are_said(tmp_path: Path, content: str) -> None:
     (tmp_path / "settings.json").write_text(content)
     (tmp_path / "checkpoint.pt").write_bytes(b"")
     with pytest.raises(InvalidInputError, match=r"settings\.json is damaged"):
-        Work(tmp_path).open({"a": 1}).__enter__()
+        RunFolder(tmp_path).open({"a": 1}).__enter__()
 
 
 def test_damaged_lines_of_the_log_are_dropped(tmp_path: Path) -> None:
-    work = Work(tmp_path)
+    work = RunFolder(tmp_path)
     work.log.write_text('{"step": 1}\nnonsense\n[]\n{"step": 2}\n{"step": 3}\n{"step"')
     work.cut_log(2)
     assert work.log.read_text() == '{"step": 1}\n{"step": 2}\n'

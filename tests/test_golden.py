@@ -32,7 +32,7 @@ from kvcache_rag import (
     policy_by_name,
 )
 from kvcache_rag.evaluation.datasets import read_own_questions
-from kvcache_rag.finetune.loop import Work
+from kvcache_rag.finetune.loop import RunFolder
 from kvcache_rag.integration import Reference
 from kvcache_rag.scoring.ask import RecordFile
 from kvcache_rag.serve.keys import ApiKeys
@@ -372,9 +372,9 @@ def test_a_fine_tuning_run_is_taken_up(name: str, tmp_path: Path) -> None:
     assert config.settings() == json.loads(frozen.read_text(encoding="utf-8"))
     shutil.copyfile(frozen, tmp_path / "settings.json")
     (tmp_path / "checkpoint.pt").touch()  # only its being there is looked at
-    with Work(tmp_path).open(config.settings()) as is_going_on:
+    with RunFolder(tmp_path).open(config.settings()) as is_going_on:
         assert is_going_on
-    with Work(tmp_path / "new").open(config.settings()) as is_going_on:
+    with RunFolder(tmp_path / "new").open(config.settings()) as is_going_on:
         assert not is_going_on
     assert (tmp_path / "new" / "settings.json").read_bytes() == frozen.read_bytes()
 

@@ -116,9 +116,7 @@ def test_a_run_writes_rows_with_the_null_beside_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plotted: list[int] = []
-    monkeypatch.setattr(
-        "benchmarks.hit_ratio_plot.plot", lambda rows, *_: plotted.append(len(rows))
-    )
+    monkeypatch.setattr("benchmarks.hit_ratio.plot", lambda rows, *_: plotted.append(len(rows)))
     file = tmp_path / "rows.json"
     words = ["--streams", "2", "--requests", "200", "--json", str(file)]
     assert hit_ratio.main([*words, "--plot", str(tmp_path / "plot.svg")]) == 0

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from kvcache_rag.reader import KINDS, make_corpus, make_example, model_path
 from kvcache_rag.reader.generator import READING
 from kvcache_rag.reader.language import INSTRUCTION
-from kvcache_rag.scoring.statistics import wilson
+from kvcache_rag.scoring.statistics import Share, wilson
 from training.reader.batches import EncodedExample, encode, pack, read
 from training.reader.check import as_json, as_table, check, load_reader
 from training.reader.check import main as check_main
 from training.reader.data import training_batch
 from training.reader.loop import Trainer
 from training.reader.network import Network, NetworkConfig
-from training.reader.scoring import Share, prefix_ids
+from training.reader.scoring import prefix_ids
 from training.reader.settings import TrainConfig
 from training.reader.tokenizer import WordEncoder, build_tokenizer
 from training.reader.train import main as train_main

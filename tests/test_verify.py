@@ -28,13 +28,13 @@ from kvcache_rag import (
 from kvcache_rag.evaluation.verification import (
     Verification,
     check_numerics,
-    least_kept,
     notes,
-    questions_digest,
     recommended,
 )
 from kvcache_rag.reader import make_example
+from kvcache_rag.scoring.ask import questions_digest
 from kvcache_rag.scoring.question import Question
+from kvcache_rag.scoring.statistics import least_kept
 from kvcache_rag.verdict import PolicyScore
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from kvcache_rag.commands import verify
 from kvcache_rag.commands.verify import lines
 from kvcache_rag.evaluation import verification
 from kvcache_rag.evaluation.auxiliary import random_jaccard
-from kvcache_rag.evaluation.datasets import own_score, read_own_questions
+from kvcache_rag.evaluation.datasets import read_own_questions
+from kvcache_rag.evaluation.tasks import own_score
 from kvcache_rag.reader import make_example
 from kvcache_rag.scoring.question import Question
 

@@ -218,7 +218,7 @@ def write_settings() -> None:
     import json
     from dataclasses import asdict
 
-    from kvcache_rag.finetune.loop import Work
+    from kvcache_rag.finetune.loop import RunFolder
     from kvcache_rag.scoring.ask import RecordFile
     from llama_index.kvcache_rag.commands.corpus import Settings
 
@@ -229,7 +229,7 @@ def write_settings() -> None:
     _write("settings/prompt_template.json", cases.to_json(texts))
     _write("settings/api_keys.txt", cases.api_keys_text())
     for name, config in cases.FINETUNES.items():
-        with tempfile.TemporaryDirectory() as place, Work(Path(place)).open(config.settings()):
+        with tempfile.TemporaryDirectory() as place, RunFolder(Path(place)).open(config.settings()):
             shutil.copy(Path(place) / "settings.json", folder / f"finetune-{name}.json")
     records = RecordFile(folder / "records.jsonl")
     for name, value in cases.NOTES.items():

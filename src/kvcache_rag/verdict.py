@@ -1,8 +1,9 @@
 """A verdict: how far each policy is from full prefill on one model, as a file.
 
-`kvcache-rag verify` measures and writes it; an engine with `gate=` reads it.  It is JSON of a fixed
-shape, the same bytes for the same verdict, and holds neither questions nor texts.  Numbers that are
-not known are null in the file and NaN here; a NaN never passes a gate.
+`kvcache-rag verify` measures and writes it; an engine with `gate=` (a `Gate`: when a policy may
+answer) reads it.  It is JSON of a fixed shape, the same bytes for the same verdict, and holds
+neither questions nor texts.  Numbers that are not known are null in the file and NaN here; a NaN
+never passes a gate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+
+VERSION: Final = 1
+
+FORMAT: Final = "kvcache-rag-verdict"
+
+MAX_BYTES: Final = 4 << 20
+
+WEAK_BELOW: Final = 30
+"""With fewer questions a verdict is weak, and says so."""
+
+THRESHOLD: Final = 0.95
+"""Share of full prefill's score that `verify` asks a policy to keep, unless it is told another."""
 
 
 @dataclass(frozen=True)
@@ -198,19 +211,6 @@ def check_names(cls: type[Any], values: Any) -> None:
         raise KeyError(f"{cls.__name__}.{min(wrong)} is missing or unknown")
 
 
-# A verdict as a whole, and its file.
-
-
-VERSION: Final = 1
-
-FORMAT: Final = "kvcache-rag-verdict"
-
-MAX_BYTES: Final = 4 << 20
-
-WEAK_BELOW: Final = 30
-"""With fewer questions a verdict is weak, and says so."""
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What `kvcache-rag verify` found.
@@ -380,13 +380,6 @@ def _verdict(values: dict[str, Any]) -> Verdict:
         packages={name: simple("str", name, one) for name, one in packages.items()},
         notes=tuple(simple("str", "notes", one) for one in values["notes"]),
     )
-
-
-# When an engine lets a policy answer: the setting `gate=`.
-
-
-THRESHOLD: Final = 0.95
-"""Share of full prefill's score that `verify` asks a policy to keep, unless it is told another."""
 
 
 @dataclass(frozen=True)

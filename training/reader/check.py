@@ -1,6 +1,6 @@
 """Check a reader on names and contexts it never saw.
 
-    python -m kvcache_rag.reader.check MODEL_DIR --n 1000 --names wide
+    python -m training.reader.check MODEL_DIR --n 1000 --names wide
 
 Prints exact match with 95 % Wilson intervals per kind of question, with full prefill and with
 stitched chunks.
@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from kvcache_rag.reader.generator import KINDS
+from kvcache_rag.scoring.statistics import Share
 from training.reader.network import Network, NetworkConfig
-from training.reader.scoring import Share, answer_outcomes, held_out_examples
+from training.reader.scoring import answer_outcomes, held_out_examples
 from training.reader.tokenizer import WordEncoder
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _COMPUTATIONS: Final = {"full": False, "stitched": True}
 
 _ANSWERABLE: Final = ("single", "same_relation")
 
-Report = dict[str, dict[str, Share]]
+Shares = dict[str, dict[str, Share]]
 
 
 def load_reader(directory: Path) -> tuple[Network, WordEncoder]:
@@ -54,28 +55,28 @@ def check(
     facts: int = 4,
     kinds: Sequence[str] = KINDS,
     names: NamePool = "held_out",
-) -> Report:
+) -> Shares:
     """Return per measure and per computation ("full", "stitched") how often it held.
 
     Measures are the kinds of questions (for "unanswerable": refused) and, for answerable kinds,
     "false refusals, KIND".
     """
-    report: Report = {}
+    report: Shares = {}
     for kind in kinds:
         examples = held_out_examples(
             kind, questions, encoder, seed=seed, documents=documents, facts=facts, names=names
         )
         for computation, block in _COMPUTATIONS.items():
             outcomes = answer_outcomes(network, examples, encoder, block=block)
-            right = Share(sum(outcome.right for outcome in outcomes), len(outcomes))
+            right = Share.of(outcome.right for outcome in outcomes)
             report.setdefault(kind, {})[computation] = right
             if kind in _ANSWERABLE:
-                refused = Share(sum(outcome.refused for outcome in outcomes), len(outcomes))
+                refused = Share.of(outcome.refused for outcome in outcomes)
                 report.setdefault(f"false refusals, {kind}", {})[computation] = refused
     return report
 
 
-def as_table(report: Report) -> str:
+def as_table(report: Shares) -> str:
     """Return `report` as a Markdown table."""
     lines = ["| measure | full prefill | stitched |", "|---|---|---|"]
     for measure, shares in report.items():
@@ -83,7 +84,7 @@ def as_table(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(report: Report) -> str:
+def as_json(report: Shares) -> str:
     """Return `report` as JSON: successes and trials."""
     plain = {
         measure: {name: [share.successes, share.trials] for name, share in shares.items()}

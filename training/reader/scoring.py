@@ -1,4 +1,9 @@
-"""Exact match of a network's answers, under full attention and stitched."""
+"""Exact match of a network's answers, under full attention and stitched.
+
+A network under training is no engine: it is asked here, whole batches of contexts in one pass, and
+each answer is checked behind the right tokens before it.  What is counted is a `Share`, as in every
+evaluation (`kvcache_rag.scoring.statistics`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import torch
 
 from kvcache_rag.reader.generator import make_example
 from kvcache_rag.reader.language import INSTRUCTION, REFUSAL
-from kvcache_rag.scoring.statistics import wilson
 from training.reader.batches import IGNORED, encode, pack, read
 from training.reader.tokenizer import BOS
 
@@ -33,28 +37,6 @@ class Outcome:
 
     right: bool
     refused: bool
-
-
-@dataclass(frozen=True)
-class Share:
-    """A count of successes, with its 95 % Wilson interval."""
-
-    successes: int
-    trials: int
-
-    @property
-    def value(self) -> float:
-        """The share, 0 of nothing."""
-        return self.successes / max(1, self.trials)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95 % Wilson interval."""
-        return wilson(self.successes, self.trials)
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{100 * self.value:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
 
 
 def prefix_ids(encoder: WordEncoder) -> list[int]:

@@ -1,6 +1,6 @@
 """Train the reader from nothing, on CPU, with one command.
 
-    python -m kvcache_rag.reader.train --out reader-model
+    python -m training.reader.train --out reader-model
 
 Workers of one thread each train on their own data and average their parameters now and then. The
 run resumes from its checkpoints in `--work` when it is started again with the same settings.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.listing import plural, table
-from kvcache_rag.scoring.statistics import wilson
+from kvcache_rag.scoring.statistics import trials_without_loss
 
 if TYPE_CHECKING:
     import argparse
@@ -133,7 +133,8 @@ def _planned(arguments: argparse.Namespace) -> Verification:
 
     score: Scoring | None = None
     if arguments.questions is not None:
-        from kvcache_rag.evaluation.datasets import own_score, read_own_questions
+        from kvcache_rag.evaluation.datasets import read_own_questions
+        from kvcache_rag.evaluation.tasks import own_score
 
         questions = _drawn(read_own_questions(arguments.questions), arguments)
         answered = all(question.answers or question.answer_groups for question in questions)
@@ -308,8 +309,7 @@ def _cells(row: PolicyScore) -> list[str]:
 
 def _needed(verdict: Verdict) -> int:
     """Questions that prove the threshold if none is lost."""
-    open_ = (1 - verdict.threshold) * verdict.full.score
-    return next((n for n in range(1, 100_000) if wilson(0, n)[1] <= open_), 100_000)
+    return trials_without_loss((1 - verdict.threshold) * verdict.full.score)
 
 
 def _percent(share: float) -> str:

@@ -1,7 +1,8 @@
 """How far an auxiliary model looks where the main model looks (CacheClip, arXiv 2510.10129).
 
 CacheClip rests on small models attending to much the same text as large ones.  Whether this holds
-for two models at hand is measured on questions and chunks, before any answer is compared.
+for two models at hand is measured on questions and chunks, before any answer is compared: on one
+question by `attention_agreement`, on many, with intervals, by `auxiliary_agreement`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from kvcache_rag.scoring.question import Question
 
 
+SHARE = 0.2
+"""Part of the chunk tokens that are called the top (CacheClip's ratio)."""
+
 # Part of the auxiliary's weight that is dealt out evenly, so that the divergence stays finite.
 _SMOOTHING = 1e-6
 
@@ -53,7 +57,7 @@ class AttentionAgreement:
 
 
 def attention_agreement(
-    engine: Engine, auxiliary: Auxiliary, question: str, chunks: Sequence[str], share: float = 0.2
+    engine: Engine, auxiliary: Auxiliary, question: str, chunks: Sequence[str], share: float = SHARE
 ) -> AttentionAgreement:
     """Compare what two models attend to, both in the last layer, mean of heads and query tokens.
 
@@ -144,13 +148,6 @@ def _best(weights: Tensor, count: int) -> set[int]:
     return set(torch.sort(weights, descending=True, stable=True).indices[:count].tolist())
 
 
-# Whether an auxiliary model sees what the main model sees (evidence for CacheClip).
-
-
-SHARE = 0.2
-"""Part of the chunk tokens that are called the top (CacheClip's ratio)."""
-
-
 def auxiliary_agreement(
     engine: Engine,
     auxiliary: Auxiliary,
@@ -177,9 +174,7 @@ def auxiliary_agreement(
         for question in questions:
             bar.update(1)
             try:
-                found = attention_agreement(
-                    engine, auxiliary, question.question, question.chunks, share=SHARE
-                )
+                found = attention_agreement(engine, auxiliary, question.question, question.chunks)
             except ContextTooLongError:
                 continue
             compared.append(found)

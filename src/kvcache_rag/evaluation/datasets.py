@@ -1,12 +1,33 @@
-"""Question sets in files: one JSON object a line.
+"""Where questions come from: files, published data sets, and files of one's own.
+
+**Files** (`read_questions`): one JSON object a line, refused with its line, never repaired.
 
     {"id": "...", "question": "...", "answers": ["..."],
      "documents": [{"id": "...", "text": "...", "relevant": true}]}
 
 `answers`: any one counts.  `answer_groups`, a list of lists, may stand beside it: then every group
-has to be met by one of its strings.  A caching workload is a pair of files: `{"id", "title",
-"text"}` a document, and `{"id", "question", "answers", "gold"}` a question, `gold` naming the
-document that answers it.  A file that cannot be read is refused with its line, never repaired.
+has to be met by one of its strings.  A caching workload (`read_workload`) is a pair of files:
+`{"id", "title", "text"}` a document, and `{"id", "question", "answers", "gold"}` a question, `gold`
+naming the document that answers it.
+
+**One's own** (`read_own_questions`, for `verify`): `{"question": "...", "documents": ["...",
+"..."], "answers": ["..."]}` is enough; the form above is read, too.  Answers may be left out; then
+all that can be asked is whether a policy answers as full prefill does.
+
+**RGB** (`rgb_questions`, arXiv 2309.01431) as its repository publishes it: pools of documents, a
+line `{"id", "query", "answer", "positive": [...], "negative": [...]}`, mixed at a noise rate.
+
+**The Hugging Face hub** (`load_hub`), each set turned from its published schema into questions:
+
+| name | hub | schema |
+|---|---|---|
+| hotpotqa | hotpotqa/hotpot_qa, distractor, validation | HotpotQA (arXiv 1809.09600) |
+| 2wiki | xanhho/2WikiMultihopQA, dev | 2WikiMultihopQA (arXiv 2011.01060) |
+| musique | dgslibisey/MuSiQue, validation | MuSiQue-Ans (arXiv 2108.00573) |
+| squad | rajpurkar/squad, validation | SQuAD v1.1 (arXiv 1606.05250) |
+| dureader, multifieldqa_zh | THUDM/LongBench | LongBench (arXiv 2308.14508) |
+
+Documents that are too long for a chunk are split (`split_documents`, `split_text`).
 """
 
 from __future__ import annotations
@@ -16,20 +37,42 @@ import math
 import random
 import re
 import zipfile
+from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, MissingExtraError
-from kvcache_rag.scoring.metrics import best, exact_match, f1, f1_chinese, substring_match
 from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kvcache_rag.scoring.question import Language
+    from kvcache_rag.scoring.question import Language, TokenCounter
+
+    Row = Mapping[str, Any]
+
+
+_SQUAD_DISTRACTORS: Final = 4
+
+_LONGBENCH_PASSAGE: Final = re.compile(r"^(?:Passage \d+:|文章\s*\d+)[ \t]*\n?", re.MULTILINE)
+
+_CHINESE: Final = re.compile("[\u3400-\u9fff]")
+
+# Chunks of CacheClip's experiments (arXiv 2510.10129).
+CHUNK_TOKENS: Final = 1000
+
+OVERLAP: Final = 50
+
+_WIDE: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+
+_SENTENCE_END: Final = re.compile(r"[.!?]+[\"')\]]*\s+|[。！？；]+[”’」』）]*\s*|\n+")
+
+_WORD: Final = re.compile(rf"[{_WIDE}]\s*|[^\s{_WIDE}]+\s*|\s+")
+
+_WIDE_LETTER: Final = re.compile(f"[{_WIDE}]")
 
 
 @dataclass(frozen=True)
@@ -205,13 +248,97 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, content
 
 
-# RGB (arXiv 2309.01431) as its repository publishes it: pools of documents, mixed at a noise rate.
-#
-# A line of its files is `{"id", "query", "answer", "positive": [...], "negative": [...]}`.
+def read_own_questions(path: Path) -> list[Question]:
+    """Read a file of questions.
+
+    Raises:
+        InvalidInputError: If it cannot be read or is empty, or a line is not of the form above;
+            file, line and what is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInputError(
+            f"the questions {path} cannot be read ({error.strerror}); check the path"
+        ) from error
+    found, seen = [], set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        question = _question(line, f"{path}, line {number}", number)
+        if question.id in seen:
+            raise InvalidInputError(
+                f"{path}, line {number}: another line has the id {question.id!r}; make it unique"
+            )
+        seen.add(question.id)
+        found.append(question)
+    if not found:
+        raise InvalidInputError(
+            f"{path} has no questions; write one JSON object a line, with question, documents and "
+            "answers"
+        )
+    return found
 
 
-if TYPE_CHECKING:
-    Row = Mapping[str, Any]
+def _question(line: bytes, where: str, number: int) -> Question:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where}: this is not JSON in UTF-8; correct it") from error
+    if not isinstance(row, dict):
+        raise InvalidInputError(f'{where}: this is not an object {{"question": ...}}; correct it')
+    documents = row.get("documents")
+    if not isinstance(documents, list) or not documents:
+        raise InvalidInputError(
+            f'{where}: "documents" must be a list of at least one text; add what the retriever '
+            "found"
+        )
+    chunks = tuple(_document(one, where) for one in documents)
+    answers = _texts(row.get("answers"), "answers", where)
+    given = row.get("answer_groups") or []
+    if not isinstance(given, list):
+        raise InvalidInputError(f'{where}: "answer_groups" must be a list of lists; correct it')
+    groups = tuple(_texts(group, "answer_groups", where) for group in given)
+    if not all(groups):
+        raise InvalidInputError(f'{where}: a group of "answer_groups" is empty; leave it out')
+    question = _text(row.get("question"), "question", where)
+    joined = "".join((question, *answers, *(text for group in groups for text in group)))
+    return Question(
+        id=str(row.get("id", f"line {number}")),
+        question=question,
+        chunks=chunks,
+        answers=answers,
+        answer_groups=groups,
+        language="zh" if _CHINESE.search(joined) else "en",
+    )
+
+
+def _document(given: Any, where: str) -> str:
+    text = given.get("text") if isinstance(given, dict) else given
+    return _text(text, "documents", where)
+
+
+def _text(given: Any, name: str, where: str) -> str:
+    if not isinstance(given, str) or not given.strip():
+        raise InvalidInputError(f'{where}: "{name}" needs a text that is not empty; add it')
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f'{where}: "{name}" holds half of a surrogate pair, which is no text; correct it'
+        ) from error
+    return given
+
+
+def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
+    """A list of texts; one text is a list of itself, nothing an empty list."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list):
+        raise InvalidInputError(f'{where}: "{name}" must be a list of texts; correct it')
+    return tuple(_text(one, name, where) for one in given)
 
 
 def rgb_questions(
@@ -279,22 +406,6 @@ def _rgb_documents(
         helpful = len(positive)
         noisy = passages - helpful
     return positive[:helpful], negative[:noisy]
-
-
-# Question sets of the Hugging Face hub, each turned from its published schema into questions.
-#
-# | name | hub | schema | |---|---|---| | hotpotqa | hotpotqa/hotpot_qa, distractor, validation |
-# HotpotQA (arXiv 1809.09600) | | 2wiki | xanhho/2WikiMultihopQA, dev | 2WikiMultihopQA (arXiv
-# 2011.01060) | | musique | dgslibisey/MuSiQue, validation | MuSiQue-Ans (arXiv 2108.00573) | |
-# squad | rajpurkar/squad, validation | SQuAD v1.1 (arXiv 1606.05250) | | dureader, multifieldqa_zh
-# | THUDM/LongBench | LongBench (arXiv 2308.14508) |
-#
-# RGB is not on the hub; `rgb` reads the files of its repository.
-
-
-_SQUAD_DISTRACTORS: Final = 4
-
-_LONGBENCH_PASSAGE: Final = re.compile(r"^(?:Passage \d+:|文章\s*\d+)[ \t]*\n?", re.MULTILINE)
 
 
 def hotpot_questions(rows: Iterable[Row]) -> Iterator[Question]:
@@ -501,121 +612,106 @@ def _sentences(texts: list[str]) -> str:
     return "".join(spaced).strip()
 
 
-# Questions of one's own: a file of one JSON object a line, and how answers to them are scored.
-#
-#     {"question": "...", "documents": ["...", "..."], "answers": ["..."]}
-#
-# is enough. The form of published sets (`datasets`) is read, too: documents as objects with a
-# "text", "id", "answer_groups". Answers may be left out; then all that can be asked is whether a
-# policy answers as full prefill does.
+def split_documents(question: Question, split: Callable[[str], list[str]]) -> Question:
+    """Split every document; parts of a relevant one stay relevant if they hold an answer.
 
-
-_CHINESE: Final = re.compile("[\u3400-\u9fff]")
-
-
-def read_own_questions(path: Path) -> list[Question]:
-    """Read a file of questions.
-
-    Raises:
-        InvalidInputError: If it cannot be read or is empty, or a line is not of the form above;
-            file, line and what is wrong.
+    Where no part holds the letters of an answer (free-form answers), all parts of the relevant
+    documents stay relevant.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidInputError(
-            f"the questions {path} cannot be read ({error.strerror}); check the path"
-        ) from error
-    found, seen = [], set()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        question = _question(line, f"{path}, line {number}", number)
-        if question.id in seen:
-            raise InvalidInputError(
-                f"{path}, line {number}: another line has the id {question.id!r}; make it unique"
-            )
-        seen.add(question.id)
-        found.append(question)
-    if not found:
-        raise InvalidInputError(
-            f"{path} has no questions; write one JSON object a line, with question, documents and "
-            "answers"
-        )
-    return found
-
-
-def own_score(answer: str, question: Question) -> dict[str, float]:
-    """`exact_match` and `f1` (SQuAD's, LongBench's for Chinese) against the best right answer.
-
-    Where there are groups of answers, both are whether every group is met (RGB's rule).
-    """
-    if question.answer_groups:
-        met = substring_match(answer, question.answer_groups, question.language)
-        return {"f1": met, "exact_match": met}
-    overlap = f1_chinese if question.language == "zh" else f1
-    return {
-        "f1": best(overlap, answer, question.answers),
-        "exact_match": best(exact_match, answer, question.answers),
-    }
-
-
-def _question(line: bytes, where: str, number: int) -> Question:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{where}: this is not JSON in UTF-8; correct it") from error
-    if not isinstance(row, dict):
-        raise InvalidInputError(f'{where}: this is not an object {{"question": ...}}; correct it')
-    documents = row.get("documents")
-    if not isinstance(documents, list) or not documents:
-        raise InvalidInputError(
-            f'{where}: "documents" must be a list of at least one text; add what the retriever '
-            "found"
-        )
-    chunks = tuple(_document(one, where) for one in documents)
-    answers = _texts(row.get("answers"), "answers", where)
-    given = row.get("answer_groups") or []
-    if not isinstance(given, list):
-        raise InvalidInputError(f'{where}: "answer_groups" must be a list of lists; correct it')
-    groups = tuple(_texts(group, "answer_groups", where) for group in given)
-    if not all(groups):
-        raise InvalidInputError(f'{where}: a group of "answer_groups" is empty; leave it out')
-    question = _text(row.get("question"), "question", where)
-    joined = "".join((question, *answers, *(text for group in groups for text in group)))
-    return Question(
-        id=str(row.get("id", f"line {number}")),
-        question=question,
-        chunks=chunks,
-        answers=answers,
-        answer_groups=groups,
-        language="zh" if _CHINESE.search(joined) else "en",
+    parts = [(part, index) for index, text in enumerate(question.chunks) for part in split(text)]
+    among = [place for place, (_, index) in enumerate(parts) if index in question.relevant]
+    holding = [
+        place
+        for place in among
+        if any(answer.lower() in parts[place][0].lower() for answer in question.answers)
+    ]
+    return replace(
+        question, chunks=tuple(part for part, _ in parts), relevant=tuple(holding or among)
     )
 
 
-def _document(given: Any, where: str) -> str:
-    text = given.get("text") if isinstance(given, dict) else given
-    return _text(text, "documents", where)
+def estimated_tokens(text: str) -> int:
+    """About how many tokens a text has, where no tokenizer is at hand.
+
+    One for each Chinese, Japanese or Korean letter, and one for every four other characters.
+    """
+    wide = len(_WIDE_LETTER.findall(text))
+    return wide + (len(text) - wide + 3) // 4
 
 
-def _text(given: Any, name: str, where: str) -> str:
-    if not isinstance(given, str) or not given.strip():
-        raise InvalidInputError(f'{where}: "{name}" needs a text that is not empty; add it')
-    try:
-        given.encode()
-    except UnicodeEncodeError as error:
+def split_text(
+    text: str, count: TokenCounter, *, tokens: int = CHUNK_TOKENS, overlap: int = OVERLAP
+) -> list[str]:
+    """Split `text` into chunks, each beginning with the end of the one before.
+
+    A chunk ends at the last end of a sentence that fits; a sentence that is too long by itself is
+    cut between words, a word between letters.  Every part of the text is in a chunk.
+
+    Args:
+        text: Anything; white space around chunks is dropped.
+        count: Number of tokens of a text.
+        tokens: Most tokens of a chunk (a single letter of more tokens stays whole).
+        overlap: Most tokens that a chunk shares with the one before; it begins at a word.
+
+    Raises:
+        InvalidInputError: If `tokens` is below 1 or `overlap` is not within 0 and `tokens`.
+    """
+    if tokens < 1 or not 0 <= overlap < tokens:
         raise InvalidInputError(
-            f'{where}: "{name}" holds half of a surrogate pair, which is no text; correct it'
-        ) from error
-    return given
+            f"chunks of {tokens} tokens cannot overlap by {overlap}; "
+            "choose at least 1 token and an overlap below that"
+        )
+    sentences = [match.end() for match in _SENTENCE_END.finditer(text)]
+    words = [match.end() for match in _WORD.finditer(text)]
+    letters = range(1, len(text) + 1)
+    if not sentences or sentences[-1] < len(text):
+        sentences.append(len(text))
+    chunks = []
+    start = stop = 0
+    while stop < len(text):
+        for ends in (sentences, words, letters):
+            further = _furthest(text, start, stop, ends, count, tokens)
+            if further > stop:
+                break
+        else:
+            further = stop + 1
+        stop = further
+        chunks.append(text[start:stop].strip())
+        start = _overlap_start(text, start, stop, words, count, overlap)
+    return [chunk for chunk in chunks if chunk]
 
 
-def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
-    """A list of texts; one text is a list of itself, nothing an empty list."""
-    if given is None:
-        return ()
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list):
-        raise InvalidInputError(f'{where}: "{name}" must be a list of texts; correct it')
-    return tuple(_text(one, name, where) for one in given)
+def _furthest(
+    text: str, start: int, stop: int, ends: Sequence[int], count: TokenCounter, tokens: int
+) -> int:
+    """The last of `ends` behind `stop` up to which the text from `start` fits; else `stop`."""
+    first = bisect_right(ends, stop)
+
+    def fits(index: int) -> bool:
+        return count(text[start : ends[index]].strip()) <= tokens
+
+    step, good = 1, first - 1
+    while good + step < len(ends) and fits(good + step):
+        good += step
+        step *= 2
+    bad = min(good + step, len(ends))  # does not fit, or is not there
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return ends[good] if good >= first else stop
+
+
+def _overlap_start(
+    text: str, start: int, stop: int, words: Sequence[int], count: TokenCounter, overlap: int
+) -> int:
+    """Where the next chunk begins: the first word of the overlap, or `stop` without one."""
+    found = stop
+    for index in range(bisect_right(words, stop - 1) - 1, -1, -1):
+        begin = words[index]
+        if begin <= start or count(text[begin:stop].strip()) > overlap:
+            break
+        found = begin
+    return found

@@ -1,17 +1,43 @@
-"""Split a long text into chunks of so many tokens, at ends of sentences where there are any."""
+"""Needles in a haystack: facts hidden in long texts, in RULER's format and the reader's language.
+
+**RULER's** (arXiv 2404.06654, section 3 and appendix B): "One of the special magic numbers for
+brave-otter is: 1234567." stands somewhere in a long text, and the question asks for it.  The eight
+variants are RULER's: what the hay is, what keys and values are, how many keys, values per key and
+keys asked for.  Three things differ from RULER's program: a key or value never occurs twice, the
+instruction stands in the prefix, the question behind the documents, with nothing put into the
+model's mouth, and the essays are our own.  RULER uses published ones, which we may not copy; this
+text is drawn from sentence patterns, never twice the same, without digits and without the words of
+needles.  It is plainer than an essay: full prefill should find needles in it a little more easily.
+The text is cut into chunks for retrieval (CacheClip, arXiv 2510.10129: 1000 tokens, overlap 50).
+
+**The reader's**: the packaged reader knows a small controlled English only, so RULER's text means
+nothing to it.  Here the hay are facts of people, companies, products and towns, each of another
+entity and with names that its training never had, and a needle is one more fact: "The badge number
+of Brano is 41972."
+
+| variant | RULER's | what is hidden |
+|---|---|---|
+| niah_reader_single | single | one fact of a relation that no other sentence states |
+| niah_reader_multikey_1 | multikey 1 | the same relation for three other entities |
+| niah_reader_multikey_2 | multikey 2 | every sentence states the relation, each of another entity |
+| niah_reader_multivalue | multivalue | two values for one entity, all else is one of each other |
+
+Several values are hidden among other entities' values of that relation, because the reader learned
+lists so; among unrelated facts it names only one.  The language has no question about several
+entities, so there is no multiquery.  Scoring is `metrics.reference_coverage` for both.
+"""
 
 from __future__ import annotations
 
 import random
-import re
 import uuid
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.evaluation.datasets import CHUNK_TOKENS, OVERLAP, split_text
 from kvcache_rag.reader.contexts import Fact, World, single_valued
 from kvcache_rag.reader.generator import write_documents
 from kvcache_rag.reader.language import RELATIONS, words
@@ -19,255 +45,10 @@ from kvcache_rag.reader.names import names
 from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from kvcache_rag.reader.language import Relation
     from kvcache_rag.scoring.question import TokenCounter
-
-
-# Chunks of CacheClip's experiments (arXiv 2510.10129).
-CHUNK_TOKENS: Final = 1000
-
-OVERLAP: Final = 50
-
-_WIDE: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-
-_SENTENCE_END: Final = re.compile(r"[.!?]+[\"')\]]*\s+|[。！？；]+[”’」』）]*\s*|\n+")
-
-_WORD: Final = re.compile(rf"[{_WIDE}]\s*|[^\s{_WIDE}]+\s*|\s+")
-
-_WIDE_LETTER: Final = re.compile(f"[{_WIDE}]")
-
-
-def estimated_tokens(text: str) -> int:
-    """About how many tokens a text has, where no tokenizer is at hand.
-
-    One for each Chinese, Japanese or Korean letter, and one for every four other characters.
-    """
-    wide = len(_WIDE_LETTER.findall(text))
-    return wide + (len(text) - wide + 3) // 4
-
-
-def split_text(
-    text: str, count: TokenCounter, *, tokens: int = CHUNK_TOKENS, overlap: int = OVERLAP
-) -> list[str]:
-    """Split `text` into chunks, each beginning with the end of the one before.
-
-    A chunk ends at the last end of a sentence that fits; a sentence that is too long by itself is
-    cut between words, a word between letters.  Every part of the text is in a chunk.
-
-    Args:
-        text: Anything; white space around chunks is dropped.
-        count: Number of tokens of a text.
-        tokens: Most tokens of a chunk (a single letter of more tokens stays whole).
-        overlap: Most tokens that a chunk shares with the one before; it begins at a word.
-
-    Raises:
-        InvalidInputError: If `tokens` is below 1 or `overlap` is not within 0 and `tokens`.
-    """
-    if tokens < 1 or not 0 <= overlap < tokens:
-        raise InvalidInputError(
-            f"chunks of {tokens} tokens cannot overlap by {overlap}; "
-            "choose at least 1 token and an overlap below that"
-        )
-    sentences = [match.end() for match in _SENTENCE_END.finditer(text)]
-    words = [match.end() for match in _WORD.finditer(text)]
-    letters = range(1, len(text) + 1)
-    if not sentences or sentences[-1] < len(text):
-        sentences.append(len(text))
-    chunks = []
-    start = stop = 0
-    while stop < len(text):
-        for ends in (sentences, words, letters):
-            further = _furthest(text, start, stop, ends, count, tokens)
-            if further > stop:
-                break
-        else:
-            further = stop + 1
-        stop = further
-        chunks.append(text[start:stop].strip())
-        start = _overlap_start(text, start, stop, words, count, overlap)
-    return [chunk for chunk in chunks if chunk]
-
-
-def _furthest(
-    text: str, start: int, stop: int, ends: Sequence[int], count: TokenCounter, tokens: int
-) -> int:
-    """The last of `ends` behind `stop` up to which the text from `start` fits; else `stop`."""
-    first = bisect_right(ends, stop)
-
-    def fits(index: int) -> bool:
-        return count(text[start : ends[index]].strip()) <= tokens
-
-    step, good = 1, first - 1
-    while good + step < len(ends) and fits(good + step):
-        good += step
-        step *= 2
-    bad = min(good + step, len(ends))  # does not fit, or is not there
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return ends[good] if good >= first else stop
-
-
-def _overlap_start(
-    text: str, start: int, stop: int, words: Sequence[int], count: TokenCounter, overlap: int
-) -> int:
-    """Where the next chunk begins: the first word of the overlap, or `stop` without one."""
-    found = stop
-    for index in range(bisect_right(words, stop - 1) - 1, -1, -1):
-        begin = words[index]
-        if begin <= start or count(text[begin:stop].strip()) > overlap:
-            break
-        found = begin
-    return found
-
-
-# Text that means nothing and reads like an essay: the hay in which needles are hidden.
-#
-# RULER uses published essays, which we may not copy; this text is drawn from sentence patterns of
-# our own, never twice the same, without digits and without the words of needles. It is plainer than
-# an essay: full prefill should find needles in it a little more easily.
-
-
-def _phrases(text: str) -> tuple[str, ...]:
-    return tuple(text.split("|"))
-
-
-_SUBJECTS: Final = _phrases(
-    "a patient reader|an honest critic|the careful builder|a young company|"
-    "the average committee|a good teacher|the curious traveller|an old craftsman|"
-    "the busy editor|a small team|the quiet majority|a stubborn inventor|the local council|"
-    "a clever student|the night shift|an anxious manager|the amateur painter|"
-    "a retired engineer|the new recruit|a reluctant expert"
-)
-
-_THINGS: Final = _phrases(
-    "the first draft|a difficult habit|the shape of the problem|a long conversation|"
-    "the cost of waiting|an unfinished plan|the value of silence|a borrowed idea|"
-    "the weight of custom|a simple question|the edge of the map|an early mistake|"
-    "the work of others|a narrow view|the rhythm of the week|a better tool|"
-    "the limits of advice|an open window|the memory of a failure|a promise made in haste|"
-    "the taste of success|a crowded market|the patience of friends|an awkward truth"
-)
-
-_VERBS: Final = _phrases(
-    "learns to respect|forgets to examine|returns to|quietly avoids|seldom understands|"
-    "prefers to discuss|is surprised by|slowly discovers|tends to overlook|cannot ignore|"
-    "keeps a record of|makes room for|is shaped by|argues against|finds comfort in|"
-    "has little use for|pays attention to|measures everything by"
-)
-
-_REASONS: Final = _phrases(
-    "because nobody else will|although the season is short|when the noise has settled|"
-    "before the meeting begins|as long as the weather holds|unless the rules change|"
-    "once the excitement fades|while the kettle boils|if only to learn something|"
-    "until the money runs out|whenever the subject comes up|after everyone has gone home|"
-    "even though the evidence is thin|since the alternative is worse"
-)
-
-_OPENINGS: Final = _phrases(
-    "In most towns,|On reflection,|It is often said that|Looking back,|In practice,|"
-    "For many years,|Strangely enough,|By and large,|From a distance,|Sooner or later,|"
-    "In my experience,|As a rule,|To be fair,|Over a long winter,|At first glance,|"
-    "More than once,"
-)
-
-_REMARKS: Final = _phrases(
-    "That is not a complaint.|The difference is larger than it looks.|Few people notice.|"
-    "This takes more courage than skill.|There is no shortcut.|The reverse is just as common.|"
-    "It would be easy to blame luck.|Nothing about this is new.|"
-    "The lesson is not a comfortable one.|One can live with that.|I used to think otherwise.|"
-    "Habits are patient."
-)
-
-_PATTERNS: Final = (
-    "{opening} {subject} {verb} {thing} {reason}.",
-    "{opening} {subject} {verb} {thing}, and {subject2} {verb2} {thing2}.",
-    "{Subject} {verb} {thing} {reason}.",
-    "{Subject} {verb} {thing}; {subject2}, however, {verb2} {thing2} {reason}.",
-    "What {subject} wants from {thing} is not what {subject2} wants from {thing2}.",
-    "Between {thing} and {thing2} there is less distance than {subject} supposes.",
-    "{Reason}, {subject} {verb} {thing}.",
-    "Nobody asks why {subject} {verb} {thing} {reason}.",
-)
-
-# One sentence in so many is a short remark.
-_REMARK_SHARE: Final = 0.15
-
-_ADJECTIVES: Final = words(
-    "amber ancient arctic autumn bold brave bright brisk broad calm candid cheerful chilly "
-    "clever cobalt copper coral crimson crisp curly dainty dapper daring dusty eager earnest "
-    "ebony elder emerald fabled faint fancy feral fleet fluffy frosty gentle giddy gilded "
-    "glossy golden graceful grand hardy hazel hearty hollow humble icy idle indigo ivory jaunty "
-    "jolly keen kindly lanky lavish lively lofty lone lucid lunar lush mellow merry mighty "
-    "misty modest mossy muddy nimble noble novel odd olive opal orderly ornate pale patient "
-    "pearly placid plucky polite proud quaint quick quiet rapid rare ripe robust rosy rugged "
-    "rustic sandy scarlet serene sharp silent sleek slender snowy solar solemn spicy stark "
-    "steady stout subtle sunny supple swift tall tame tawny tidy timid tiny tranquil velvet "
-    "vivid warm wary wild windy wise witty woolly young zesty"
-)
-
-_NOUNS: Final = words(
-    "acorn anchor anvil apron arrow badger banner barrel basin basket beacon beaver bell birch "
-    "bonnet bottle bramble bridge bucket button cabin candle canoe canyon carpet castle cedar "
-    "cellar cherry chisel clover comet compass cottage cradle cricket crown curtain cymbal "
-    "dagger daisy dome dragon drum eagle easel elm ember falcon feather fern ferry fiddle finch "
-    "flask flute forest fountain fox gander garden garnet gazelle glacier glove goblet goose "
-    "granite grove hammer harbor harp hatchet hawk heron hill hive iguana island jacket jaguar "
-    "jar kettle kite ladder lagoon lamp lantern lark lemon lily lizard loom lynx magnet mango "
-    "maple marble meadow mitten moth mountain napkin needle nettle oak oasis orchard otter owl "
-    "oyster paddle panther parrot pebble pelican pepper piano pigeon pillow pine plum pocket "
-    "pony puzzle quail quilt rabbit raft raven ribbon robin rocket saddle sail salmon saucer "
-    "shovel spade sparrow spoon stork sundial swan tablet teapot thimble thistle tiger trumpet "
-    "tulip tunnel turtle umbrella valley violin wagon walnut walrus whistle willow window yak "
-    "zebra"
-)
-
-
-@lru_cache(maxsize=1)
-def key_words() -> tuple[str, ...]:
-    """Every "adjective-noun" there is, as RULER makes its words; more than twenty thousand."""
-    return tuple(f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS)
-
-
-def essay_sentences(rng: random.Random) -> Iterator[str]:
-    """Endless sentences; the same `rng` gives the same ones."""
-    while True:
-        if rng.random() < _REMARK_SHARE:
-            yield rng.choice(_REMARKS)
-            continue
-        subject, subject2 = rng.sample(_SUBJECTS, 2)
-        thing, thing2 = rng.sample(_THINGS, 2)
-        verb, verb2 = rng.sample(_VERBS, 2)
-        reason = rng.choice(_REASONS)
-        yield rng.choice(_PATTERNS).format(
-            opening=rng.choice(_OPENINGS),
-            subject=subject,
-            Subject=subject[0].upper() + subject[1:],
-            subject2=subject2,
-            verb=verb,
-            verb2=verb2,
-            thing=thing,
-            thing2=thing2,
-            reason=reason,
-            Reason=reason[0].upper() + reason[1:],
-        )
-
-
-# Needles in a haystack in RULER's format (arXiv 2404.06654, section 3 and appendix B).
-#
-# "One of the special magic numbers for brave-otter is: 1234567." stands somewhere in a long text,
-# and the question asks for it. The eight variants are RULER's: what the hay is, what keys and
-# values are, how many keys, values per key and keys asked for. Three things differ from RULER's
-# program: the essays are our own (`essay`), a key or value never occurs twice, and the instruction
-# stands in the prefix, the question behind the documents, with nothing put into the model's mouth.
-#
-# The text is cut into chunks for retrieval (CacheClip, arXiv 2510.10129: 1000 tokens, overlap 50).
-# Scoring is `metrics.reference_coverage`.
 
 
 Hay = Literal["repeat", "essay", "needles"]
@@ -494,21 +275,129 @@ def _with_needles(
     return (" " if variant.hay == "essay" else "\n").join(sentences)
 
 
-# Needles in the language of the packaged reader, at sizes that it can read.
-#
-# The reader knows a small controlled English only, so RULER's text means nothing to it. Here the
-# hay are facts of people, companies, products and towns, each of another entity and with names that
-# its training never had, and a needle is one more fact: "The badge number of Brano is 41972."
-#
-# | variant | RULER's | what is hidden | |---|---|---| | niah_reader_single | single | one fact of a
-# relation that no other sentence states | | niah_reader_multikey_1 | multikey 1 | the same relation
-# for three other entities | | niah_reader_multikey_2 | multikey 2 | every sentence states the
-# relation, each of another entity | | niah_reader_multivalue | multivalue | two values for one
-# entity, all else is one of each other |
-#
-# Several values are hidden among other entities' values of that relation, because the reader
-# learned lists so; among unrelated facts it names only one. The language has no question about
-# several entities, so there is no multiquery.
+def _phrases(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
+_SUBJECTS: Final = _phrases(
+    "a patient reader|an honest critic|the careful builder|a young company|"
+    "the average committee|a good teacher|the curious traveller|an old craftsman|"
+    "the busy editor|a small team|the quiet majority|a stubborn inventor|the local council|"
+    "a clever student|the night shift|an anxious manager|the amateur painter|"
+    "a retired engineer|the new recruit|a reluctant expert"
+)
+
+_THINGS: Final = _phrases(
+    "the first draft|a difficult habit|the shape of the problem|a long conversation|"
+    "the cost of waiting|an unfinished plan|the value of silence|a borrowed idea|"
+    "the weight of custom|a simple question|the edge of the map|an early mistake|"
+    "the work of others|a narrow view|the rhythm of the week|a better tool|"
+    "the limits of advice|an open window|the memory of a failure|a promise made in haste|"
+    "the taste of success|a crowded market|the patience of friends|an awkward truth"
+)
+
+_VERBS: Final = _phrases(
+    "learns to respect|forgets to examine|returns to|quietly avoids|seldom understands|"
+    "prefers to discuss|is surprised by|slowly discovers|tends to overlook|cannot ignore|"
+    "keeps a record of|makes room for|is shaped by|argues against|finds comfort in|"
+    "has little use for|pays attention to|measures everything by"
+)
+
+_REASONS: Final = _phrases(
+    "because nobody else will|although the season is short|when the noise has settled|"
+    "before the meeting begins|as long as the weather holds|unless the rules change|"
+    "once the excitement fades|while the kettle boils|if only to learn something|"
+    "until the money runs out|whenever the subject comes up|after everyone has gone home|"
+    "even though the evidence is thin|since the alternative is worse"
+)
+
+_OPENINGS: Final = _phrases(
+    "In most towns,|On reflection,|It is often said that|Looking back,|In practice,|"
+    "For many years,|Strangely enough,|By and large,|From a distance,|Sooner or later,|"
+    "In my experience,|As a rule,|To be fair,|Over a long winter,|At first glance,|"
+    "More than once,"
+)
+
+_REMARKS: Final = _phrases(
+    "That is not a complaint.|The difference is larger than it looks.|Few people notice.|"
+    "This takes more courage than skill.|There is no shortcut.|The reverse is just as common.|"
+    "It would be easy to blame luck.|Nothing about this is new.|"
+    "The lesson is not a comfortable one.|One can live with that.|I used to think otherwise.|"
+    "Habits are patient."
+)
+
+_PATTERNS: Final = (
+    "{opening} {subject} {verb} {thing} {reason}.",
+    "{opening} {subject} {verb} {thing}, and {subject2} {verb2} {thing2}.",
+    "{Subject} {verb} {thing} {reason}.",
+    "{Subject} {verb} {thing}; {subject2}, however, {verb2} {thing2} {reason}.",
+    "What {subject} wants from {thing} is not what {subject2} wants from {thing2}.",
+    "Between {thing} and {thing2} there is less distance than {subject} supposes.",
+    "{Reason}, {subject} {verb} {thing}.",
+    "Nobody asks why {subject} {verb} {thing} {reason}.",
+)
+
+# One sentence in so many is a short remark.
+_REMARK_SHARE: Final = 0.15
+
+_ADJECTIVES: Final = words(
+    "amber ancient arctic autumn bold brave bright brisk broad calm candid cheerful chilly "
+    "clever cobalt copper coral crimson crisp curly dainty dapper daring dusty eager earnest "
+    "ebony elder emerald fabled faint fancy feral fleet fluffy frosty gentle giddy gilded "
+    "glossy golden graceful grand hardy hazel hearty hollow humble icy idle indigo ivory jaunty "
+    "jolly keen kindly lanky lavish lively lofty lone lucid lunar lush mellow merry mighty "
+    "misty modest mossy muddy nimble noble novel odd olive opal orderly ornate pale patient "
+    "pearly placid plucky polite proud quaint quick quiet rapid rare ripe robust rosy rugged "
+    "rustic sandy scarlet serene sharp silent sleek slender snowy solar solemn spicy stark "
+    "steady stout subtle sunny supple swift tall tame tawny tidy timid tiny tranquil velvet "
+    "vivid warm wary wild windy wise witty woolly young zesty"
+)
+
+_NOUNS: Final = words(
+    "acorn anchor anvil apron arrow badger banner barrel basin basket beacon beaver bell birch "
+    "bonnet bottle bramble bridge bucket button cabin candle canoe canyon carpet castle cedar "
+    "cellar cherry chisel clover comet compass cottage cradle cricket crown curtain cymbal "
+    "dagger daisy dome dragon drum eagle easel elm ember falcon feather fern ferry fiddle finch "
+    "flask flute forest fountain fox gander garden garnet gazelle glacier glove goblet goose "
+    "granite grove hammer harbor harp hatchet hawk heron hill hive iguana island jacket jaguar "
+    "jar kettle kite ladder lagoon lamp lantern lark lemon lily lizard loom lynx magnet mango "
+    "maple marble meadow mitten moth mountain napkin needle nettle oak oasis orchard otter owl "
+    "oyster paddle panther parrot pebble pelican pepper piano pigeon pillow pine plum pocket "
+    "pony puzzle quail quilt rabbit raft raven ribbon robin rocket saddle sail salmon saucer "
+    "shovel spade sparrow spoon stork sundial swan tablet teapot thimble thistle tiger trumpet "
+    "tulip tunnel turtle umbrella valley violin wagon walnut walrus whistle willow window yak "
+    "zebra"
+)
+
+
+@lru_cache(maxsize=1)
+def key_words() -> tuple[str, ...]:
+    """Every "adjective-noun" there is, as RULER makes its words; more than twenty thousand."""
+    return tuple(f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS)
+
+
+def essay_sentences(rng: random.Random) -> Iterator[str]:
+    """Endless sentences; the same `rng` gives the same ones."""
+    while True:
+        if rng.random() < _REMARK_SHARE:
+            yield rng.choice(_REMARKS)
+            continue
+        subject, subject2 = rng.sample(_SUBJECTS, 2)
+        thing, thing2 = rng.sample(_THINGS, 2)
+        verb, verb2 = rng.sample(_VERBS, 2)
+        reason = rng.choice(_REASONS)
+        yield rng.choice(_PATTERNS).format(
+            opening=rng.choice(_OPENINGS),
+            subject=subject,
+            Subject=subject[0].upper() + subject[1:],
+            subject2=subject2,
+            verb=verb,
+            verb2=verb2,
+            thing=thing,
+            thing2=thing2,
+            reason=reason,
+            Reason=reason[0].upper() + reason[1:],
+        )
 
 
 @dataclass(frozen=True)

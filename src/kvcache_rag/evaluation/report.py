@@ -1,26 +1,27 @@
 """What an evaluation shows: quality with intervals, difference from full prefill, and cost.
 
-One group per task, model and number of documents; in it one row per policy and codec, all over the
-same questions.  A group whose full prefill is right in fewer than 60 % is shown and not scored: a
-model that cannot do a task tells policies apart by chance only.
+`summarise` makes one group per task, model and number of documents; in it one row per policy and
+codec, all over the same questions.  A group whose full prefill is right in fewer than 60 % is shown
+and not scored: a model that cannot do a task tells policies apart by chance only.  Groups become
+JSON (`to_json`), a Markdown table each (`to_markdown`), and a plot of quality against time to the
+first token, one panel per group and one point per policy and codec (`draw`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.scoring.statistics import (
-    LEAST_DIFFERING,
     Comparison,
     Interval,
+    kept_ratio,
     mean_interval,
     median_interval,
     paired_bootstrap,
-    paired_ratio,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +33,20 @@ if TYPE_CHECKING:
 
 FLOOR: Final = 0.6
 
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is for full prefill.
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+
+_MARKERS: Final = "osD^vPX"
+
+_GREY: Final = "#AAAAAA"
+
+_ACROSS: Final = 3
+
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """One policy over chunks in one form.
 
     Attributes:
@@ -90,7 +102,7 @@ class Group:
     k: int | None
     n: int
     scored: bool | None
-    rows: tuple[Row, ...]
+    rows: tuple[PolicyRow, ...]
 
     @property
     def title(self) -> str:
@@ -151,13 +163,15 @@ def _row(
     answered: dict[_Way, list[Record]],
     metric: str,
     seed: int,
-) -> Row:
+) -> PolicyRow:
     policy, codec = way
     clusters = [record.cluster for record in found]
     mine = _scores(found, metric)
     difference = kept = None
     if full is not None:
-        difference, kept = _against(mine, _scores(full, metric), clusters, seed)
+        theirs = _scores(full, metric)
+        difference = paired_bootstrap(mine, theirs, clusters, seed=seed)
+        kept = kept_ratio(mine, theirs, clusters, seed=seed)
     means = {
         name: mean_interval(_scores(found, name), clusters, seed=seed) for name in found[0].scores
     }
@@ -169,7 +183,7 @@ def _row(
     times = [record.times for record in found if record.times is not None]
     divergences = [one.divergence for one in found if one.divergence is not None]
     documents = sum(record.chunk_tokens for record in found)
-    return Row(
+    return PolicyRow(
         policy=policy,
         codec=codec,
         n=len(found),
@@ -184,19 +198,6 @@ def _row(
         changed=None if compared == way else mean_interval(changed, clusters, seed=seed),
         divergence=(statistics.fmean(divergences), max(divergences)) if divergences else None,
     )
-
-
-def _against(
-    mine: Sequence[float], theirs: Sequence[float], clusters: Sequence[str], seed: int
-) -> tuple[Comparison, Interval]:
-    """Difference from full prefill and share of it; few differences widen both alike."""
-    found = paired_bootstrap(mine, theirs, clusters, seed=seed)
-    kept = paired_ratio(mine, theirs, clusters, seed=seed)
-    mean = statistics.fmean(theirs)
-    if found.differing < LEAST_DIFFERING and mean > 0:
-        low, high = 1 + found.low / mean, min(1 + found.high / mean, 1 / mean)
-        kept = replace(kept, low=min(kept.low, max(0.0, low)), high=max(kept.high, high))
-    return found, kept
 
 
 def _scores(found: Sequence[Record], metric: str) -> list[float]:
@@ -219,9 +220,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# An evaluation as Markdown: one table per task, model and number of documents.
 
 
 def to_markdown(groups: Sequence[Group]) -> str:
@@ -260,7 +258,7 @@ def _columns(group: Group) -> list[str]:
     return [name for name, shown in wanted.items() if shown]
 
 
-def _cells(group: Group, row: Row) -> dict[str, str]:
+def _cells(group: Group, row: PolicyRow) -> dict[str, str]:
     found = row.divergence
     return {
         "policy": row.policy.replace("|", "\\|"),  # a union; bare it would end the cell
@@ -314,21 +312,6 @@ def _legend(groups: Sequence[Group]) -> str:
             "for the first codec from full prefill."
         )
     return "\n".join(f"- {line}" for line in lines) + "\n"
-
-
-# Quality against time to the first token: one panel per group, one point per policy and codec.
-
-
-SUFFIXES: Final = (".png", ".svg", ".pdf")
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is for full prefill.
-_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-
-_MARKERS: Final = "osD^vPX"
-
-_GREY: Final = "#AAAAAA"
-
-_ACROSS: Final = 3
 
 
 def check_plot(file: Path) -> None:
@@ -420,7 +403,7 @@ def figure_class() -> Any:
     return Figure
 
 
-def _name(row: Row) -> str:
+def _name(row: PolicyRow) -> str:
     return f"{row.policy}, {row.codec}" if row.codec else row.policy
 
 

@@ -1,8 +1,7 @@
 """Every way to answer gets the same questions: policies x models x codecs x numbers of documents.
 
-Every cell answers exactly the same questions, batch by batch, so differences are paired.  Scores
-come from padded batches, which is cheap; the time to the first token of a batch says nothing about
-a user's, so a sample of the questions is asked once more, alone, the cells taking turns.
+Every cell answers exactly the same questions, batch by batch (`scoring.ask`), so differences are
+paired.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from kvcache_rag.scoring.ask import (
     RecordFile,
     Records,
     Workplaces,
+    cluster_of,
     make_cells,
     open_model,
     reference_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.scoring.question import Task
@@ -159,18 +159,20 @@ class _Run:
     def ask(self, model: str, workplaces: Workplaces, bar: Any) -> None:
         """Make what is missing of one model, whose cells take turns over each batch."""
         asker = Asker(workplaces, self.cells if self.divergence else ())
+        for task, k, batch in self._batches():
+            cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
+            todo = {cell: self._todo(task, cell, batch) for cell in cells}
+            todo = {cell: left for cell, left in todo.items() if left}
+            if todo:
+                self.records.append(asker.ask(task, todo, self.timed_ids[task.name, k]))
+                bar.update(sum(map(len, todo.values())))
+
+    def _batches(self) -> Iterator[tuple[Task, int | None, Sequence[Asked]]]:
         for task in self.tasks:
             for k in self.ks:
-                cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
                 asked = self.asked[task.name, k]
-                timed = self.timed_ids[task.name, k]
                 for start in range(0, len(asked), self.batch):
-                    some = asked[start : start + self.batch]
-                    todo = {cell: self._todo(task, cell, some) for cell in cells}
-                    todo = {cell: left for cell, left in todo.items() if left}
-                    if todo:
-                        self.records.append(asker.ask(task, todo, timed))
-                        bar.update(sum(map(len, todo.values())))
+                    yield task, k, asked[start : start + self.batch]
 
     def result(self) -> Records:
         """All records that were asked for."""
@@ -193,12 +195,7 @@ def _drawn(
     task: Task, n: int | None, seed: int, k: int | None, clusters: Mapping[str, str]
 ) -> list[Asked]:
     """The questions of a task at one `k`, in an order that is the same in every run."""
-    found = []
-    for question in task.questions(n, seed, k):
-        values = [question.question, *question.chunks, "answers", *question.answers]
-        digest = _digest([*values, *("|".join(group) for group in question.answer_groups)])
-        cluster = clusters.get(question.id) or _digest(question.chunks)
-        found.append(Asked(question, digest, cluster))
+    found = [Asked.of(one, clusters.get(one.id, "")) for one in task.questions(n, seed, k)]
     if not found:
         raise InvalidInputError(f"{task.name} has no questions; give data that holds some")
     if len({one.question.id for one in found}) < len(found):
@@ -208,8 +205,4 @@ def _drawn(
 
 def _clusters(task: Task, n: int | None, seed: int) -> dict[str, str]:
     """What questions share, by all of their documents: fewer may be theirs at a smaller `k`."""
-    return {one.id: _digest(one.chunks) for one in task.questions(n, seed, None)}
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return xxhash.xxh3_64_hexdigest(canonical_json({"texts": list(texts)}))
+    return {one.id: cluster_of(one) for one in task.questions(n, seed, None)}

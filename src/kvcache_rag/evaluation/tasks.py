@@ -1,33 +1,47 @@
-"""The reader's own questions: documents and questions come from its generator.
+"""The tasks of `kvcache-rag eval`: where questions come from, and how answers are scored.
 
-Their names never occur in the reader's training.
+| names | questions | metrics, the first is the main one |
+|---|---|---|
+| reader_KIND | the packaged reader's generator, held-out names | exact_match, refused |
+| niah_*, niah_reader_* | `niah` | reference_coverage |
+| rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN | RGB | accuracy, rejected |
+| hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | f1, exact_match, f1_longbench |
+| squad | SQuAD v1.1 with distractors | f1, exact_match |
+| nq | Natural Questions, by lost-in-the-middle's rule | substring_match |
+| dureader | DuReader, by LongBench's rule | rouge_l |
+| multifieldqa_zh | LongBench: one long document, split into chunks | f1 |
+
+The reader's answers are compared letter for letter; those of data sets as `metrics` says.  A
+question has the same id for every `k`, and a larger `n` only adds questions.  Instructions are our
+own, shorter than the benchmarks', because one prefix serves all questions.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.evaluation.datasets import (
+    CHUNK_TOKENS,
+    OVERLAP,
+    estimated_tokens,
     load_hub,
     of_schema,
     read_json_lines,
     read_questions,
     rgb_questions,
+    split_documents,
+    split_text,
 )
 from kvcache_rag.evaluation.niah import (
     ANSWER_TOKENS,
-    CHUNK_TOKENS,
-    OVERLAP,
     READER_VARIANTS,
     VARIANTS,
-    estimated_tokens,
     needle_question,
     reader_needle_question,
-    split_text,
 )
 from kvcache_rag.reader import KINDS, ReaderExample, make_example
 from kvcache_rag.reader.language import REFUSAL
@@ -40,11 +54,135 @@ if TYPE_CHECKING:
 
     from kvcache_rag.scoring.question import Draw, Language, Measure
 
+__all__ = ["Question", "Task", "TokenCounter", "task_by_name", "task_names"]
 
 # Far from the seeds of training and of the reader's own check.
 FIRST_SEED = 10_000_000
 
 MAX_NEW_TOKENS = 32
+
+# Questions of a generator when the caller does not say how many.
+GENERATED: Final = 200
+
+# The pool of documents that `k` chooses from (more if `k` is more), and facts of each.
+READER_DOCUMENTS: Final = 6
+
+READER_FACTS: Final = 4
+
+_ALIASES: Final = {"2wikimqa": "2wiki", "2wikimultihopqa": "2wiki"}
+
+_READER: Final = {f"reader_{kind}": kind for kind in KINDS}
+
+
+def task_names() -> tuple[str, ...]:
+    """Every name that `task_by_name` takes, without its aliases."""
+    return (*_READER, *READER_VARIANTS, *VARIANTS, *RGB, *SETS)
+
+
+def task_by_name(
+    name: str,
+    *,
+    data: Path | None = None,
+    count: TokenCounter | None = None,
+    length: int = 4096,
+    chunk_tokens: int = CHUNK_TOKENS,
+    overlap: int = OVERLAP,
+    documents: int = READER_DOCUMENTS,
+    facts: int = READER_FACTS,
+) -> Task:
+    """Build a task.
+
+    Args:
+        name: One of `task_names`.
+        data: Folder with a data set's JSON lines (`hotpotqa.jsonl`, ...); for RGB the files of its
+            repository (`zh_refine.json`, ...) do as well. None: the hub.
+        count: Number of tokens of a text, without special tokens, by the model's tokenizer; an
+            estimate by default.
+        length: Tokens of a needle task's prompt, see `niah.needle_question`.
+        chunk_tokens: Longest chunk of a needle task, and of multifieldqa_zh.
+        overlap: Tokens that such chunks share.
+        documents: The pool of a reader's question, from which `k` chooses.
+        facts: Of each of these documents.
+
+    Raises:
+        InvalidInputError: If there is no such task, a number is below 1, or `data` does not have
+            its file.
+    """
+    name = _ALIASES.get(name, name)
+    count = count or estimated_tokens
+    if documents < 1 or facts < 1:
+        raise InvalidInputError(
+            f"a reader's question needs documents and facts, not {documents}x{facts}"
+        )
+    if name in _READER:
+        ask = partial(_reader_questions, _READER[name], documents, facts)
+        return Task(name, ("exact_match", "refused"), "", MAX_NEW_TOKENS, ask, _reader_score)
+    if name in READER_VARIANTS:
+        hide = partial(_reader_needles, name, documents, facts)
+        return Task(name, ("reference_coverage",), "", MAX_NEW_TOKENS, hide, _coverage)
+    if name in VARIANTS:
+        one = partial(
+            needle_question,
+            name,
+            count=count,
+            length=length,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+        )
+        return Task(
+            name,
+            ("reference_coverage",),
+            VARIANTS[name].instruction,
+            ANSWER_TOKENS,
+            partial(_needles, one),
+            _coverage,
+        )
+    if name in RGB:
+        return rgb_task(name, data)
+    if name in SETS:
+        return set_task(
+            name, data, partial(split_text, count=count, tokens=chunk_tokens, overlap=overlap)
+        )
+    raise InvalidInputError(f"there is no task {name!r}; choose from {', '.join(task_names())}")
+
+
+def _reader_questions(
+    kind: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
+) -> list[Question]:
+    wanted, documents = n or GENERATED, max(k or 0, documents)
+    found = [
+        Question(
+            id=f"reader_{kind}-{documents}-{seed}-{context}-{index}",
+            question=one.text,
+            chunks=example.documents,
+            answers=(one.answer,),
+            relevant=tuple(sorted(one.documents)),
+        )
+        for context, example in enumerate(examples(kind, wanted, seed, documents, facts))
+        for index, one in enumerate(example.questions)
+    ]
+    return [top_k(question, k) for question in found[:wanted]]
+
+
+def _reader_needles(
+    name: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
+) -> list[Question]:
+    documents = max(k or 0, documents)
+    return [
+        top_k(
+            reader_needle_question(
+                name, FIRST_SEED * (seed + 1) + index, documents=documents, facts=facts
+            ),
+            k,
+        )
+        for index in range(n or GENERATED)
+    ]
+
+
+def _needles(
+    one: Callable[[int], Question], n: int | None, seed: int, k: int | None
+) -> list[Question]:
+    return [top_k(one(FIRST_SEED * (seed + 1) + index), k) for index in range(n or GENERATED)]
 
 
 def examples(
@@ -62,9 +200,13 @@ def examples(
     return found
 
 
-# The data sets as tasks: which metrics are theirs, what the model is told, where rows come from.
-#
-# Instructions are our own, shorter than the benchmarks', because one prefix serves all questions.
+def _coverage(answer: str, question: Question) -> tuple[float, ...]:
+    return (metrics.reference_coverage(answer, question.answers),)
+
+
+def _reader_score(answer: str, question: Question) -> tuple[float, ...]:
+    said = answer.strip()
+    return float(said in question.answers), float(said == REFUSAL)
 
 
 def _multi_document(answer: str, question: Question) -> tuple[float, ...]:
@@ -97,6 +239,21 @@ def _rgb(answer: str, question: Question) -> tuple[float, ...]:
         answer, question.groups, question.language, only_noise=not question.relevant
     )
     return accuracy, float(metrics.is_rejection(answer, question.language))
+
+
+def own_score(answer: str, question: Question) -> dict[str, float]:
+    """`exact_match` and `f1` (SQuAD's, LongBench's for Chinese) against the best right answer.
+
+    Where there are groups of answers, both are whether every group is met (RGB's rule).
+    """
+    if question.answer_groups:
+        met = metrics.substring_match(answer, question.answer_groups, question.language)
+        return {"f1": met, "exact_match": met}
+    overlap = metrics.f1_chinese if question.language == "zh" else metrics.f1
+    return {
+        "f1": metrics.best(overlap, answer, question.answers),
+        "exact_match": metrics.best(metrics.exact_match, answer, question.answers),
+    }
 
 
 @dataclass(frozen=True)
@@ -237,24 +394,6 @@ def rgb_task(name: str, data: Path | None) -> Task:
     )
 
 
-def split_documents(question: Question, split: Callable[[str], list[str]]) -> Question:
-    """Split every document; parts of a relevant one stay relevant if they hold an answer.
-
-    Where no part holds the letters of an answer (free-form answers), all parts of the relevant
-    documents stay relevant.
-    """
-    parts = [(part, index) for index, text in enumerate(question.chunks) for part in split(text)]
-    among = [place for place, (_, index) in enumerate(parts) if index in question.relevant]
-    holding = [
-        place
-        for place in among
-        if any(answer.lower() in parts[place][0].lower() for answer in question.answers)
-    ]
-    return replace(
-        question, chunks=tuple(part for part, _ in parts), relevant=tuple(holding or among)
-    )
-
-
 def _check(path: Path) -> None:
     if not path.is_file():
         raise InvalidInputError(
@@ -275,153 +414,3 @@ def _rows(read: Callable[[], list[Question]]) -> Draw:
         return [top_k(question, k) for question in questions]
 
     return draw
-
-
-# The tasks of `kvcache-rag eval`: where questions come from, and how answers are scored.
-#
-# | names | questions | metrics, the first is the main one | |---|---|---| | reader_KIND | the
-# packaged reader's generator, held-out names | exact_match, refused | | niah_*, niah_reader_* |
-# `niah`, `niah_reader` | reference_coverage | | rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN |
-# RGB | accuracy, rejected | | hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | f1,
-# exact_match, f1_longbench | | squad | SQuAD v1.1 with distractors | f1, exact_match | | nq |
-# Natural Questions, by lost-in-the-middle's rule | substring_match | | dureader | DuReader, by
-# LongBench's rule | rouge_l | | multifieldqa_zh | LongBench: one long document, split into chunks |
-# f1 |
-#
-# The reader's answers are compared letter for letter; those of data sets as `metrics` says. A
-# question has the same id for every `k`, and a larger `n` only adds questions.
-
-
-__all__ = ["Question", "Task", "TokenCounter", "task_by_name", "task_names"]
-
-# Questions of a generator when the caller does not say how many.
-GENERATED: Final = 200
-
-# The pool of documents that `k` chooses from (more if `k` is more), and facts of each.
-READER_DOCUMENTS: Final = 6
-
-READER_FACTS: Final = 4
-
-_ALIASES: Final = {"2wikimqa": "2wiki", "2wikimultihopqa": "2wiki"}
-
-_READER: Final = {f"reader_{kind}": kind for kind in KINDS}
-
-
-def task_names() -> tuple[str, ...]:
-    """Every name that `task_by_name` takes, without its aliases."""
-    return (*_READER, *READER_VARIANTS, *VARIANTS, *RGB, *SETS)
-
-
-def task_by_name(
-    name: str,
-    *,
-    data: Path | None = None,
-    count: TokenCounter | None = None,
-    length: int = 4096,
-    chunk_tokens: int = CHUNK_TOKENS,
-    overlap: int = OVERLAP,
-    documents: int = READER_DOCUMENTS,
-    facts: int = READER_FACTS,
-) -> Task:
-    """Build a task.
-
-    Args:
-        name: One of `task_names`.
-        data: Folder with a data set's JSON lines (`hotpotqa.jsonl`, ...); for RGB the files of its
-            repository (`zh_refine.json`, ...) do as well. None: the hub.
-        count: Number of tokens of a text, without special tokens, by the model's tokenizer; an
-            estimate by default.
-        length: Tokens of a needle task's prompt, see `niah.needle_question`.
-        chunk_tokens: Longest chunk of a needle task, and of multifieldqa_zh.
-        overlap: Tokens that such chunks share.
-        documents: The pool of a reader's question, from which `k` chooses.
-        facts: Of each of these documents.
-
-    Raises:
-        InvalidInputError: If there is no such task, a number is below 1, or `data` does not have
-            its file.
-    """
-    name = _ALIASES.get(name, name)
-    count = count or estimated_tokens
-    if documents < 1 or facts < 1:
-        raise InvalidInputError(
-            f"a reader's question needs documents and facts, not {documents}x{facts}"
-        )
-    if name in _READER:
-        ask = partial(_reader_questions, _READER[name], documents, facts)
-        return Task(name, ("exact_match", "refused"), "", MAX_NEW_TOKENS, ask, _reader_score)
-    if name in READER_VARIANTS:
-        hide = partial(_reader_needles, name, documents, facts)
-        return Task(name, ("reference_coverage",), "", MAX_NEW_TOKENS, hide, _coverage)
-    if name in VARIANTS:
-        one = partial(
-            needle_question,
-            name,
-            count=count,
-            length=length,
-            chunk_tokens=chunk_tokens,
-            overlap=overlap,
-        )
-        return Task(
-            name,
-            ("reference_coverage",),
-            VARIANTS[name].instruction,
-            ANSWER_TOKENS,
-            partial(_needles, one),
-            _coverage,
-        )
-    if name in RGB:
-        return rgb_task(name, data)
-    if name in SETS:
-        return set_task(
-            name, data, partial(split_text, count=count, tokens=chunk_tokens, overlap=overlap)
-        )
-    raise InvalidInputError(f"there is no task {name!r}; choose from {', '.join(task_names())}")
-
-
-def _coverage(answer: str, question: Question) -> tuple[float, ...]:
-    return (metrics.reference_coverage(answer, question.answers),)
-
-
-def _reader_score(answer: str, question: Question) -> tuple[float, ...]:
-    said = answer.strip()
-    return float(said in question.answers), float(said == REFUSAL)
-
-
-def _reader_questions(
-    kind: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
-) -> list[Question]:
-    wanted, documents = n or GENERATED, max(k or 0, documents)
-    found = [
-        Question(
-            id=f"reader_{kind}-{documents}-{seed}-{context}-{index}",
-            question=one.text,
-            chunks=example.documents,
-            answers=(one.answer,),
-            relevant=tuple(sorted(one.documents)),
-        )
-        for context, example in enumerate(examples(kind, wanted, seed, documents, facts))
-        for index, one in enumerate(example.questions)
-    ]
-    return [top_k(question, k) for question in found[:wanted]]
-
-
-def _reader_needles(
-    name: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
-) -> list[Question]:
-    documents = max(k or 0, documents)
-    return [
-        top_k(
-            reader_needle_question(
-                name, FIRST_SEED * (seed + 1) + index, documents=documents, facts=facts
-            ),
-            k,
-        )
-        for index in range(n or GENERATED)
-    ]
-
-
-def _needles(
-    one: Callable[[int], Question], n: int | None, seed: int, k: int | None
-) -> list[Question]:
-    return [top_k(one(FIRST_SEED * (seed + 1) + index), k) for index in range(n or GENERATED)]

@@ -1,7 +1,12 @@
-"""Whether plain numerics agree on a model: what has to hold before quality means anything.
+"""A paired check of policies against full prefill, on questions of one's own: gives a `Verdict`.
 
-A model whose cache is accepted but whose own code ignores it (an attention mask or positions of its
-own making) answers without having read the chunks.  Three comparisons of logits find it.
+Every policy answers the same questions over the same documents, and reads full prefill's answer
+token by token to say how likely it finds each (`Verification`).  From the scores follows which
+policy to use and what to mind (`recommended`, `notes`).
+
+Before quality means anything, plain numerics have to agree (`check_numerics`): a model whose cache
+is accepted but whose own code ignores it (an attention mask or positions of its own making) answers
+without having read the chunks.  Three comparisons of logits find it.
 """
 
 from __future__ import annotations
@@ -14,23 +19,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.engine import like
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.gate import policy_key, scorer_name
-from kvcache_rag.kv.chunk import canonical_json, digest
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
 from kvcache_rag.progress import progress_bar
+from kvcache_rag.scoring.ask import (
+    Workplace,
+    Workplaces,
+    cluster_of,
+    divergences,
+    log_probabilities,
+    questions_digest,
+    rotated,
+)
 from kvcache_rag.scoring.metrics import f1, f1_chinese
-from kvcache_rag.scoring.statistics import LEAST_DIFFERING, paired_ratio, wilson
-from kvcache_rag.stores import MemoryStore
+from kvcache_rag.scoring.statistics import least_kept, paired_ratio
 from kvcache_rag.verdict import THRESHOLD, WEAK_BELOW, NumericsCheck, PolicyScore, Verdict
 
 if TYPE_CHECKING:
@@ -40,96 +52,6 @@ if TYPE_CHECKING:
     from kvcache_rag.scoring.question import Question
     from kvcache_rag.verdict import AuxiliaryAgreement
 
-
-# Root mean square difference over the standard deviation of the logits.  What rounding makes of it
-# on the families that are tested is 30 times less; a cache that is not read makes it about 1.
-TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 3e-3, torch.float16: 0.05}
-
-COARSE: Final = 0.2
-
-# More chunks show nothing more and cost the square of their length.
-MOST_CHUNKS: Final = 3
-
-
-def check_numerics(
-    engine: Engine, question: str, chunks: Sequence[str]
-) -> tuple[NumericsCheck, ...]:
-    """Compare logits of one question over its first chunks.
-
-    `FullRecompute()` with the model's plain forward pass, one chunk that was cached with the same,
-    and several cached chunks, reordered and composite, with one forward pass under the block mask
-    (`mask.block_mask`).  Chunks are stored without loss for this.
-
-    Args:
-        engine: With the model; its store is used only if its codec is `Native`.
-        question: Any.
-        chunks: At least one.
-
-    Raises:
-        UnsupportedModelError: If the model keeps no keys and values.
-    """
-    exact = engine if engine.store.codec.name == Native.name else _lossless(engine)
-    model = TransformersModel(engine.model, packed_attention=False)
-    tolerance = TOLERANCES.get(model.dtype, COARSE)
-    some = list(chunks[:MOST_CHUNKS])
-
-    def check(name: str, found: Tensor, reference: Tensor) -> NumericsCheck:
-        return NumericsCheck(name, _error(found, reference), tolerance)
-
-    full = exact.logits(question, some, policy=FullRecompute())
-    one = exact.logits(question, some[:1], policy=Reuse())
-    checks = [
-        check("full prefill and the model's own forward pass", full, _plain(exact, question, some)),
-        check("one cached chunk and a plain prefill", one, _plain(exact, question, some[:1])),
-    ]
-    if not model.measured.immovable:
-        several = some if len(some) > 1 else some * 2
-        schemes: tuple[PositionScheme, ...] = ("reordered", "composite")
-        for scheme in schemes:
-            with suppress(ContextTooLongError):  # a single chunk need not fit twice
-                found = exact.logits(question, several, policy=Reuse(positions=scheme))
-                wanted = _masked(exact, model, question, several, scheme)
-                checks.append(check(f"cached chunks ({scheme}) and the block mask", found, wanted))
-    return tuple(checks)
-
-
-def _lossless(engine: Engine) -> Engine:
-    return like(engine, store=MemoryStore(), combinations=None, gate=None, cost_aware=False)
-
-
-def _plain(engine: Engine, question: str, chunks: Sequence[str]) -> Tensor:
-    """Logits of the query by transformers alone, with its own mask and positions."""
-    ids = engine.tokenize(question, chunks)
-    model: Any = engine.model
-    device = model.get_input_embeddings().weight.device
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([ids.all], device=device), use_cache=False).logits
-    return logits[0, -len(ids.query) :].float().cpu()
-
-
-def _masked(
-    engine: Engine,
-    model: TransformersModel,
-    question: str,
-    chunks: Sequence[str],
-    scheme: PositionScheme,
-) -> Tensor:
-    ids = engine.tokenize(question, chunks)
-    sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
-    mask = model.mask_argument(sequence.allowed, sequence.indices)
-    keep = sequence.query_tokens
-    logits = model.forward(sequence.ids[None], None, sequence.positions, mask=mask, keep=keep)
-    return logits[0].float().cpu()
-
-
-def _error(found: Tensor, reference: Tensor) -> float:
-    """Root mean square difference in standard deviations of the reference; NaN stays NaN."""
-    return float((found - reference).pow(2).mean().sqrt() / reference.std().clamp_min(1e-12))
-
-
-# What follows from measured scores: how much is sure, which policy to use, what to mind.
-
-
 AGREEMENT: Final = "agreement_f1"
 """The measure where questions have no answers: word F1 of the answer and full prefill's."""
 
@@ -138,84 +60,6 @@ LEAST_FULL_SCORE: Final = 0.6
 
 # Costs that differ by less are the same, and the better score decides.
 EQUAL_COST: Final = 1.2
-
-
-def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float) -> str:
-    """The cheapest policy that surely keeps `threshold` of full prefill's score.
-
-    Cost is the time to the first token against full prefill's; among policies that cost the same
-    but for a fifth, the one with the best score.  Full prefill, if no policy passes or none that
-    passes is sooner.
-    """
-    passing = [row for row in rows if row.kept_low >= threshold and row.ttft_ratio < 1]
-    if not passing:
-        return full.policy
-    least = min(row.ttft_ratio for row in passing)
-    equal = [row for row in passing if row.ttft_ratio <= EQUAL_COST * least]
-    return max(equal, key=lambda row: (row.score, -row.answer_divergence)).policy
-
-
-def least_kept(mine: Sequence[float], full: Sequence[float]) -> float:
-    """Share of full prefill's score that few losses can prove; 1 where there were enough of them.
-
-    A bootstrap of questions that went alike says that they always will.  Where fewer than
-    `LEAST_DIFFERING` went differently, the share of questions that may be lost is bounded by
-    Wilson's interval instead: 40 questions without a loss leave 8.8 % open, 73 leave 5 %.
-
-    Args:
-        mine: Score of each question under the policy, between 0 and 1.
-        full: Scores of full prefill.
-
-    Returns:
-        NaN where full prefill has no score.
-    """
-    pairs = list(zip(mine, full, strict=True))
-    mean = statistics.fmean(full)
-    if mean <= 0:
-        return math.nan
-    if sum(one != other for one, other in pairs) >= LEAST_DIFFERING:
-        return 1.0
-    lost = sum(one < other for one, other in pairs)
-    return 1 - wilson(lost, len(pairs))[1] / mean
-
-
-def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str, ...]:
-    """What to bear in mind about a verdict, a sentence each.
-
-    Args:
-        full: Full prefill itself.
-        asked: How many questions were asked.
-        given: How many there were.
-        measure: What decides.
-    """
-    found = []
-    if asked < WEAK_BELOW:
-        found.append(
-            f"This verdict is weak: {asked} questions cannot tell policies apart; give at least "
-            f"{WEAK_BELOW}, better 200."
-        )
-    if asked < given:
-        found.append(
-            f"{given - asked} questions were left out, because they do not fit the context window."
-        )
-    if full.score < LEAST_FULL_SCORE:
-        found.append(
-            f"Full prefill itself scores {100 * full.score:.1f} %, so shares of its score say "
-            "little about reading."
-        )
-    if measure == AGREEMENT:
-        found.append(
-            "Questions have no answers, some or all, so policies are measured against full "
-            "prefill's answers, right or wrong."
-        )
-    return tuple(found)
-
-
-# A paired check of policies against full prefill, on questions of one's own.
-#
-# Every policy answers the same questions over the same documents, and reads full prefill's answer
-# token by token to say how likely it finds each. What comes out is a `Verdict`.
-
 
 Scoring = Callable[[str, "Question"], Mapping[str, float]]
 """Metrics of an answer, each between 0 and 1."""
@@ -332,61 +176,62 @@ class Verification:
         found: dict[str, list[Outcome]] = {name: [] for name in ("", *compared)}
         asked: list[Question] = []
         warm = False
-        order = list(compared)
         with progress_bar(len(self.questions), "verify", "question", show=show) as bar:
             for question in self.questions:
                 bar.update(1)
+                order = rotated(list(compared), len(asked))
                 try:
-                    if not warm:  # first calls allocate
-                        self._outcomes(engine, compared, question)
+                    for _ in range(1 if warm else 2):  # first calls allocate
+                        outcomes = self._outcomes(engine, compared, order, question)
                         warm = True
-                    turn = {name: compared[name] for name in order}
-                    outcomes = self._outcomes(engine, turn, question)
                 except ContextTooLongError as error:
                     if question is self.questions[-1] and not asked:
                         raise InvalidInputError(f"no question fits: {error}") from error
                     continue
                 asked.append(question)
-                order.append(order.pop(0))  # whoever is asked later finds a warmer machine
                 for name, outcome in outcomes.items():
                     found[name].append(outcome)
         return asked, found
 
     def _outcomes(
-        self, engine: Engine, compared: Mapping[str, ReusePolicy], question: Question
+        self,
+        engine: Engine,
+        compared: Mapping[str, ReusePolicy],
+        order: Sequence[str],
+        question: Question,
     ) -> dict[str, Outcome]:
-        chunks = list(question.chunks)
-        engine.add(chunks)
-        if any(policy.joint for policy in compared.values()):
-            engine.add_combination([chunks])
+        place = Workplace(engine, engine)
+        place.prepare(question.chunks)
+        for policy in compared.values():
+            place.prepare_joint(policy, [question])
         truth, expected = self._answer(engine, FullRecompute(), question, None)
         outcomes = {"": self._outcome(question, truth, truth, expected, expected)}
-        for name, policy in compared.items():
-            answer, logits = self._answer(engine, policy, question, truth)
-            outcomes[name] = self._outcome(question, answer, truth, logits, expected)
+        for name in order:
+            answer, found = self._answer(engine, compared[name], question, truth)
+            outcomes[name] = self._outcome(question, answer, truth, found, expected)
         return outcomes
 
     def _answer(
         self, engine: Engine, policy: ReusePolicy, question: Question, truth: Answer | None
     ) -> tuple[Answer, Tensor]:
-        """An answer, and logits `(tokens, vocabulary)` of the tokens of full prefill's answer."""
-        chunks = list(question.chunks)
+        """An answer, and what is expected at each token of full prefill's answer.
+
+        Returns:
+            The answer, and logarithms of probabilities `(tokens, vocabulary)` float64.
+        """
         answer = engine.generate(
-            question.question, chunks, policy=policy, max_new_tokens=self.max_new_tokens
+            question.question, question.chunks, policy=policy, max_new_tokens=self.max_new_tokens
         )
         if answer.metrics.gate:
             raise InvalidInputError("the engine to verify has a gate; make it without gate=")
-        given = (truth or answer).token_ids
-        logits = engine.logits(question.question, chunks, policy=policy, answer_ids=given[:-1])
-        return answer, logits[-max(1, len(given)) :].double().log_softmax(-1)
+        read = (truth or answer).token_ids[:-1]
+        return answer, log_probabilities(engine, question, policy, read)
 
     def _outcome(
         self, question: Question, answer: Answer, truth: Answer, found: Tensor, expected: Tensor
     ) -> Outcome:
         text, theirs = answer.text.strip(), truth.text.strip()
-        terms = expected.exp() * (expected - found)
-        # What is impossible adds nothing; a NaN of the model stays one.
-        divergences = terms.masked_fill(expected == -math.inf, 0.0).sum(-1)
+        apart = divergences(expected, found)
         metrics = dict(self.score(text, question)) if self.score is not None else {}
         same = text == theirs
         is_chinese = self.measure == AGREEMENT and question.language == "zh"
@@ -397,8 +242,8 @@ class Verification:
         return Outcome(
             metrics=metrics,
             agrees=same,
-            first=float(divergences[0]),
-            mean=float(divergences.mean()),
+            first=float(apart[0]),
+            mean=float(apart.mean()),
             top1=float((expected.argmax(-1) == found.argmax(-1)).double().mean()),
             recomputed=1.0 if answer is truth else cost.recomputed_tokens / max(1, context),
             ttft=cost.ttft,
@@ -414,7 +259,7 @@ class Verification:
     ) -> PolicyScore:
         mine = [one.metrics[self.measure] for one in found]
         theirs = [one.metrics[self.measure] for one in full]
-        kept = paired_ratio(mine, theirs, [one.chunks for one in asked], seed=self.seed)
+        kept = paired_ratio(mine, theirs, [cluster_of(one) for one in asked], seed=self.seed)
         low = kept.low if found is full else min(kept.low, least_kept(mine, theirs))
         ratios = [a.ttft / max(b.ttft, 1e-9) for a, b in zip(found, full, strict=True)]
 
@@ -444,15 +289,136 @@ class Verification:
         )
 
 
-def questions_digest(questions: Sequence[Question]) -> str:
-    """Digest of questions, documents and answers, 64 hexadecimal digits."""
-    rows: list[Any] = [
-        [one.question, list(one.chunks), list(one.answers), [list(g) for g in one.answer_groups]]
-        for one in questions
-    ]
-    return digest("kvcache-rag-questions", canonical_json({"questions": rows}))
-
-
 def _packages() -> dict[str, str]:
     found = {name: version(name) for name in ("kvcache-rag", "torch", "transformers")}
     return {**found, "python": platform.python_version()}
+
+
+def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float) -> str:
+    """The cheapest policy that surely keeps `threshold` of full prefill's score.
+
+    Cost is the time to the first token against full prefill's; among policies that cost the same
+    but for a fifth, the one with the best score.  Full prefill, if no policy passes or none that
+    passes is sooner.
+    """
+    passing = [row for row in rows if row.kept_low >= threshold and row.ttft_ratio < 1]
+    if not passing:
+        return full.policy
+    least = min(row.ttft_ratio for row in passing)
+    equal = [row for row in passing if row.ttft_ratio <= EQUAL_COST * least]
+    return max(equal, key=lambda row: (row.score, -row.answer_divergence)).policy
+
+
+def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str, ...]:
+    """What to bear in mind about a verdict, a sentence each.
+
+    Args:
+        full: Full prefill itself.
+        asked: How many questions were asked.
+        given: How many there were.
+        measure: What decides.
+    """
+    found = []
+    if asked < WEAK_BELOW:
+        found.append(
+            f"This verdict is weak: {asked} questions cannot tell policies apart; give at least "
+            f"{WEAK_BELOW}, better 200."
+        )
+    if asked < given:
+        found.append(
+            f"{given - asked} questions were left out, because they do not fit the context window."
+        )
+    if full.score < LEAST_FULL_SCORE:
+        found.append(
+            f"Full prefill itself scores {100 * full.score:.1f} %, so shares of its score say "
+            "little about reading."
+        )
+    if measure == AGREEMENT:
+        found.append(
+            "Questions have no answers, some or all, so policies are measured against full "
+            "prefill's answers, right or wrong."
+        )
+    return tuple(found)
+
+
+# Root mean square difference over the standard deviation of the logits.  What rounding makes of it
+# on the families that are tested is 30 times less; a cache that is not read makes it about 1.
+TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 3e-3, torch.float16: 0.05}
+
+COARSE: Final = 0.2
+
+# More chunks show nothing more and cost the square of their length.
+MOST_CHUNKS: Final = 3
+
+
+def check_numerics(
+    engine: Engine, question: str, chunks: Sequence[str]
+) -> tuple[NumericsCheck, ...]:
+    """Compare logits of one question over its first chunks.
+
+    `FullRecompute()` with the model's plain forward pass, one chunk that was cached with the same,
+    and several cached chunks, reordered and composite, with one forward pass under the block mask
+    (`mask.block_mask`).  Chunks are stored without loss for this.
+
+    Args:
+        engine: With the model; its store is used only if its codec is `Native`.
+        question: Any.
+        chunks: At least one.
+
+    Raises:
+        UnsupportedModelError: If the model keeps no keys and values.
+    """
+    is_exact = engine.store.codec.name == Native.name
+    exact = engine if is_exact else Workplaces(engine, Path()).get("", "").reader  # in memory
+    model = TransformersModel(engine.model, packed_attention=False)
+    tolerance = TOLERANCES.get(model.dtype, COARSE)
+    some = list(chunks[:MOST_CHUNKS])
+
+    def check(name: str, found: Tensor, reference: Tensor) -> NumericsCheck:
+        return NumericsCheck(name, _error(found, reference), tolerance)
+
+    full = exact.logits(question, some, policy=FullRecompute())
+    one = exact.logits(question, some[:1], policy=Reuse())
+    checks = [
+        check("full prefill and the model's own forward pass", full, _plain(exact, question, some)),
+        check("one cached chunk and a plain prefill", one, _plain(exact, question, some[:1])),
+    ]
+    if not model.measured.immovable:
+        several = some if len(some) > 1 else some * 2
+        schemes: tuple[PositionScheme, ...] = ("reordered", "composite")
+        for scheme in schemes:
+            with suppress(ContextTooLongError):  # a single chunk need not fit twice
+                found = exact.logits(question, several, policy=Reuse(positions=scheme))
+                wanted = _masked(exact, model, question, several, scheme)
+                checks.append(check(f"cached chunks ({scheme}) and the block mask", found, wanted))
+    return tuple(checks)
+
+
+def _plain(engine: Engine, question: str, chunks: Sequence[str]) -> Tensor:
+    """Logits of the query by transformers alone, with its own mask and positions."""
+    ids = engine.tokenize(question, chunks)
+    model: Any = engine.model
+    device = model.get_input_embeddings().weight.device
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([ids.all], device=device), use_cache=False).logits
+    return logits[0, -len(ids.query) :].float().cpu()
+
+
+def _masked(
+    engine: Engine,
+    model: TransformersModel,
+    question: str,
+    chunks: Sequence[str],
+    scheme: PositionScheme,
+) -> Tensor:
+    ids = engine.tokenize(question, chunks)
+    sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
+    mask = model.mask_argument(sequence.allowed, sequence.indices)
+    keep = sequence.query_tokens
+    logits = model.forward(sequence.ids[None], None, sequence.positions, mask=mask, keep=keep)
+    return logits[0].float().cpu()
+
+
+def _error(found: Tensor, reference: Tensor) -> float:
+    """Root mean square difference in standard deviations of the reference; NaN stays NaN."""
+    return float((found - reference).pow(2).mean().sqrt() / reference.std().clamp_min(1e-12))

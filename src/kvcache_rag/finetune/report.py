@@ -1,4 +1,9 @@
-"""How good a model is on what was kept out of training, before and after."""
+"""How good a model is on what was kept out of training, before and after, and what a run changed.
+
+`measure` asks a network under training, whose stitched computation is one pass with gradients (no
+engine, no store), token by token behind the right ones: so it knows the loss as well.  Intervals
+and tallies are those of every evaluation (`scoring.statistics`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import functional
 
 from kvcache_rag.finetune.packing import IGNORED
+from kvcache_rag.scoring.statistics import Share, mean_change
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +23,13 @@ if TYPE_CHECKING:
     from kvcache_rag.finetune.sources import Encoded
 
 
-_Z = 1.96  # of a two-sided 95 % interval
+_TITLES = {
+    "plain": "plain text, full attention",
+    "free": "questions without chunks",
+    "full": "document questions, full prefill",
+    "block": "document questions, stitched",
+    "selection": "attention against its target",
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Measure:
     @property
     def exact_match(self) -> float | None:
         """Share of right answers, None for texts."""
-        return sum(self.exact) / len(self.exact) if self.exact else None
+        return Share.of(self.exact).value if self.exact else None
 
 
 @dataclass(frozen=True)
@@ -54,15 +66,9 @@ class Change:
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Change:
-        """Of values of the same texts or questions (normal approximation)."""
-        pairs = [new - old for old, new in zip(before, after, strict=True)]
-        count = len(pairs)
-        mean = sum(pairs) / max(1, count)
-        if count < 2:
-            return cls(mean, -math.inf, math.inf)
-        variance = sum((one - mean) ** 2 for one in pairs) / (count - 1)
-        half = _Z * math.sqrt(variance / count)
-        return cls(mean, mean - half, mean + half)
+        """Of values of the same texts or questions."""
+        found = mean_change(before, after)
+        return cls(found.value, found.low, found.high)
 
 
 def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False) -> Measure:
@@ -85,11 +91,14 @@ def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False
                 logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
             ).view(shape)
             hit = logits.argmax(-1) == labels
-            for row, sample in enumerate(group):
-                for index in range(len(sample.spans)):
-                    own = batch.segments[row].to(logits.device) == index
-                    losses.append(float(each[row][own].mean()))
-                    exact.append(bool(hit[row][own].all()))
+            segments = batch.segments.to(logits.device)
+            spans = [
+                (row, one) for row, sample in enumerate(group) for one in range(len(sample.spans))
+            ]
+            for row, index in spans:
+                own = segments[row] == index
+                losses.append(float(each[row][own].mean()))
+                exact.append(bool(hit[row][own].all()))
     return Measure(tuple(losses), () if texts else tuple(exact))
 
 
@@ -108,21 +117,9 @@ def batched(samples: Sequence[Encoded], limit: int) -> list[list[Encoded]]:
     return groups
 
 
-# What a run did to the model: before and after, in numbers, a table and a sentence each.
-
-
-_TITLES = {
-    "plain": "plain text, full attention",
-    "free": "questions without chunks",
-    "full": "document questions, full prefill",
-    "block": "document questions, stitched",
-    "selection": "attention against its target",
-}
-
-
 @dataclass(frozen=True)
 class Report:
-    """Result of a run.
+    """Result of a run: in numbers, a table (`table`) and a sentence each (`verdict`).
 
     Attributes:
         before: Held-out measures of the model as it came, by name: "plain", "free" (questions

@@ -9,13 +9,13 @@ import torch
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.finetune.learner import Learner, answer_loss
-from kvcache_rag.finetune.loop import Trainer, Work
+from kvcache_rag.finetune.loop import RunFolder, Trainer
 from kvcache_rag.finetune.packing import Feed, Portion, SampleEncoder
 from kvcache_rag.finetune.report import Measure, Report, measure
 from kvcache_rag.finetune.selection import (
+    AttentionView,
     SelectionEncoder,
     Teacher,
-    Watched,
     measure_selection,
     relevant_characters,
     selection_loss,
@@ -57,7 +57,7 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
     if out == place or out in place.parents or place in out.parents:
         raise InvalidInputError(f"{out} and {place} must be two folders, none in the other")
     data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)
-    work = Work(config.work_folder)
+    work = RunFolder(config.work_folder)
     with work.open({**config.settings(), "data digest": data.digest}) as unfinished:
         learner = Learner.load(config)
         return _Run(config, learner, data, work).finished(unfinished, show_progress=show_progress)
@@ -66,14 +66,16 @@ def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
 class _Run:
     """The parts of a run, bound to each other."""
 
-    def __init__(self, config: FinetuneConfig, learner: Learner, data: Data, work: Work) -> None:
+    def __init__(
+        self, config: FinetuneConfig, learner: Learner, data: Data, work: RunFolder
+    ) -> None:
         self._config, self._learner, self._data, self._work = config, learner, data, work
         self._window = learner.adapter.window(None)
         self._plain_encoder = _encoder(learner)
-        self._watched: Watched | None = None
+        self._watched: AttentionView | None = None
         self._encoder: SampleEncoder = self._plain_encoder
         if config.objective == "selection":
-            self._watched = Watched(learner)
+            self._watched = AttentionView(learner)
             target = relevant_characters if config.teacher is None else _teacher(config)
             self._encoder = SelectionEncoder(self._plain_encoder, learner.tokenizer, target)
         self._feed = Feed(config, data, self._encoder, self._window)
@@ -146,7 +148,7 @@ class _Run:
         for name, samples in held.items():
             if name == "selection":
                 # Anew, because merging LoRA exchanges the layers that a view shares.
-                found[name] = measure_selection(Watched(self._learner), samples)
+                found[name] = measure_selection(AttentionView(self._learner), samples)
             else:
                 found[name] = measure(self._learner, samples, texts=name == "plain")
         return found
@@ -160,7 +162,7 @@ def _encoder(learner: Learner) -> Encoder:
 def _teacher(config: FinetuneConfig) -> Teacher:
     """The main model, frozen."""
     learner = Learner.load(replace(config, model=str(config.teacher)), frozen=True)
-    return Teacher(Watched(learner), _encoder(learner))
+    return Teacher(AttentionView(learner), _encoder(learner))
 
 
 def _measure_from(values: dict[str, Any]) -> Measure:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.finetune.report import Measure, batched
-from kvcache_rag.finetune.sources import Encoded, Encoder, QASample, Span
+from kvcache_rag.finetune.sources import Encoded, Encoder, QASample, TargetSpan
 from kvcache_rag.kv.mask import chunk_columns
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prompt.alignment import shared_out
@@ -35,7 +35,7 @@ Target = Callable[[QASample], Sequence[Characters | None]]
 """For each question of a sample its characters, None if nothing is known."""
 
 
-class Watched:
+class AttentionView:
     """A learner whose last-layer attention is seen, with gradients if they are on."""
 
     def __init__(self, learner: Learner) -> None:
@@ -118,7 +118,7 @@ class SelectionEncoder:
                 continue
             weights = _token_weights(self, plain, sample.documents, characters)
             if sum(weights) > 0:
-                spans.append(Span(span.prompt, (), weights))
+                spans.append(TargetSpan(span.prompt, (), weights))
         return Encoded(plain.prefix, plain.chunks, tuple(spans)) if spans else None
 
     def plain(self, sample: PlainSample, longest: int) -> Encoded | None:
@@ -143,13 +143,15 @@ def relevant_characters(sample: QASample) -> list[Characters | None]:
 class Teacher:
     """What the main model attends to when it reads everything, as characters."""
 
-    watched: Watched
+    watched: AttentionView
     encoder: Encoder
 
     def __call__(self, sample: QASample) -> list[Characters | None]:
         """One forward pass over the whole context, all questions packed."""
         learner, ids = self.watched.learner, self.encoder.qa(sample)
-        bare = Encoded(ids.prefix, ids.chunks, tuple(Span(one.prompt, ()) for one in ids.spans))
+        bare = Encoded(
+            ids.prefix, ids.chunks, tuple(TargetSpan(one.prompt, ()) for one in ids.spans)
+        )
         window = learner.adapter.window(None)
         if bare.prompt_tokens > window:
             raise InvalidInputError(
@@ -178,12 +180,12 @@ class Teacher:
         ]
 
 
-def selection_loss(watched: Watched, samples: Sequence[Encoded]) -> Tensor:
+def selection_loss(watched: AttentionView, samples: Sequence[Encoded]) -> Tensor:
     """Mean divergence over the questions of the samples, a scalar with gradients."""
     return torch.stack([loss for loss, _ in _divergences(watched, samples)]).mean()
 
 
-def measure_selection(watched: Watched, samples: Sequence[Encoded]) -> Measure:
+def measure_selection(watched: AttentionView, samples: Sequence[Encoded]) -> Measure:
     """Divergence per question, and whether the chunk that matters most is looked at most."""
     losses, found = [], []
     with watched.learner.measuring():
@@ -194,7 +196,7 @@ def measure_selection(watched: Watched, samples: Sequence[Encoded]) -> Measure:
     return Measure(tuple(losses), tuple(found))
 
 
-def _divergences(watched: Watched, samples: Sequence[Encoded]) -> list[tuple[Tensor, bool]]:
+def _divergences(watched: AttentionView, samples: Sequence[Encoded]) -> list[tuple[Tensor, bool]]:
     results = []
     for sample, questions in zip(samples, watched.question_weights(samples), strict=True):
         sizes = [len(chunk) for chunk in sample.chunks]

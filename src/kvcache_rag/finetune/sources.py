@@ -1,4 +1,8 @@
-"""What is learned, as texts and as the token ids that the engine itself would use."""
+"""What is learned, as texts and as the token ids that the engine itself would use.
+
+`open_data` opens the sources of a run, files or the reader's generator (`reader_data`): sample
+number `n` of a source never changes, so a run can go on.  An `Encoder` turns samples into ids.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,23 @@ if TYPE_CHECKING:
 
     from kvcache_rag.prompt.renderer import PromptRenderer
 
+T = TypeVar("T", covariant=True)
+
+Row = Mapping[str, Any]
 
 _MARK = "@@kvcache-rag-answer@@"
 
+# Seeds of `make_example`: a stretch of their own for each run, far from those of evaluation.
+_STRETCH = 1_000_000_000_000
+
+MIX = "mix"
+
+# What its questions are measured with.
+_MIX_KINDS = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
+
 
 @dataclass(frozen=True)
-class Asked:
+class QAPair:
     """A question about a context.
 
     Attributes:
@@ -44,7 +59,7 @@ class QASample:
     """Documents, in prompt order, and the questions about them; no documents: chunk-free."""
 
     documents: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[QAPair, ...]
 
 
 @dataclass(frozen=True)
@@ -55,146 +70,124 @@ class PlainSample:
     messages: tuple[Mapping[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class Span:
-    """What follows a context.
+class SampleSource(Protocol[T]):
+    """Samples without end."""
 
-    Attributes:
-        prompt: Ids that are read only.
-        target: Ids that are learned, each from everything before it.
-        weights: For "selection": how much each chunk token matters, any scale; empty otherwise.
-    """
-
-    prompt: tuple[int, ...]
-    target: tuple[int, ...]
-    weights: tuple[float, ...] = ()
+    def draw(self, number: int) -> T:
+        """Sample `number`, counted from 0; always the same one."""
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A sample as token ids.
+class Listed(Generic[T]):
+    """A list, shuffled anew in each round."""
+
+    samples: tuple[T, ...]
+    seed: int
+
+    def draw(self, number: int) -> T:
+        """Sample `number`."""
+        rounds, place = divmod(number, len(self.samples))
+        return self.samples[_order(self.seed, rounds, len(self.samples))[place]]
+
+
+@lru_cache(maxsize=4)  # of hundreds of thousands of samples, and asked for by each of them
+def _order(seed: int, rounds: int, count: int) -> Sequence[int]:
+    order = list(range(count))
+    random.Random(f"finetune/{seed}/{rounds}").shuffle(order)
+    return order
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[T]):
+    """Made by a function of the number."""
+
+    make: Callable[[int], T]
+
+    def draw(self, number: int) -> T:
+        """Sample `number`."""
+        return self.make(number)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from and is measured with.
 
     Attributes:
-        prefix: The shared prefix, before every chunk.
-        chunks: Ids of each chunk.
-        spans: Do not see each other.
+        qa: Documents and questions.
+        plain: Texts.
+        held_qa: Kept out of training.
+        held_free: Questions without documents, for what the model knows and how it refuses.
+        held_plain: Kept out of training.
+        digest: Differs when the data differ.
+        described: Where it came from, in words.
     """
 
-    prefix: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...]
-    spans: tuple[Span, ...]
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of prefix and chunks."""
-        return len(self.prefix) + sum(map(len, self.chunks))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the longest single prompt with its target."""
-        longest = max(len(span.prompt) + len(span.target) for span in self.spans)
-        return self.context_tokens + longest
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of the packed forward pass under the block mask, copies of the prefix included."""
-        copies = len(self.prefix) * max(0, len(self.chunks) - 1)
-        packed = sum(len(span.prompt) + len(span.target) for span in self.spans)
-        return self.context_tokens + copies + packed
-
-    @property
-    def joined(self) -> Encoded:
-        """The same under full attention: one causal context."""
-        context = self.prefix + tuple(token for chunk in self.chunks for token in chunk)
-        return Encoded(context, (), self.spans)
+    qa: SampleSource[QASample]
+    plain: SampleSource[PlainSample]
+    held_qa: tuple[QASample, ...]
+    held_free: tuple[QASample, ...]
+    held_plain: tuple[PlainSample, ...]
+    digest: str
+    described: str
 
 
-class Encoder:
-    """Turns samples into ids.
+def open_data(data: JsonlData | ReaderData, plain: Path | None, *, seed: int, holdout: int) -> Data:
+    """Open the sources of a run.
 
-    Prompts are rendered by the engine's own renderer; an answer is tokenised apart and ends with
-    the token at which generation stops.
+    Args:
+        data: Document questions.
+        plain: File of plain data, None for the documents of `data`.
+        seed: Of order and of what is drawn.
+        holdout: Contexts, and texts, kept out of training; of a file a fifth at most.
+
+    Raises:
+        InvalidInputError: If a file cannot be read or a line of it cannot be used.
     """
-
-    def __init__(self, renderer: PromptRenderer, tokenizer: Any) -> None:
-        """Bind a renderer and its tokenizer.
-
-        Raises:
-            InvalidInputError: If the tokenizer has no end-of-sequence token.
-        """
-        self.renderer, self._tokenizer = renderer, tokenizer
-        self._has_chat = bool(getattr(tokenizer, "chat_template", None))
-        self._end = self._end_of_turn()
-
-    def qa(self, sample: QASample) -> Encoded:
-        """Ids of a context with its questions."""
-        spans = tuple(
-            Span(
-                self.renderer.query_ids(self.renderer.template.ask(asked.question)),
-                self._answer(asked.answer),
-            )
-            for asked in sample.questions
+    qa: SampleSource[QASample]
+    if isinstance(data, ReaderData):
+        make, held_qa, refusal = reader_data(data, seed, holdout)
+        qa, digest, described = Drawn(make), repr(data), "the reader's generator"
+        free = tuple(
+            QASample((), tuple(QAPair(one.question, refusal) for one in sample.questions))
+            for sample in held_qa
         )
-        chunks = tuple(map(self.renderer.chunk_ids, sample.documents))
-        return Encoded(self.renderer.prefix_ids, chunks, spans)
-
-    def plain(self, sample: PlainSample, longest: int) -> Encoded | None:
-        """Ids of a text or dialogue, cut at `longest`; None if fewer than two are left."""
-        if sample.messages:
-            opened = self.renderer.render_chat(sample.messages[:-1])
-            ids = self.renderer.text_ids(opened) + self._answer(sample.messages[-1]["content"])
-        else:
-            ids = self.renderer.text_ids(sample.text)
-        if len(ids) < 2:
-            return None
-        return Encoded((), (), (Span(ids[:1], ids[1:longest]),))
-
-    def _answer(self, text: str) -> tuple[int, ...]:
-        # Behind "Answer:" a word begins with a space; a chat template leaves none to be written.
-        written = text if self._has_chat else f" {text}"
-        return (*self._ids(written), self._end)
-
-    def _ids(self, text: str) -> Sequence[int]:
-        ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return ids
-
-    def _end_of_turn(self) -> int:
-        """The token that ends the assistant's turn: the chat template's, else end of sequence."""
-        if self._has_chat:
-            behind = self._behind_an_answer()
-            special = set(self._tokenizer.all_special_ids)
-            ids = [one for one in self._ids(behind) if one in special] if behind else []
-            if ids:
-                return ids[0]
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            raise InvalidInputError(
-                "the tokenizer has no end-of-sequence token, so an answer could not be told to "
-                "end; set tokenizer.eos_token"
-            )
-        return int(end)
-
-    def _behind_an_answer(self) -> str:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # a template refuses in its own way; the end of sequence does then
-            return ""
-        return text.partition(_MARK)[2]
+    else:
+        held, learned = _split(_contexts(data.path), data.path, seed, holdout)
+        held_qa, learned = _cut(held, data.questions), _cut(learned, data.questions)
+        qa, digest, described = Listed(learned, seed), _digest(data.path), data.path.name
+        free = tuple(QASample((), sample.questions) for sample in held_qa)
+    if plain is None:
+        texts: SampleSource[PlainSample] = Drawn(lambda number: _text(qa.draw(number)))
+        held_plain = tuple(map(_text, held_qa))
+        described += "; plain data: its documents"
+    else:
+        held_plain, known = _split([_plain(*row) for row in _rows(plain)], plain, seed, holdout)
+        texts = Listed(known, seed + 1)
+        digest += _digest(plain)
+        described += f"; plain data: {plain.name}"
+    return Data(qa, texts, held_qa, free, held_plain, digest, described)
 
 
-# Samples from the reader's generator: every kind of question it knows, by name.
+def _text(sample: QASample) -> PlainSample:
+    return PlainSample("\n".join(sample.documents))
 
 
-# Seeds of `make_example`: a stretch of their own for each run, far from those of evaluation.
-_STRETCH = 1_000_000_000_000
+def _split(
+    samples: Sequence[T], path: Path, seed: int, holdout: int
+) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    if len(samples) < 2:
+        raise InvalidInputError(
+            f"{path} has too few samples: {len(samples)}, where rows over the same documents are "
+            "one; at least 2 are needed, as some are kept out of training to measure with"
+        )
+    order = list(samples)
+    random.Random(f"holdout/{seed}").shuffle(order)
+    held = min(holdout, max(1, len(order) // 5))
+    return tuple(order[:held]), tuple(order[held:])
 
-MIX = "mix"
 
-# What its questions are measured with.
-_MIX_KINDS = ("single", "same_relation", "unanswerable", "two_hop", "multi_value")
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def reader_data(
@@ -289,136 +282,8 @@ def _try(make: Callable[[], Any]) -> Any:
 
 
 def _sample(example: ReaderExample) -> QASample:
-    asked = tuple(Asked(one.text, one.answer, one.documents) for one in example.questions)
+    asked = tuple(QAPair(one.text, one.answer, one.documents) for one in example.questions)
     return QASample(tuple(example.documents), asked)
-
-
-# Where samples come from. Sample number `n` of a source never changes, so a run can go on.
-
-
-T = TypeVar("T", covariant=True)
-
-Row = Mapping[str, Any]
-
-
-class Source(Protocol[T]):
-    """Samples without end."""
-
-    def draw(self, number: int) -> T:
-        """Sample `number`, counted from 0; always the same one."""
-
-
-@dataclass(frozen=True)
-class Listed(Generic[T]):
-    """A list, shuffled anew in each round."""
-
-    samples: tuple[T, ...]
-    seed: int
-
-    def draw(self, number: int) -> T:
-        """Sample `number`."""
-        rounds, place = divmod(number, len(self.samples))
-        return self.samples[_order(self.seed, rounds, len(self.samples))[place]]
-
-
-@lru_cache(maxsize=4)  # of hundreds of thousands of samples, and asked for by each of them
-def _order(seed: int, rounds: int, count: int) -> Sequence[int]:
-    order = list(range(count))
-    random.Random(f"finetune/{seed}/{rounds}").shuffle(order)
-    return order
-
-
-@dataclass(frozen=True)
-class Drawn(Generic[T]):
-    """Made by a function of the number."""
-
-    make: Callable[[int], T]
-
-    def draw(self, number: int) -> T:
-        """Sample `number`."""
-        return self.make(number)
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run learns from and is measured with.
-
-    Attributes:
-        qa: Documents and questions.
-        plain: Texts.
-        held_qa: Kept out of training.
-        held_free: Questions without documents, for what the model knows and how it refuses.
-        held_plain: Kept out of training.
-        digest: Differs when the data differ.
-        described: Where it came from, in words.
-    """
-
-    qa: Source[QASample]
-    plain: Source[PlainSample]
-    held_qa: tuple[QASample, ...]
-    held_free: tuple[QASample, ...]
-    held_plain: tuple[PlainSample, ...]
-    digest: str
-    described: str
-
-
-def open_data(data: JsonlData | ReaderData, plain: Path | None, *, seed: int, holdout: int) -> Data:
-    """Open the sources of a run.
-
-    Args:
-        data: Document questions.
-        plain: File of plain data, None for the documents of `data`.
-        seed: Of order and of what is drawn.
-        holdout: Contexts, and texts, kept out of training; of a file a fifth at most.
-
-    Raises:
-        InvalidInputError: If a file cannot be read or a line of it cannot be used.
-    """
-    qa: Source[QASample]
-    if isinstance(data, ReaderData):
-        make, held_qa, refusal = reader_data(data, seed, holdout)
-        qa, digest, described = Drawn(make), repr(data), "the reader's generator"
-        free = tuple(
-            QASample((), tuple(Asked(one.question, refusal) for one in sample.questions))
-            for sample in held_qa
-        )
-    else:
-        held, learned = _split(_contexts(data.path), data.path, seed, holdout)
-        held_qa, learned = _cut(held, data.questions), _cut(learned, data.questions)
-        qa, digest, described = Listed(learned, seed), _digest(data.path), data.path.name
-        free = tuple(QASample((), sample.questions) for sample in held_qa)
-    if plain is None:
-        texts: Source[PlainSample] = Drawn(lambda number: _text(qa.draw(number)))
-        held_plain = tuple(map(_text, held_qa))
-        described += "; plain data: its documents"
-    else:
-        held_plain, known = _split([_plain(*row) for row in _rows(plain)], plain, seed, holdout)
-        texts = Listed(known, seed + 1)
-        digest += _digest(plain)
-        described += f"; plain data: {plain.name}"
-    return Data(qa, texts, held_qa, free, held_plain, digest, described)
-
-
-def _text(sample: QASample) -> PlainSample:
-    return PlainSample("\n".join(sample.documents))
-
-
-def _split(
-    samples: Sequence[T], path: Path, seed: int, holdout: int
-) -> tuple[tuple[T, ...], tuple[T, ...]]:
-    if len(samples) < 2:
-        raise InvalidInputError(
-            f"{path} has too few samples: {len(samples)}, where rows over the same documents are "
-            "one; at least 2 are needed, as some are kept out of training to measure with"
-        )
-    order = list(samples)
-    random.Random(f"holdout/{seed}").shuffle(order)
-    held = min(holdout, max(1, len(order) // 5))
-    return tuple(order[:held]), tuple(order[held:])
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _rows(path: Path) -> Iterator[tuple[Row, str]]:
@@ -444,7 +309,7 @@ def _rows(path: Path) -> Iterator[tuple[Row, str]]:
 
 def _contexts(path: Path) -> list[QASample]:
     """Rows of equal documents joined, in order of their first row."""
-    grouped: dict[tuple[str, ...], list[Asked]] = {}
+    grouped: dict[tuple[str, ...], list[QAPair]] = {}
     for row, where in _rows(path):
         documents, asked = _question(row, where)
         grouped.setdefault(documents, []).append(asked)
@@ -460,7 +325,7 @@ def _cut(samples: Sequence[QASample], size: int) -> tuple[QASample, ...]:
     )
 
 
-def _question(row: Row, where: str) -> tuple[tuple[str, ...], Asked]:
+def _question(row: Row, where: str) -> tuple[tuple[str, ...], QAPair]:
     question, answers, documents = (row.get(n) for n in ("question", "answers", "documents"))
     groups = row.get("answer_groups")
     if groups and isinstance(groups, list) and all(isinstance(g, list) and g for g in groups):
@@ -475,7 +340,9 @@ def _question(row: Row, where: str) -> tuple[tuple[str, ...], Asked]:
     if not all(_is_text(one.get("text")) for one in plain):
         raise InvalidInputError(f"{where} has a document without a text")
     relevant = tuple(index for index, one in enumerate(plain) if one.get("relevant") is True)
-    return tuple(str(one["text"]) for one in plain), Asked(str(question), str(answers[0]), relevant)
+    return tuple(str(one["text"]) for one in plain), QAPair(
+        str(question), str(answers[0]), relevant
+    )
 
 
 def _plain(row: Row, where: str) -> PlainSample:
@@ -503,3 +370,133 @@ def _is_text(value: object) -> bool:
     if not isinstance(value, str) or not value.strip():
         return False
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+@dataclass(frozen=True)
+class TargetSpan:
+    """What follows a context.
+
+    Attributes:
+        prompt: Ids that are read only.
+        target: Ids that are learned, each from everything before it.
+        weights: For "selection": how much each chunk token matters, any scale; empty otherwise.
+    """
+
+    prompt: tuple[int, ...]
+    target: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample as token ids.
+
+    Attributes:
+        prefix: The shared prefix, before every chunk.
+        chunks: Ids of each chunk.
+        spans: Do not see each other.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    spans: tuple[TargetSpan, ...]
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prefix and chunks."""
+        return len(self.prefix) + sum(map(len, self.chunks))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest single prompt with its target."""
+        longest = max(len(span.prompt) + len(span.target) for span in self.spans)
+        return self.context_tokens + longest
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the packed forward pass under the block mask, copies of the prefix included."""
+        copies = len(self.prefix) * max(0, len(self.chunks) - 1)
+        packed = sum(len(span.prompt) + len(span.target) for span in self.spans)
+        return self.context_tokens + copies + packed
+
+    @property
+    def joined(self) -> Encoded:
+        """The same under full attention: one causal context."""
+        context = self.prefix + tuple(token for chunk in self.chunks for token in chunk)
+        return Encoded(context, (), self.spans)
+
+
+class Encoder:
+    """Turns samples into ids.
+
+    Prompts are rendered by the engine's own renderer; an answer is tokenised apart and ends with
+    the token at which generation stops.
+    """
+
+    def __init__(self, renderer: PromptRenderer, tokenizer: Any) -> None:
+        """Bind a renderer and its tokenizer.
+
+        Raises:
+            InvalidInputError: If the tokenizer has no end-of-sequence token.
+        """
+        self.renderer, self._tokenizer = renderer, tokenizer
+        self._has_chat = bool(getattr(tokenizer, "chat_template", None))
+        self._end = self._end_of_turn()
+
+    def qa(self, sample: QASample) -> Encoded:
+        """Ids of a context with its questions."""
+        spans = tuple(
+            TargetSpan(
+                self.renderer.query_ids(self.renderer.template.ask(asked.question)),
+                self._answer(asked.answer),
+            )
+            for asked in sample.questions
+        )
+        chunks = tuple(map(self.renderer.chunk_ids, sample.documents))
+        return Encoded(self.renderer.prefix_ids, chunks, spans)
+
+    def plain(self, sample: PlainSample, longest: int) -> Encoded | None:
+        """Ids of a text or dialogue, cut at `longest`; None if fewer than two are left."""
+        if sample.messages:
+            opened = self.renderer.render_chat(sample.messages[:-1])
+            ids = self.renderer.text_ids(opened) + self._answer(sample.messages[-1]["content"])
+        else:
+            ids = self.renderer.text_ids(sample.text)
+        if len(ids) < 2:
+            return None
+        return Encoded((), (), (TargetSpan(ids[:1], ids[1:longest]),))
+
+    def _answer(self, text: str) -> tuple[int, ...]:
+        # Behind "Answer:" a word begins with a space; a chat template leaves none to be written.
+        written = text if self._has_chat else f" {text}"
+        return (*self._ids(written), self._end)
+
+    def _ids(self, text: str) -> Sequence[int]:
+        ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return ids
+
+    def _end_of_turn(self) -> int:
+        """The token that ends the assistant's turn: the chat template's, else end of sequence."""
+        if self._has_chat:
+            behind = self._behind_an_answer()
+            special = set(self._tokenizer.all_special_ids)
+            ids = [one for one in self._ids(behind) if one in special] if behind else []
+            if ids:
+                return ids[0]
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise InvalidInputError(
+                "the tokenizer has no end-of-sequence token, so an answer could not be told to "
+                "end; set tokenizer.eos_token"
+            )
+        return int(end)
+
+    def _behind_an_answer(self) -> str:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template refuses in its own way; the end of sequence does then
+            return ""
+        return text.partition(_MARK)[2]

@@ -1,9 +1,21 @@
-"""Draw the facts of a context: who and what exists, and which document states which fact.
+"""Draw the facts of a context, which document states which fact, and questions about them.
 
-A context is a list of documents, a document a list of `Fact`. The forms differ in what makes them
-hard: `uniform` contexts state one or two relations of many entities, so that only the entity tells
-the facts apart; `profile` documents each describe one or two entities; `chain` contexts hold the
-two halves of two-hop questions in different documents.
+A context is a list of documents, a document a list of `Fact`, drawn from a `World` (who and what
+exists).  The forms differ in what makes them hard: `uniform` contexts state one or two relations of
+many entities, so that only the entity tells the facts apart; `profile` documents each describe one
+or two entities; `chain` contexts hold the two halves of two-hop questions in different documents.
+A `Questioner` asks about a context: which facts answer a question, and which cannot be answered.
+
+In a `linked_context` the last sentence of a document says what the first sentence of the next one
+needs.  A chunk that was prefilled alone has not seen that sentence, so these are the questions at
+which reuse loses and remedies can be told apart.
+
+- `pronoun`: "The founder of Kelo is Mirko." / "She lives in Bran."  Nothing but the order of the
+  documents links the two.
+- `alias`: "The baker is Mirko." / "The baker lives in Bran."  The alias links them, so a reader
+  that has learned it can answer in two steps when the question is asked.
+- `unit`: "Lengths are in Tolu." / "The Savo measures 35.", in one pair of documents only: one look
+  at the whole context finds the unit when the question is asked.
 """
 
 from __future__ import annotations
@@ -30,6 +42,15 @@ if TYPE_CHECKING:
 _TYPE_WEIGHTS: Final = (0.34, 0.24, 0.22, 0.20)
 
 _TRIES: Final = 12
+
+LINKED_KINDS: Final = ("pronoun", "alias", "unit")
+
+_INTRODUCTIONS: Final = {
+    kind: tuple(one for one in RELATIONS if one.value == kind and not one.many)
+    for kind in ("person", "company", "town")
+}
+
+_LENGTH_DIGITS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -306,9 +327,6 @@ def _cut(drawn: list[Fact], documents: int) -> Context:
     return [drawn[start:stop] for start, stop in pairwise(edges)]
 
 
-# Ask questions about a context: which facts answer them, and which cannot be answered.
-
-
 @dataclass(frozen=True)
 class ReaderQuestion:
     """A question about the documents of a `ReaderExample`.
@@ -330,7 +348,7 @@ class ReaderQuestion:
 _Key = tuple[str, str]  # entity, name of the relation
 
 
-class Asker:
+class Questioner:
     """Draws questions about one context; no question twice."""
 
     def __init__(self, world: World, context: Context) -> None:
@@ -462,30 +480,6 @@ class Asker:
                 return None
             relation = self._rng.choice(unsaid)
         return ReaderQuestion(self._form(relation, entity), REFUSAL, "unanswerable", ())
-
-
-# Contexts whose facts need the chunk before: a pronoun, an alias or a unit explained there.
-#
-# The last sentence of a document says what the first sentence of the next one needs. A chunk that
-# was prefilled alone has not seen that sentence, so these are the questions at which reuse loses
-# and remedies can be told apart.
-#
-# - `pronoun`: "The founder of Kelo is Mirko." / "She lives in Bran." Nothing but the order of the
-#   documents links the two.
-# - `alias`: "The baker is Mirko." / "The baker lives in Bran." The alias links them, so a reader
-#   that has learned it can answer in two steps when the question is asked.
-# - `unit`: "Lengths are in Tolu." / "The Savo measures 35.", in one pair of documents only: one
-#   look at the whole context finds the unit when the question is asked.
-
-
-LINKED_KINDS: Final = ("pronoun", "alias", "unit")
-
-_INTRODUCTIONS: Final = {
-    kind: tuple(one for one in RELATIONS if one.value == kind and not one.many)
-    for kind in ("person", "company", "town")
-}
-
-_LENGTH_DIGITS: Final = 3
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Examples to read: documents in controlled English, questions about them, and the exact answers.
 
 Everything is a function of its seed, in every process and on every machine. `make_example` draws
-one context with questions of one kind; `make_corpus` draws a larger collection to retrieve from.
-The names of `names="held_out"` and `names="wide"` never occur in training.
+one context with questions of one kind; `make_corpus` draws a larger collection to retrieve from;
+`draw_example` and `draw_linked_example` draw what is learned from, contexts and questions of a
+`Mix` of kinds.  The names of `names="held_out"` and `names="wide"` never occur in training.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from kvcache_rag.reader.contexts import (
     LINKED_KINDS,
-    Asker,
+    Questioner,
     ReaderQuestion,
     World,
     draw_context,
@@ -49,6 +50,17 @@ _FORMS: Final = {
 }
 
 _TRIES: Final = 20
+
+
+Size = tuple[int, int]  # documents, facts per document
+
+_LINKED_KINDS: Final = {"pronoun": 0.45, "alias": 0.45, "unit": 0.1}
+
+_LINKED_PAIRS: Final = (1.0, 0.7, 0.4)  # how many neighbours are linked
+
+_ONE_ALIAS: Final = 0.5  # of the contexts with aliases
+
+_DRAWS_OF_A_QUESTION: Final = 3
 
 
 @dataclass(frozen=True)
@@ -108,13 +120,13 @@ def make_example(
     if kind in _NOISE:
         world = World(rng, _pool(names))
         context, asked = noisy(world, documents, facts, _NOISE[kind])
-        asker = Asker(world, context)
+        asker = Questioner(world, context)
         texts = write_documents(rng, context)
         found = [asker.about(fact, kind) for fact in asked[:questions]]
     while not found:
         world = World(rng, _pool(names))
         context = draw_context(world, rng.choice(_FORMS[kind]), documents, facts)
-        asker = Asker(world, context)
+        asker = Questioner(world, context)
         texts = write_documents(rng, context)
         for _ in range(_TRIES * questions):
             question = asker.ask(kind)
@@ -157,7 +169,7 @@ def make_corpus(
     context = profile(world, documents, facts)
     rng.shuffle(context)
     texts = write_documents(rng, context)
-    asker = Asker(world, context)
+    asker = Questioner(world, context)
     tries = _TRIES * (documents + questions)
     drawn = [found for _ in range(tries) if (found := asker.ask("single")) is not None]
     per_document = [0] * documents
@@ -188,17 +200,6 @@ def _pool(pool: NamePool) -> tuple[str, ...]:
 def _is_degenerate(question: ReaderQuestion) -> bool:
     """Whether a question for several values has only one."""
     return question.kind == "multi_value" and "," not in question.answer
-
-
-Size = tuple[int, int]  # documents, facts per document
-
-_LINKED_KINDS: Final = {"pronoun": 0.45, "alias": 0.45, "unit": 0.1}
-
-_LINKED_PAIRS: Final = (1.0, 0.7, 0.4)  # how many neighbours are linked
-
-_ONE_ALIAS: Final = 0.5  # of the contexts with aliases
-
-_DRAWS_OF_A_QUESTION: Final = 3
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def draw_example(
     world = World(rng, pool)
     form = rng.choices(list(mix.forms), list(mix.forms.values()))[0]
     context = draw_context(world, form, *size)
-    asker = Asker(world, context)
+    asker = Questioner(world, context)
     texts = write_documents(rng, context)
     weights = mix.questions[form]
     kinds = rng.choices(list(weights), list(weights.values()), k=questions * _DRAWS_OF_A_QUESTION)

@@ -1,7 +1,15 @@
-"""Invented names: random syllables, in two pools that share no name.
+"""Invented names of two makes, each in two pools that share no name.
 
 Training draws from one pool and measurement from the other, so that a reader that is right about a
 held-out name has read it.
+
+The names of `names` come from one inventory of syllables, and a reader trained on them alone cannot
+copy what that inventory cannot spell.  Those of `wide_names` are words of many makes, so that a
+reader must copy spellings and not know them: from wider syllables, from the letter pairs of the
+language's words, from random letters, and in training from the pieces of the vocabulary
+(`piece_names`); some have several words, hyphens, apostrophes, digits or unusual case.  A hash of
+its letters decides whether a wide word is for training or for measuring, so no draw can put one
+word on both sides.
 """
 
 from __future__ import annotations
@@ -43,47 +51,6 @@ _RARE_SHARE: Final = 0.06
 
 _POOL_SEED: Final = 20_305
 
-
-def invent_name(rng: random.Random) -> str:
-    """Return a capitalised word of two or three random syllables."""
-    if rng.random() < _RARE_SHARE:
-        onsets, vowels, codas = _ONSETS + _RARE_ONSETS * 2, _RARE_VOWELS, _RARE_CODAS
-    else:
-        onsets, vowels, codas = _ONSETS, _VOWELS, _CODAS
-    syllables = rng.choice((2, 2, 2, 3))
-    word = ""
-    for index in range(syllables):
-        word += rng.choice(onsets) + rng.choice(vowels)
-        if index == syllables - 1 or rng.random() < 0.25:
-            word += rng.choice(codas)
-    return word.capitalize()
-
-
-@lru_cache(maxsize=2)
-def names(split: NameSplit) -> tuple[str, ...]:
-    """Return the names of `split`; the two splits share no name and are always the same."""
-    rng = random.Random(_POOL_SEED)
-    taken = {word.capitalize() for word in vocabulary()}
-    pool: list[str] = []
-    while len(pool) < TRAIN_NAMES + HELD_OUT_NAMES:
-        word = invent_name(rng)
-        if word not in taken and not any(part in word.lower() for part in UNWANTED):
-            taken.add(word)
-            pool.append(word)
-    return tuple(pool[:TRAIN_NAMES] if split == "train" else pool[TRAIN_NAMES:])
-
-
-# Wide names: words of many makes, so that a reader must copy spellings and not know them.
-#
-# The pools of `names` come from one inventory of syllables, and a reader trained on them alone
-# cannot copy what that inventory cannot spell. Here words come from wider syllables, from the
-# letter pairs of the language's words, from random letters, and in training from the pieces of the
-# vocabulary; some have several words, hyphens, apostrophes, digits or unusual case.
-#
-# A hash of its letters decides whether a word is for training or for measuring, so no draw can put
-# one word on both sides.
-
-
 WIDE_TRAIN_NAMES: Final = 40_000
 
 WIDE_HELD_OUT_NAMES: Final = 20_000
@@ -120,6 +87,35 @@ _COMMON: Final = (
 )
 
 _BEFORE_APOSTROPHE: Final = words("O O D L N M")
+
+
+def invent_name(rng: random.Random) -> str:
+    """Return a capitalised word of two or three random syllables."""
+    if rng.random() < _RARE_SHARE:
+        onsets, vowels, codas = _ONSETS + _RARE_ONSETS * 2, _RARE_VOWELS, _RARE_CODAS
+    else:
+        onsets, vowels, codas = _ONSETS, _VOWELS, _CODAS
+    syllables = rng.choice((2, 2, 2, 3))
+    word = ""
+    for index in range(syllables):
+        word += rng.choice(onsets) + rng.choice(vowels)
+        if index == syllables - 1 or rng.random() < 0.25:
+            word += rng.choice(codas)
+    return word.capitalize()
+
+
+@lru_cache(maxsize=2)
+def names(split: NameSplit) -> tuple[str, ...]:
+    """Return the names of `split`; the two splits share no name and are always the same."""
+    rng = random.Random(_POOL_SEED)
+    taken = {word.capitalize() for word in vocabulary()}
+    pool: list[str] = []
+    while len(pool) < TRAIN_NAMES + HELD_OUT_NAMES:
+        word = invent_name(rng)
+        if word not in taken and not any(part in word.lower() for part in UNWANTED):
+            taken.add(word)
+            pool.append(word)
+    return tuple(pool[:TRAIN_NAMES] if split == "train" else pool[TRAIN_NAMES:])
 
 
 def is_for_training(word: str) -> bool:

@@ -1,14 +1,28 @@
-"""Ways to answer that are compared: a policy on a model, over chunks kept in some form."""
+"""Ask questions in several ways, and keep what came of it.
+
+A `Cell` is one way to answer: a policy on a model, over chunks kept in some form.  `Workplaces` are
+the engines of one loaded model, one for each form.  An `Asker` answers a batch of questions in each
+cell there, and each answer becomes a `Record`, scored by the rule of its `Task`; a `RecordFile`
+keeps records, so that a run can go on.
+
+What a check of one's own needs of it (`evaluation.verification`) is there, too: `rotated` orders
+ways so that each is asked first in turn, `log_probabilities` and `divergences` compare what they
+expect.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import xxhash
 
 from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.engine import EngineSettings, open_store
+from kvcache_rag.kv.chunk import canonical_json, digest
 
 if TYPE_CHECKING:
     import os
@@ -23,6 +37,28 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.scoring.question import Question, Task
     from kvcache_rag.stores import ChunkStore
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Which question was answered in which way.
+
+    Attributes:
+        task: Name of the task.
+        question: Id of the question, unique in its task.
+        model: Label of the model.
+        policy: Label of the policy.
+        codec: Name of the codec; "" where chunks stayed in memory as they were computed.
+        k: Documents per question; None for all there are.
+    """
+
+    task: str
+    question: str
+    model: str
+    policy: str
+    codec: str
+    k: int | None
 
 
 @dataclass(frozen=True)
@@ -86,31 +122,319 @@ def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
     return first if first != cell else next((one for one in same if one.policy.is_full), None)
 
 
-# What was asked and answered: one record per question and cell, kept in a file that can go on.
-#
-# A file holds one JSON object a line: notes (what the answers depend on) and records, in the order
-# in which they were made. A run that was cut short is continued by running it again; a run that
-# differs in what a note says is refused, because its answers could not be told from the others.
+Model: TypeAlias = "str | os.PathLike[str] | Engine | Callable[[], Engine]"
+"""A folder, a hub name, "tiny", an engine, or what makes one when its turn comes."""
 
 
-class Place(NamedTuple):
-    """Which question was answered in which way.
+@dataclass(frozen=True)
+class Workplace:
+    """Where one kind of cell is answered.
+
+    A codec is tested through files: one engine writes them, another one, which did not compute the
+    chunks, reads them.
 
     Attributes:
-        task: Name of the task.
-        question: Id of the question, unique in its task.
-        model: Label of the model.
-        policy: Label of the policy.
-        codec: Name of the codec; "" where chunks stayed in memory as they were computed.
-        k: Documents per question; None for all there are.
+        writer: Prefills chunks.
+        reader: Answers; the same engine unless chunks go through files.
     """
 
-    task: str
-    question: str
-    model: str
-    policy: str
-    codec: str
-    k: int | None
+    writer: Engine
+    reader: Engine
+
+    def prepare(self, texts: Iterable[str]) -> list[ChunkKey]:
+        """Prefill and store chunks; returns their keys."""
+        return self.writer.add(list(dict.fromkeys(texts)))
+
+    def prepare_joint(self, policy: ReusePolicy, questions: Iterable[Question]) -> None:
+        """What a policy keeps as one is there before anything is timed, like single chunks."""
+        if policy.joint:
+            lists = dict.fromkeys(one.chunks for one in questions)
+            self.reader.add_combination([chunks for chunks in lists if chunks])
+
+    def clear(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop files; memory has a limit of its own."""
+        if self.writer is not self.reader:
+            for key in keys:
+                self.writer.store.delete(key)
+
+
+class Workplaces:
+    """All workplaces of one model, made when they are first needed.
+
+    Attributes:
+        auxiliary: Scores chunks for policies that have no scorer of their own.
+    """
+
+    def __init__(self, base: Engine, folder: Path, auxiliary: Scorer | None = None) -> None:
+        """Share the model of `base`.
+
+        Args:
+            base: An engine of the model.
+            folder: An empty folder for files.
+            auxiliary: Scores chunks for policies that have no scorer of their own.
+        """
+        self._base, self._folder, self.auxiliary = base, folder, auxiliary
+        self._places: dict[tuple[str, str], Workplace] = {}
+
+    def get(self, codec: str, instruction: str) -> Workplace:
+        """The workplace of a codec and an instruction.
+
+        Args:
+            codec: Name of a codec, "" for memory.
+            instruction: What stands before the chunks, "" for what the model brings along.
+        """
+        place = (codec, instruction)
+        if place not in self._places:
+            self._places[place] = self._make(codec, instruction)
+        return self._places[place]
+
+    def _make(self, codec: str, instruction: str) -> Workplace:
+        if not codec:
+            one = self._engine(None, instruction)
+            return Workplace(one, one)
+        folder = self._folder / f"{codec}-{len(self._places)}"
+
+        def opened() -> Engine:
+            return self._engine(open_store(folder, codec=codec, durable=False), instruction)
+
+        writer = opened()
+        writer.add(["."])  # writes the prefix, too
+        return Workplace(writer, opened())
+
+    def _engine(self, store: ChunkStore | None, instruction: str) -> Engine:
+        template = self._base.template
+        return like(
+            self._base,
+            store=store,
+            combinations=None,
+            template=replace(template, system=instruction) if instruction else template,
+            auxiliary=self.auxiliary,
+            gate=None,
+            cost_aware=False,
+        )
+
+
+def open_model(model: Model) -> Engine:
+    """The engine itself, or a new one."""
+    if isinstance(model, Engine):
+        return model
+    return model() if callable(model) else EngineSettings(model).open()
+
+
+_TIMES: Final = ("ttft", "load", "stitch", "recompute", "prefill")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with what identifies it.
+
+    Attributes:
+        question: The question, with its documents.
+        digest: Of question, documents and right answers.
+        cluster: The same for questions over the same documents.
+    """
+
+    question: Question
+    digest: str
+    cluster: str
+
+    @classmethod
+    def of(cls, question: Question, cluster: str = "") -> Asked:
+        """Digest a question; its cluster is that of its documents unless another one is named."""
+        texts = [question.question, *question.chunks, "answers", *question.answers]
+        groups = ("|".join(group) for group in question.answer_groups)
+        return cls(question, _digest([*texts, *groups]), cluster or cluster_of(question))
+
+
+def questions_digest(questions: Sequence[Question]) -> str:
+    """Digest of questions, documents and answers, 64 hexadecimal digits."""
+    rows: list[Any] = [
+        [one.question, list(one.chunks), list(one.answers), [list(g) for g in one.answer_groups]]
+        for one in questions
+    ]
+    return digest("kvcache-rag-questions", canonical_json({"questions": rows}))
+
+
+def cluster_of(question: Question) -> str:
+    """A name that all questions over the same documents share."""
+    return _digest(question.chunks)
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest(canonical_json({"texts": list(texts)}))
+
+
+class Asker:
+    """Answers batches on the engines of one model.
+
+    Scores come from padded batches, which is cheap.  The time to the first token of a batch says
+    nothing about a user's, so a sample of the questions is asked once more, alone.
+    """
+
+    def __init__(self, workplaces: Workplaces, compared: Sequence[Cell]) -> None:
+        """Answer there.
+
+        Args:
+            workplaces: Engines of the model.
+            compared: All cells, if first tokens are compared between them, else none.
+        """
+        self._workplaces, self._compared = workplaces, compared
+        self._warm: set[Cell] = set()
+
+    def ask(
+        self, task: Task, todo: Mapping[Cell, Sequence[Asked]], timed: Collection[str]
+    ) -> list[Record]:
+        """Answer some questions in each cell.
+
+        Args:
+            task: Whose questions these are.
+            todo: What is missing, per cell.
+            timed: Ids of questions that are asked alone too.
+
+        Raises:
+            ContextTooLongError: If a question with its documents does not fit.
+        """
+        references = {cell: reference_of(cell, self._compared) for cell in todo if self._compared}
+        used = dict.fromkeys((*todo, *filter(None, references.values())))
+        places = {cell: self._workplaces.get(cell.codec, task.instruction) for cell in used}
+        reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
+        shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
+        texts = [text for left in todo.values() for one in left for text in one.question.chunks]
+        held = []
+        try:
+            held = [(shelf, shelf.prepare(texts)) for shelf in shelves]
+            self._prepare_scorers(used, texts)
+            for cell, left in todo.items():
+                places[cell].prepare_joint(cell.policy, [one.question for one in left])
+            times = self._times(todo, places, timed)
+            first = _FirstTokens(places)
+            records = []
+            for cell, left in todo.items():
+                answers = _answers(task, cell, left, places[cell])
+                for one, answer in zip(left, answers, strict=True):
+                    seconds = times.get((cell, one.question.id))
+                    divergence = first.divergence(cell, references.get(cell), one.question)
+                    records.append(_record(task, cell, one, answer, seconds, divergence))
+        except ContextTooLongError as error:
+            raise ContextTooLongError(
+                f"a question of {task.name} does not fit: {error}; or ask with fewer documents"
+            ) from error
+        finally:
+            for shelf, keys in held:
+                shelf.clear(keys)
+        return records
+
+    def _prepare_scorers(self, cells: Iterable[Cell], texts: Sequence[str]) -> None:
+        """An auxiliary model has its chunks cached too, as after ingestion."""
+        policies = [cell.policy for cell in cells if cell.policy.needs_scorer]
+        scorers = [policy.auxiliary or self._workplaces.auxiliary for policy in policies]
+        for scorer in {id(scorer): scorer for scorer in scorers}.values():
+            prefill = getattr(scorer, "prefill", None)
+            if prefill is not None:
+                prefill(list(dict.fromkeys(texts)))
+
+    def _times(
+        self,
+        todo: Mapping[Cell, Sequence[Asked]],
+        places: Mapping[Cell, Workplace],
+        timed: Collection[str],
+    ) -> dict[tuple[Cell, str], dict[str, float]]:
+        """Times of the sampled questions, asked alone."""
+        sampled: dict[str, list[tuple[Cell, Question]]] = {}
+        for cell, left in todo.items():
+            for one in left:
+                if one.question.id in timed:
+                    sampled.setdefault(one.question.id, []).append((cell, one.question))
+        found = {}
+        for turn, pairs in enumerate(sampled.values()):
+            for cell, question in rotated(pairs, turn):
+                if cell not in self._warm:
+                    self._warm.add(cell)
+                    _alone(cell, question, places[cell])
+                found[cell, question.id] = _alone(cell, question, places[cell])
+        return found
+
+
+class _FirstTokens:
+    """Distributions of the first token of answers; those compared with are computed once."""
+
+    def __init__(self, places: Mapping[Cell, Workplace]) -> None:
+        self._places = places
+        self._kept: dict[tuple[Cell, str], Tensor] = {}
+
+    def divergence(self, cell: Cell, reference: Cell | None, question: Question) -> float | None:
+        """Kullback-Leibler divergence from the reference's, in nats; None without one."""
+        if reference is None:
+            return None
+        found = divergences(self._of(reference, question), self._of(cell, question))
+        return max(0.0, float(found))
+
+    def _of(self, cell: Cell, question: Question) -> Tensor:
+        place = (cell, question.id)
+        if place not in self._kept:
+            engine = self._places[cell].reader
+            self._kept[place] = log_probabilities(engine, question, cell.policy)[-1]
+        return self._kept[place]
+
+
+def rotated(ways: Sequence[T], turn: int) -> tuple[T, ...]:
+    """The same in turns: whoever is asked later finds a warmer machine."""
+    first = turn % len(ways)
+    return (*ways[first:], *ways[:first])
+
+
+def log_probabilities(
+    engine: Engine, question: Question, policy: ReusePolicy, answer_ids: Sequence[int] = ()
+) -> Tensor:
+    """What follows the prompt, and each of `answer_ids`: `(1 + ids, vocabulary)` float64."""
+    logits = engine.logits(question.question, question.chunks, policy=policy, answer_ids=answer_ids)
+    return logits[-1 - len(answer_ids) :].double().log_softmax(-1)
+
+
+def divergences(expected: Tensor, found: Tensor) -> Tensor:
+    """Kullback-Leibler divergences from `expected`, in nats: `(...,)` of `(..., vocabulary)`."""
+    terms = expected.exp() * (expected - found)
+    # What is impossible adds nothing; a NaN of the model stays one.
+    return terms.masked_fill(expected == -math.inf, 0.0).sum(-1)
+
+
+def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]:
+    answer = place.reader.generate(
+        question.question, question.chunks, policy=cell.policy, max_new_tokens=1
+    )
+    return {name: getattr(answer.metrics, name) for name in _TIMES}
+
+
+def _answers(task: Task, cell: Cell, left: Sequence[Asked], place: Workplace) -> list[Answer]:
+    batch = [(one.question.question, one.question.chunks) for one in left]
+    return place.reader.generate_batch(
+        batch, policy=cell.policy, max_new_tokens=task.max_new_tokens
+    )
+
+
+def _record(
+    task: Task,
+    cell: Cell,
+    one: Asked,
+    answer: Answer,
+    times: Mapping[str, float] | None,
+    divergence: float | None,
+) -> Record:
+    metrics, text = answer.metrics, answer.text.strip()
+    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens
+    return Record(
+        place=cell.place(task.name, one.question.id),
+        digest=one.digest,
+        cluster=one.cluster,
+        scores=task.score(text, one.question),
+        answer=text,
+        chunk_tokens=chunk_tokens,
+        reused_tokens=metrics.reused_tokens,
+        recomputed_tokens=chunk_tokens if cell.policy.is_full else metrics.recomputed_tokens,
+        generated_tokens=metrics.generated_tokens,
+        times=times,
+        divergence=divergence,
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +503,12 @@ class Records:
 
 
 class RecordFile:
-    """Records on disk, appended as they come; in memory only, without a path."""
+    """Records on disk, appended as they come; in memory only, without a path.
+
+    One JSON object a line: notes (what the answers depend on) and records, in the order in which
+    they were made.  A run that was cut short is continued by running it again; a run that differs
+    in what a note says is refused, because its answers could not be told from the others.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Read what is there.
@@ -263,283 +592,3 @@ class RecordFile:
         if self._path is not None and lines:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
-
-
-# Engines of one loaded model: one for each form in which chunks are kept.
-#
-# A codec is tested through files: one engine writes them, another one, which did not compute the
-# chunks, reads them.
-
-
-Model: TypeAlias = "str | os.PathLike[str] | Engine | Callable[[], Engine]"
-"""A folder, a hub name, "tiny", an engine, or what makes one when its turn comes."""
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """Where one kind of cell is answered.
-
-    Attributes:
-        writer: Prefills chunks.
-        reader: Answers; the same engine unless chunks go through files.
-    """
-
-    writer: Engine
-    reader: Engine
-
-    def prepare(self, texts: Iterable[str]) -> list[ChunkKey]:
-        """Prefill and store chunks; returns their keys."""
-        return self.writer.add(list(dict.fromkeys(texts)))
-
-    def clear(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop files; memory has a limit of its own."""
-        if self.writer is not self.reader:
-            for key in keys:
-                self.writer.store.delete(key)
-
-
-class Workplaces:
-    """All workplaces of one model, made when they are first needed.
-
-    Attributes:
-        auxiliary: Scores chunks for policies that have no scorer of their own.
-    """
-
-    def __init__(self, base: Engine, folder: Path, auxiliary: Scorer | None = None) -> None:
-        """Share the model of `base`.
-
-        Args:
-            base: An engine of the model.
-            folder: An empty folder for files.
-            auxiliary: Scores chunks for policies that have no scorer of their own.
-        """
-        self._base, self._folder, self.auxiliary = base, folder, auxiliary
-        self._places: dict[tuple[str, str], Workplace] = {}
-
-    def get(self, codec: str, instruction: str) -> Workplace:
-        """The workplace of a codec and an instruction.
-
-        Args:
-            codec: Name of a codec, "" for memory.
-            instruction: What stands before the chunks, "" for what the model brings along.
-        """
-        place = (codec, instruction)
-        if place not in self._places:
-            self._places[place] = self._make(codec, instruction)
-        return self._places[place]
-
-    def _make(self, codec: str, instruction: str) -> Workplace:
-        if not codec:
-            one = self._engine(None, instruction)
-            return Workplace(one, one)
-        folder = self._folder / f"{codec}-{len(self._places)}"
-
-        def opened() -> Engine:
-            return self._engine(open_store(folder, codec=codec, durable=False), instruction)
-
-        writer = opened()
-        writer.add(["."])  # writes the prefix, too
-        return Workplace(writer, opened())
-
-    def _engine(self, store: ChunkStore | None, instruction: str) -> Engine:
-        template = self._base.template
-        return like(
-            self._base,
-            store=store,
-            combinations=None,
-            template=replace(template, system=instruction) if instruction else template,
-            auxiliary=self.auxiliary,
-            gate=None,
-            cost_aware=False,
-        )
-
-
-def open_model(model: Model) -> Engine:
-    """The engine itself, or a new one."""
-    if isinstance(model, Engine):
-        return model
-    return model() if callable(model) else EngineSettings(model).open()
-
-
-# Ask a batch of questions in several ways, on one model.
-#
-# Scores come from padded batches, which is cheap. The time to the first token of a batch says
-# nothing about a user's, so a sample of the questions is asked once more, alone, the cells taking
-# turns.
-
-
-_TIMES: Final = ("ttft", "load", "stitch", "recompute", "prefill")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question with what identifies it.
-
-    Attributes:
-        question: The question, with its documents.
-        digest: Of question, documents and right answers.
-        cluster: The same for questions over the same documents.
-    """
-
-    question: Question
-    digest: str
-    cluster: str
-
-
-class Asker:
-    """Answers batches on the engines of one model."""
-
-    def __init__(self, workplaces: Workplaces, compared: Sequence[Cell]) -> None:
-        """Answer there.
-
-        Args:
-            workplaces: Engines of the model.
-            compared: All cells, if first tokens are compared between them, else none.
-        """
-        self._workplaces, self._compared = workplaces, compared
-        self._warm: set[Cell] = set()
-
-    def ask(
-        self, task: Task, todo: Mapping[Cell, Sequence[Asked]], timed: Collection[str]
-    ) -> list[Record]:
-        """Answer some questions in each cell.
-
-        Args:
-            task: Whose questions these are.
-            todo: What is missing, per cell.
-            timed: Ids of questions that are asked alone too.
-
-        Raises:
-            ContextTooLongError: If a question with its documents does not fit.
-        """
-        references = {cell: reference_of(cell, self._compared) for cell in todo if self._compared}
-        used = dict.fromkeys((*todo, *filter(None, references.values())))
-        places = {cell: self._workplaces.get(cell.codec, task.instruction) for cell in used}
-        reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
-        shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
-        texts = [text for left in todo.values() for one in left for text in one.question.chunks]
-        held = []
-        try:
-            held = [(shelf, shelf.prepare(texts)) for shelf in shelves]
-            self._prepare_scorers(used, texts)
-            _prepare_combinations(todo, places)
-            times = self._times(todo, places, timed)
-            first = _FirstTokens(places)
-            records = []
-            for cell, left in todo.items():
-                answers = _answers(task, cell, left, places[cell])
-                for one, answer in zip(left, answers, strict=True):
-                    seconds = times.get((cell, one.question.id))
-                    divergence = first.divergence(cell, references.get(cell), one.question)
-                    records.append(_record(task, cell, one, answer, seconds, divergence))
-        except ContextTooLongError as error:
-            raise ContextTooLongError(
-                f"a question of {task.name} does not fit: {error}; or ask with fewer documents"
-            ) from error
-        finally:
-            for shelf, keys in held:
-                shelf.clear(keys)
-        return records
-
-    def _prepare_scorers(self, cells: Iterable[Cell], texts: Sequence[str]) -> None:
-        """An auxiliary model has its chunks cached too, as after ingestion."""
-        policies = [cell.policy for cell in cells if cell.policy.needs_scorer]
-        scorers = [policy.auxiliary or self._workplaces.auxiliary for policy in policies]
-        for scorer in {id(scorer): scorer for scorer in scorers}.values():
-            prefill = getattr(scorer, "prefill", None)
-            if prefill is not None:
-                prefill(list(dict.fromkeys(texts)))
-
-    def _times(
-        self,
-        todo: Mapping[Cell, Sequence[Asked]],
-        places: Mapping[Cell, Workplace],
-        timed: Collection[str],
-    ) -> dict[tuple[Cell, str], dict[str, float]]:
-        """Times of the sampled questions, asked alone."""
-        sampled: dict[str, list[tuple[Cell, Question]]] = {}
-        for cell, left in todo.items():
-            for one in left:
-                if one.question.id in timed:
-                    sampled.setdefault(one.question.id, []).append((cell, one.question))
-        found = {}
-        for turn, pairs in enumerate(sampled.values()):
-            first = turn % len(pairs)
-            for cell, question in (*pairs[first:], *pairs[:first]):
-                if cell not in self._warm:
-                    self._warm.add(cell)
-                    _alone(cell, question, places[cell])
-                found[cell, question.id] = _alone(cell, question, places[cell])
-        return found
-
-
-def _prepare_combinations(
-    todo: Mapping[Cell, Sequence[Asked]], places: Mapping[Cell, Workplace]
-) -> None:
-    """What a policy keeps as one is there before anything is timed, like single chunks."""
-    for cell, left in todo.items():
-        if cell.policy.joint:
-            lists = dict.fromkeys(one.question.chunks for one in left)
-            places[cell].reader.add_combination([chunks for chunks in lists if chunks])
-
-
-class _FirstTokens:
-    """Distributions of the first token of answers; those compared with are computed once."""
-
-    def __init__(self, places: Mapping[Cell, Workplace]) -> None:
-        self._places = places
-        self._kept: dict[tuple[Cell, str], Tensor] = {}
-
-    def divergence(self, cell: Cell, reference: Cell | None, question: Question) -> float | None:
-        """Kullback-Leibler divergence from the reference's, in nats; None without one."""
-        if reference is None:
-            return None
-        theirs, mine = self._of(reference, question), self._of(cell, question)
-        return max(0.0, float((theirs.exp() * (theirs - mine)).sum()))
-
-    def _of(self, cell: Cell, question: Question) -> Tensor:
-        place = (cell, question.id)
-        if place not in self._kept:
-            reader = self._places[cell].reader
-            logits = reader.logits(question.question, question.chunks, policy=cell.policy)
-            self._kept[place] = logits[-1].double().log_softmax(-1)
-        return self._kept[place]
-
-
-def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]:
-    answer = place.reader.generate(
-        question.question, question.chunks, policy=cell.policy, max_new_tokens=1
-    )
-    return {name: getattr(answer.metrics, name) for name in _TIMES}
-
-
-def _answers(task: Task, cell: Cell, left: Sequence[Asked], place: Workplace) -> list[Answer]:
-    batch = [(one.question.question, one.question.chunks) for one in left]
-    return place.reader.generate_batch(
-        batch, policy=cell.policy, max_new_tokens=task.max_new_tokens
-    )
-
-
-def _record(
-    task: Task,
-    cell: Cell,
-    one: Asked,
-    answer: Answer,
-    times: Mapping[str, float] | None,
-    divergence: float | None,
-) -> Record:
-    metrics, text = answer.metrics, answer.text.strip()
-    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens
-    return Record(
-        place=cell.place(task.name, one.question.id),
-        digest=one.digest,
-        cluster=one.cluster,
-        scores=task.score(text, one.question),
-        answer=text,
-        chunk_tokens=chunk_tokens,
-        reused_tokens=metrics.reused_tokens,
-        recomputed_tokens=chunk_tokens if cell.policy.is_full else metrics.recomputed_tokens,
-        generated_tokens=metrics.generated_tokens,
-        times=times,
-        divergence=divergence,
-    )

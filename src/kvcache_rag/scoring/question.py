@@ -1,4 +1,7 @@
-"""A question with its documents, as every data set and generator hands it to the evaluation."""
+"""A question about documents with what counts as an answer, and a task: many, and how to score.
+
+Every data set and generator hands questions to whoever asks (`scoring.ask`) in this form.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,14 @@ from kvcache_rag.errors import InvalidInputError
 
 Language = Literal["en", "zh"]
 
-# Number of tokens of a text, without special tokens.
 TokenCounter = Callable[[str], int]
+"""Number of tokens of a text, without special tokens."""
+
+Draw = Callable[[int | None, int, int | None], "list[Question]"]
+"""Questions by (how many, seed, k)."""
+
+Measure = Callable[[str, "Question"], tuple[float, ...]]
+"""Scores by (answer, question)."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +86,6 @@ def top_k(question: Question, k: int | None) -> Question:
         chunks=tuple(question.chunks[index] for index in kept),
         relevant=tuple(place for place, index in enumerate(kept) if index in relevant),
     )
-
-
-# What a task is: questions, and the rule that scores answers to them.
-
-
-# Questions by (how many, seed, k), and scores by (answer, question).
-Draw = Callable[[int | None, int, int | None], list[Question]]
-
-Measure = Callable[[str, Question], tuple[float, ...]]
 
 
 @dataclass(frozen=True)

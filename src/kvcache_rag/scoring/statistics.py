@@ -1,13 +1,24 @@
-"""Intervals for scores, and for the difference of two ways to answer the same questions.
+"""Every interval of the project, one function for each kind, all of 95 %.
 
-Questions over the same documents fare alike, so they are drawn together: everything here resamples
+| of what | function | rule |
+|---|---|---|
+| a count of successes | `wilson`, `Share` | Wilson's score interval |
+| a mean score | `mean_interval` | Wilson's where every score is 0 or 1, else a bootstrap |
+| a difference of scores | `paired_bootstrap` | bootstrap; Wilson's beside it where few differ |
+| a difference of losses | `mean_change` | normal approximation |
+| a ratio of mean scores | `paired_ratio`, `kept_ratio`, `least_kept` | the same |
+| a median of times | `median_interval` | bootstrap |
+| a quotient of two of these | `quotient` | their errors in quadrature, on a log scale |
+| draws of anything | `percentiles` | 2.5 % and 97.5 % of them |
+
+Questions over the same documents fare alike, so they are drawn together: the bootstrap resamples
 clusters (contexts), never single questions of one.  Numbers only; what was asked is not known here.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -16,30 +27,14 @@ import numpy as np
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-
-def wilson(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
-    """Return the Wilson score interval of a proportion (95 % by default)."""
-    if trials == 0:
-        return 0.0, 1.0
-    share, square = successes / trials, z * z / trials
-    centre = (share + square / 2) / (1 + square)
-    spread = z * math.sqrt(share * (1 - share) / trials + square / (4 * trials)) / (1 + square)
-    return max(0.0, centre - spread), min(1.0, centre + spread)
-
-
-# Intervals for scores, and for the difference of two ways to answer the same questions.
-#
-# Questions over the same documents fare alike, so they are drawn together: everything here
-# resamples clusters (contexts), never single questions of one. Numbers only; what was asked is not
-# known here.
-
-
-if TYPE_CHECKING:
     Array = NDArray[np.float64]
+
+Z: Final = 1.96
+"""How many standard errors a two-sided 95 % interval reaches to either side."""
 
 RESAMPLES: Final = 10_000
 
@@ -91,6 +86,49 @@ class Comparison:
         return self.differing >= LEAST_DIFFERING and (self.low > 0 or self.high < 0)
 
 
+@dataclass(frozen=True)
+class Share:
+    """A tally of outcomes: how many of all were as they should be."""
+
+    successes: int
+    trials: int
+
+    @classmethod
+    def of(cls, outcomes: Iterable[bool]) -> Share:
+        """Count what is true."""
+        flags = list(outcomes)
+        return cls(sum(flags), len(flags))
+
+    @property
+    def value(self) -> float:
+        """The share, 0 of nothing."""
+        return self.successes / max(1, self.trials)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's."""
+        return wilson(self.successes, self.trials)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % ({100 * low:.1f}-{100 * high:.1f}, n={self.trials})"
+
+
+def wilson(successes: float, trials: float, z: float = Z) -> tuple[float, float]:
+    """Wilson's score interval of a proportion."""
+    if trials == 0:
+        return 0.0, 1.0
+    share, square = successes / trials, z * z / trials
+    centre = (share + square / 2) / (1 + square)
+    spread = z * math.sqrt(share * (1 - share) / trials + square / (4 * trials)) / (1 + square)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def trials_without_loss(share: float, most: int = 100_000) -> int:
+    """How many trials, none of them lost, leave at most `share` of losses open; at most `most`."""
+    return next((n for n in range(1, most) if wilson(0, n)[1] <= share), most)
+
+
 def paired_bootstrap(
     first: Sequence[float],
     second: Sequence[float],
@@ -118,16 +156,44 @@ def paired_bootstrap(
     differences = _paired(first, second, clusters)
     sums, sizes = _clustered(differences, clusters)
     totals, counts = _resampled(np.stack([sums, sizes]), seed, resamples)
-    low, high = _percentiles(totals / counts)
-    differing = int((_clustered(np.abs(differences), clusters)[0] > 0).sum())
-    if differing < LEAST_DIFFERING:
-        lost, won = (
-            int((_clustered(np.maximum(0, sign * differences), clusters)[0] > 0).sum())
-            for sign in (-1, 1)
-        )
-        low = min(low, -wilson(lost, len(sums))[1])
-        high = max(high, wilson(won, len(sums))[1])
+    low, high = percentiles(totals / counts)
+    differing, bounds = _few(differences, clusters)
+    if bounds is not None:
+        low, high = min(low, bounds[0]), max(high, bounds[1])
     return Comparison(float(differences.mean()), low, high, len(differences), differing)
+
+
+def few_losses(
+    first: Sequence[float],
+    second: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+) -> tuple[float, float] | None:
+    """Bounds of the mean difference where a bootstrap has seen too little to know them.
+
+    A bootstrap of questions that went alike says that they always will.  Where fewer than
+    `LEAST_DIFFERING` clusters went differently, no more than Wilson's upper bound for the share of
+    clusters that may be lost, or won, is: 40 without a loss leave 8.8 % open, 73 leave 5 %.
+
+    Returns:
+        Lowest and highest difference, None where a bootstrap knows enough.
+    """
+    return _few(_paired(first, second, clusters), clusters)[1]
+
+
+def _few(
+    differences: Array, clusters: Sequence[Hashable] | None
+) -> tuple[int, tuple[float, float] | None]:
+    """How many clusters differ, and the bounds of `few_losses`."""
+
+    def count(parts: Array) -> int:
+        return int((_clustered(parts, clusters)[0] > 0).sum())
+
+    differing = count(np.abs(differences))
+    if differing >= LEAST_DIFFERING:
+        return differing, None
+    total = len(_clustered(differences, clusters)[0])
+    lost, won = count(np.maximum(0, -differences)), count(np.maximum(0, differences))
+    return differing, (-wilson(lost, total)[1], wilson(won, total)[1])
 
 
 def paired_ratio(
@@ -149,8 +215,37 @@ def paired_ratio(
         return Interval(float("nan"), float("nan"), float("nan"), len(first))
     above, below = _resampled(np.stack([mine, theirs]), seed, resamples)
     drawn = below > 0  # a resample without any score says nothing about a ratio
-    low, high = _percentiles(above[drawn] / below[drawn])
+    low, high = percentiles(above[drawn] / below[drawn])
     return Interval(float(mine.sum() / theirs.sum()), low, high, len(first))
+
+
+def kept_ratio(
+    first: Sequence[float],
+    second: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+) -> Interval:
+    """`paired_ratio`, at least as wide as the difference of both where few clusters differ."""
+    difference = paired_bootstrap(first, second, clusters, seed=seed)
+    ratio = paired_ratio(first, second, clusters, seed=seed)
+    mean = math.fsum(second) / len(second)
+    if difference.differing >= LEAST_DIFFERING or mean <= 0:
+        return ratio
+    low, high = 1 + difference.low / mean, min(1 + difference.high / mean, 1 / mean)
+    return replace(ratio, low=min(ratio.low, max(0.0, low)), high=max(ratio.high, high))
+
+
+def least_kept(first: Sequence[float], second: Sequence[float]) -> float:
+    """Least share of the second's mean score that few losses prove, question by question.
+
+    Returns:
+        1 where a bootstrap knows enough, nan where the second has no score at all.
+    """
+    mean, bounds = math.fsum(second) / len(second), few_losses(first, second)
+    if mean <= 0:
+        return math.nan
+    return 1.0 if bounds is None else 1 + bounds[0] / mean
 
 
 def mean_interval(
@@ -175,7 +270,7 @@ def mean_interval(
         low, high = wilson(mean * effective, effective)
     else:
         totals, counts = _resampled(np.stack([sums, sizes]), seed, resamples)
-        low, high = _percentiles(totals / counts)
+        low, high = percentiles(totals / counts)
     return Interval(mean, low, high, n)
 
 
@@ -184,13 +279,55 @@ def median_interval(
 ) -> Interval:
     """Median with its bootstrap interval, for times.
 
+    Of few values it is too narrow: of 7 it covers the true median in 89 %, of 25 in 93 %.
+
     Raises:
         InvalidInputError: If there is no value.
     """
     held = _paired(values, [0.0] * len(values), None)
     drawn = np.random.default_rng(seed).integers(0, len(held), (resamples, len(held)))
-    low, high = _percentiles(np.median(held[drawn], axis=1))
+    low, high = percentiles(np.median(held[drawn], axis=1))
     return Interval(float(np.median(held)), low, high, len(held))
+
+
+def mean_change(before: Sequence[float], after: Sequence[float]) -> Interval:
+    """Mean of `after - before`, value by value, by the normal approximation: for losses.
+
+    Unlike a bootstrap it draws nothing, and single values are not from 0 to 1.  A single pair
+    proves nothing: its interval is infinite.
+    """
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    count = len(differences)
+    mean = sum(differences) / max(1, count)
+    if count < 2:
+        return Interval(mean, -math.inf, math.inf, count)
+    variance = sum((one - mean) ** 2 for one in differences) / (count - 1)
+    half = Z * math.sqrt(variance / count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def quotient(above: Interval, below: Interval) -> Interval:
+    """One positive estimate over another that was made independently of it.
+
+    How far each may be off on its own, as a factor, is a root of squares of logarithms together.
+    """
+    value = above.value / below.value
+
+    def apart(sign: int, *factors: float) -> float:
+        return math.exp(sign * math.hypot(*(math.log(one) for one in factors)))
+
+    return Interval(
+        value,
+        value * apart(-1, above.low / above.value, below.high / below.value),
+        value * apart(1, above.high / above.value, below.low / below.value),
+        above.n,
+    )
+
+
+def percentiles(drawn: Array) -> tuple[float, float]:
+    """The bounds within which 95 % of the draws lie."""
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def _paired(
@@ -255,8 +392,3 @@ def _weights(clusters: int, seed: int, resamples: int) -> NDArray[np.uint8]:
         found = np.bincount(drawn.ravel(), minlength=count * clusters)
         weights[start : start + count] = found.reshape(count, clusters)
     return weights
-
-
-def _percentiles(drawn: Array) -> tuple[float, float]:
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(low), float(high)
