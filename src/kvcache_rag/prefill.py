@@ -18,7 +18,7 @@ from kvcache_rag.models.hf import TransformersModel, converted
 from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores.device import moved
-from kvcache_rag.stores.disk.manifest import summary
+from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Prefiller:
         }
         fingerprint = spec_digest(spec)
         name = str(getattr(model.config, "_name_or_path", ""))
-        description = summary(spec, name)
+        description = manifest_of(spec, name)
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
 

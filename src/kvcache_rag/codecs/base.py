@@ -74,22 +74,18 @@ class Native(Codec):
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
         """The tensors, packed when they are strided."""
-        return {name: tensor.contiguous() for name, tensor in self._named(chunk).items()}
+        return {name: tensor.contiguous() for name, tensor in self.in_place(chunk).items()}
 
     def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
         """Copy."""
-        for name, tensor in self._named(out).items():
+        for name, tensor in self.in_place(out).items():
             tensor.copy_(stored[name])
 
-    def in_place(self, out: ChunkKV) -> dict[str, Tensor] | None:
+    def in_place(self, out: ChunkKV) -> dict[str, Tensor]:
         """The tensors of `out` themselves."""
-        return self._named(out)
-
-    @staticmethod
-    def _named(chunk: ChunkKV) -> dict[str, Tensor]:
         return {
             name: tensor
-            for names, tensors in zip(chunk.layout.names(), chunk.tensors, strict=True)
+            for names, tensors in zip(out.layout.names(), out.tensors, strict=True)
             for name, tensor in zip(names, tensors, strict=True)
         }
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration import Row, RowPrefiller
     from kvcache_rag.integration.rows import RowText
-    from kvcache_rag.stores.disk.maintenance import SpecFolder
+    from kvcache_rag.stores.disk.folders import SpecFolder
 
 HELP = "compute a collection's chunks for another model, codec or template, then retire the old"
 _LOOKED_AT = 50  # rows by which the form of texts is told
@@ -106,7 +106,7 @@ def _open(arguments: argparse.Namespace) -> Engine:
 
 
 @dataclass(frozen=True)
-class Work:
+class RebuildWork:
     """What is to be done for one collection.
 
     Attributes:
@@ -126,14 +126,14 @@ class Work:
     specs: Counter[str]
 
 
-def _work(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> Work:
+def _work(prefiller: RowPrefiller, engine: Engine, text_of: RowText) -> RebuildWork:
     from kvcache_rag.integration import Reference
 
     rows = [row for row in prefiller.rows.get() if text_of(row).strip()]
     keys = engine.keys([text_of(row) for row in rows])
     held = [Reference.from_metadata(row.metadata) for row in rows]
     missing = {key for key in keys if not engine.store.contains(key)}
-    return Work(
+    return RebuildWork(
         rows=len(rows),
         missing=len(missing),
         tokens=sum(key.tokens for key in missing),

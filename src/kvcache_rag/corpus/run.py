@@ -18,8 +18,7 @@ from kvcache_rag.corpus.worker import Report, Tally, Worker
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.folders import namespace_digest
-from kvcache_rag.stores.disk.maintenance import Leftover, discard, namespaces
+from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -80,22 +79,21 @@ def tidy(store: DiskStore, spec: str, namespace: str) -> int:
     Returns:
         How many files were removed.
     """
-    found = [
-        entry
+    unfinished = [
+        leftover
         for folder in namespaces(store.root)
         if folder.name == namespace_digest(namespace)
-        for one in folder.specs()
-        if one.name == spec[:16]
-        for entry in one.entries()
-        if isinstance(entry, Leftover)
+        for own in folder.specs()
+        if own.name == spec[:16]
+        for leftover in own.unfinished()
     ]
     removed = 0
-    for leftover in found:
+    for leftover in unfinished:
         stripe = os.path.basename(os.path.dirname(leftover.path))
         if len(stripe) != 2:
             continue  # a manifest, which is written without a lock
         with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
-            removed += discard(leftover)
+            removed += leftover.remove()
     return removed
 
 
