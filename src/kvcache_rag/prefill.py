@@ -180,13 +180,15 @@ class Prefiller:
         missing = list(
             {one.key: one for one in pending if not self.store.contains(one.key)}.values()
         )
-        computed = 0
+        computed, total = 0, len(missing)
+        bar = progress_bar(total, "prefill", "chunk", show=True) if show_progress else None
         try:
-            with progress_bar(len(missing), "prefill", "chunk", show=show_progress) as bar:
+            with bar if bar is not None else nullcontext():
                 for batch in batches(missing, len(self.prefix_ids)):
                     with guard:
                         computed += len(self.fill_batch(batch))
-                    bar.update(len(batch))
+                    if bar is not None:
+                        bar.update(len(batch))
                     time.sleep(YIELD)
         finally:
             self.model.narrow()
