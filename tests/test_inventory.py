@@ -153,6 +153,22 @@ def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert list(namespaces(tmp_path / "nowhere")) == []
 
 
+def test_a_sweep_drops_what_the_walk_calls_released(store: DiskStore) -> None:
+    keys = [key_of(make_chunk(seed)) for seed in range(5)]
+    for seed in range(4):
+        put(store, seed)
+    for key in keys[1:]:  # the last is claimed, and not there
+        store.claim(key, "a")
+    for key in keys[2:]:
+        store.release(key, "a")
+    store.claim(keys[3], "b")
+    before = {file.digest: file for file in chunks(store)}
+    gone = {digest for digest, file in before.items() if file.is_released(time.time() + 1)}
+    assert gone == {keys[2].digest, keys[4].digest}
+    assert DiskStore(store.root, release_grace=-1).sweep() == 1
+    assert {file.digest for file in chunks(store)} == before.keys() - gone
+
+
 # ---------------------------------------------------------------------- manifests
 SPEC = {
     "model": {"id": "org/name", "revision": "abcdef012345", "type": "llama", "quantization": None},
@@ -266,6 +282,23 @@ def test_every_flipped_byte_of_the_header_and_many_of_the_payload_are_found(
     # width and shapes of one size; a reader who knows them does.
     free = _spans(whole, b'"native"', b'"start":"', b"kvcache-rag 0", b'"kv"', b'"BF16"', b"shape")
     assert [place for place in unseen if place not in free] == []
+
+
+def test_what_a_check_without_a_model_refuses_a_reader_refuses(store: DiskStore) -> None:
+    path, key = put(store), key_of(make_chunk())
+    whole = path.read_bytes()
+    refused = 0
+    for place in [place for place in range(4096) if whole[place] != ord(" ")][::2]:
+        torn = bytearray(whole)
+        torn[place] ^= 1 << place % 7
+        path.write_bytes(torn)
+        try:
+            verify_file(str(path), key.digest)
+        except CorruptChunkError:
+            refused += 1
+            with pytest.raises(CorruptChunkError):
+                store.get(key, LAYOUTS["fused-bfloat16"])
+    assert refused > 50
 
 
 def _spans(whole: bytes, *names: bytes) -> set[int]:

@@ -46,7 +46,7 @@ class StoreStats:
     Attributes:
         hits: Chunks given back, per tier.
         misses: Keys that were not held, or could not be read.
-        corrupt: Files put aside because they were not what they should be.
+        corrupt: Files quarantined because they were not what they should be.
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
@@ -268,7 +268,7 @@ class ChunkReader(ABC):
             memory apart from that, which must not be written to.
 
         Raises:
-            CorruptChunkError: If it is damaged; it was put aside.
+            CorruptChunkError: If it is damaged; it is in quarantine.
             ChunkNotFoundError: If it cannot be read.
         """
 
@@ -287,7 +287,7 @@ class ChunkReader(ABC):
         """Verify what was read, and count it.
 
         Raises:
-            CorruptChunkError: If it is damaged; it was put aside.
+            CorruptChunkError: If it is damaged; it is in quarantine.
             ChunkNotFoundError: If it cannot be read.
         """
 

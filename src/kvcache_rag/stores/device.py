@@ -461,7 +461,7 @@ def deliver(chunk: ChunkKV, out: ChunkKV) -> None:
     """Copy a chunk that is kept in memory, this machine's or a device's, into `out`.
 
     Args:
-        chunk: Never written to; its tensors may be let go of at once.
+        chunk: Never written to; its tensors may be freed at once.
         out: Of the same layout and length.
     """
     lane = lane_to(device_of(out))

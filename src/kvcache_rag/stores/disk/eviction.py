@@ -1,12 +1,13 @@
 """Dropping what has to go from a store on disk, one namespace at a time.
 
 Released chunks after the grace time, chunks that are too old, the least recently used above a
-limit, and what killed writers left.
+limit, what killed writers left; and a whole namespace, so that nothing comes back.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -301,3 +302,73 @@ class Sweeper:
     def _allow(self, name: str, limit: int, held: int) -> None:
         with self._lock:
             self._room[name] = min(limit - held, limit // _ROOM)
+
+
+# ---------------------------------------------------------------------- deleting a namespace
+# A deletion touches the epoch first, then renames every folder beside it away, then removes what it
+# renamed, then touches the epoch again for those who read a chunk in between.  A writer reads the
+# epoch, makes a temporary file, and looks at the epoch once more before it renames that file into
+# its place.  If its temporary file was there before the epoch grew, the deletion takes it away with
+# its folder, published or not; if it came later, the second look sees the new epoch.  Either way
+# the writer fails, and no lock is needed: a writer that is killed or stopped at any point can
+# neither block a deletion nor undo it.
+
+_PASSES = 100
+
+
+def delete_namespace(folder: str, *, durable: bool) -> int:
+    """Remove everything in the folder of a namespace but its epoch, which grows.
+
+    Args:
+        folder: An existing folder.
+        durable: Whether to have it on the medium when this returns.
+
+    Returns:
+        How many chunks were removed.
+
+    Raises:
+        OSError: If something of it could not be removed.
+    """
+    dropped = 0
+    try:
+        _grow(folder, durable=durable)
+    except OSError:
+        # The disk may be full: make room and try again.
+        dropped = _purge(folder)
+        _grow(folder, durable=durable)
+    dropped += _purge(folder)
+    _grow(folder, durable=durable)
+    if durable:
+        folders.sync_folder(folder)
+    return dropped
+
+
+def _grow(folder: str, *, durable: bool) -> None:
+    path = f"{folder}/{folders.EPOCH}"
+    later = max(folders.epoch(folder) + 1, time.time_ns())
+    with folders.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
+        os.write(descriptor, b".")
+        folders.set_times(path, (later, later))
+        if durable:
+            os.fsync(descriptor)
+
+
+def _purge(folder: str) -> int:
+    # What a reader quarantines meanwhile comes out of the other folders: they go first.
+    names = sorted(os.listdir(folder), key=lambda name: name == folders.QUARANTINE)
+    for name in dict.fromkeys([*names, folders.QUARANTINE]):
+        if name != folders.EPOCH and not name.startswith(folders.DELETED):
+            away = f"{folder}/{folders.DELETED}{secrets.token_hex(16)}"
+            with suppress(FileNotFoundError):
+                os.rename(f"{folder}/{name}", away)
+    # All of it, also what another deletion took away a moment before and has not removed yet, and
+    # again, because a system call that began before the renaming may still add a file.
+    dropped = 0
+    failures: list[OSError] = []
+    for _ in range(_PASSES):
+        left = [name for name in os.listdir(folder) if name.startswith(folders.DELETED)]
+        if not left:
+            return dropped
+        failures = []
+        dropped += sum(folders.remove(f"{folder}/{name}", failures) for name in left)
+    raise next(iter(failures), OSError(f"{folder} is filled faster than it can be emptied"))

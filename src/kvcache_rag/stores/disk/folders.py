@@ -715,17 +715,9 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- deleting a namespace
-# The file `epoch` is touched by every deletion; its time and length are the epoch.  A deletion
-# touches it first, then renames every folder beside it away, then removes what it renamed, then
-# touches it again for those who read a chunk in between.  A writer reads the epoch, makes a
-# temporary file, and looks at the epoch once more before it renames that file into its place.  If
-# its temporary file was there before the epoch grew, the deletion takes it away with its folder,
-# published or not; if it came later, the second look sees the new epoch.  Either way the writer
-# fails, and no lock is needed: a writer that is killed or stopped at any point can neither block a
-# deletion nor undo it.
-
-_PASSES = 100
+# ---------------------------------------------------------------------- epochs
+# The file `epoch` is touched by every deletion of the namespace; its time and length are the epoch.
+# How that keeps a deleted namespace from coming back is told at `eviction.delete_namespace`.
 
 
 def epoch(folder: str) -> int:
@@ -749,61 +741,3 @@ def check_epoch(folder: str, expected: int) -> None:
     """
     if epoch(folder) != expected:
         raise OSError("the namespace was deleted meanwhile; what was made before is not kept")
-
-
-def delete_namespace(folder: str, *, durable: bool) -> int:
-    """Remove everything in the folder of a namespace but its epoch, which grows.
-
-    Args:
-        folder: An existing folder.
-        durable: Whether to have it on the medium when this returns.
-
-    Returns:
-        How many chunks were removed.
-
-    Raises:
-        OSError: If something of it could not be removed.
-    """
-    dropped = 0
-    try:
-        _grow(folder, durable=durable)
-    except OSError:
-        # The disk may be full: make room and try again.
-        dropped = _purge(folder)
-        _grow(folder, durable=durable)
-    dropped += _purge(folder)
-    _grow(folder, durable=durable)
-    if durable:
-        sync_folder(folder)
-    return dropped
-
-
-def _grow(folder: str, *, durable: bool) -> None:
-    path = f"{folder}/{EPOCH}"
-    later = max(epoch(folder) + 1, time.time_ns())
-    with opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
-        os.write(descriptor, b".")
-        set_times(path, (later, later))
-        if durable:
-            os.fsync(descriptor)
-
-
-def _purge(folder: str) -> int:
-    # What a reader quarantines meanwhile comes out of the other folders: they go first.
-    names = sorted(os.listdir(folder), key=lambda name: name == QUARANTINE)
-    for name in dict.fromkeys([*names, QUARANTINE]):
-        if name != EPOCH and not name.startswith(DELETED):
-            away = f"{folder}/{DELETED}{secrets.token_hex(16)}"
-            with suppress(FileNotFoundError):
-                os.rename(f"{folder}/{name}", away)
-    # All of it, also what another deletion took away a moment before and has not removed yet, and
-    # again, because a system call that began before the renaming may still add a file.
-    dropped = 0
-    failures: list[OSError] = []
-    for _ in range(_PASSES):
-        left = [name for name in os.listdir(folder) if name.startswith(DELETED)]
-        if not left:
-            return dropped
-        failures = []
-        dropped += sum(remove(f"{folder}/{name}", failures) for name in left)
-    raise next(iter(failures), OSError(f"{folder} is filled faster than it can be emptied"))

@@ -31,7 +31,7 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper
+from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
 from kvcache_rag.stores.disk.file import (
     ALIGNMENT,
     FileSpec,
@@ -244,7 +244,7 @@ class DiskStore(ChunkStore):
         """
         folder = self._folder(namespace)
         folders.make_folder(self._root, folder)
-        dropped = folders.delete_namespace(folder, durable=self.durable)
+        dropped = delete_namespace(folder, durable=self.durable)
         wipe()
         return dropped
 
