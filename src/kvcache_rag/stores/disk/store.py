@@ -25,7 +25,6 @@ from kvcache_rag.stores.base import (
     Hit,
     StoreStats,
     check_chunk,
-    check_key,
     check_out,
     check_ttl,
 )
@@ -254,7 +253,7 @@ class DiskStore(ChunkStore):
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
         """Note what `spec` stands for; it is written beside the first chunk that is put."""
-        self._folder(namespace)
+        self._check_namespace(namespace)
         self._manifests.note(folders.spec_path(self._root, namespace, spec), description)
 
     @contextmanager
@@ -294,16 +293,19 @@ class DiskStore(ChunkStore):
         """Counters of this store in this process."""
         return self._counters.stats()
 
-    def _folder(self, namespace: str) -> str:
+    def _check_namespace(self, namespace: str) -> None:
         if self.namespace is not None and namespace != self.namespace:
             raise InvalidInputError(
                 f"the store serves the namespace {self.namespace!r}, not {namespace!r}; open "
                 "another one for that"
             )
+
+    def _folder(self, namespace: str) -> str:
+        self._check_namespace(namespace)
         return folders.namespace_folder(self._root, namespace)
 
     def _stem(self, key: ChunkKey) -> str:
-        self._folder(check_key(key).namespace)
+        self._check_namespace(key.namespace)
         return folders.stem_path(self._root, key)
 
     def _checked(self, key: ChunkKey) -> str:
