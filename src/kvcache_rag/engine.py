@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
+    from typing_extensions import Self
 
     from kvcache_rag.generation.explain import Explained
     from kvcache_rag.generation.rotation_mode import RotationMode
@@ -184,7 +185,7 @@ class Engine:
             return None
         return ContextLoader(prefiller, self._renderer, self._costs, combinations)
 
-    def in_namespace(self, namespace: str) -> Engine:
+    def in_namespace(self, namespace: str) -> Self:
         """An engine for another tenant: the same model, stores and settings, other chunks.
 
         Nothing is measured anew, and nothing waits for the model, which works for one at a time.
