@@ -124,14 +124,8 @@ class Boastful(Native):
 class Elsewhere(Native):
     """Names memory that is not the chunk's."""
 
-    def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
-        return Native().encode(chunk)
-
-    def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
-        Native().decode(stored, out)
-
     def in_place(self, out: ChunkKV) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in super().in_place(out).items()}
+        return {name: tensor.clone() for name, tensor in super().encode(out).items()}
 
 
 class Shy(Native):
