@@ -13,24 +13,22 @@ import torch
 from safetensors.torch import save_file
 
 from kvcache_rag.codecs import CODECS, Codec
+from kvcache_rag.commands.store import Summary
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.file import file_bytes
-from kvcache_rag.stores.disk.maintenance import (
+from kvcache_rag.stores.disk.file import file_bytes, file_facts, verify_file
+from kvcache_rag.stores.disk.folders import (
+    MANIFEST,
     Leftover,
+    Manifests,
     NamespaceFolder,
     StoredFile,
-    discard,
-    file_facts,
-    let_go,
+    manifest_of,
     namespaces,
     owner_mark,
-    put_aside,
-    summarise,
-    take_back,
-    verify_file,
+    quarantine,
+    read_manifest,
 )
-from kvcache_rag.stores.disk.manifest import NAME, Manifests, read_manifest, summary
 from tests.contracts import LAYOUTS, key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def test_a_claim_without_a_chunk_is_listed_as_such(store: DiskStore) -> None:
     (found,) = chunks(store)
     assert not found.is_held
     (spec,) = next(namespaces(store.root)).specs()
-    assert (summarise(spec).chunks, summarise(spec).missing) == (0, 1)
+    assert (Summary.of(spec).chunks, Summary.of(spec).missing) == (0, 1)
 
 
 def test_namespaces_and_specs_are_apart(store: DiskStore) -> None:
@@ -103,7 +101,7 @@ def test_what_is_counted(store: DiskStore) -> None:
     (paths[0].parent / ".tmp-torso").write_bytes(b"12345")
     (paths[0].parent.parent / ".tmp-manifest").write_bytes(b"123")
     (spec,) = next(namespaces(store.root)).specs()
-    found = summarise(spec)
+    found = Summary.of(spec)
     assert (found.chunks, found.nbytes) == (4, sum(path.stat().st_size for path in paths))
     assert found.owners == {owner_mark("a"): 2, owner_mark("b"): 1}
     assert (found.released, found.unowned, found.missing) == (1, 1, 0)
@@ -155,6 +153,22 @@ def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert list(namespaces(tmp_path / "nowhere")) == []
 
 
+def test_a_sweep_drops_what_the_walk_calls_released(store: DiskStore) -> None:
+    keys = [key_of(make_chunk(seed)) for seed in range(5)]
+    for seed in range(4):
+        put(store, seed)
+    for key in keys[1:]:  # the last is claimed, and not there
+        store.claim(key, "a")
+    for key in keys[2:]:
+        store.release(key, "a")
+    store.claim(keys[3], "b")
+    before = {file.digest: file for file in chunks(store)}
+    gone = {digest for digest, file in before.items() if file.is_released(time.time() + 1)}
+    assert gone == {keys[2].digest, keys[4].digest}
+    assert DiskStore(store.root, release_grace=-1).sweep() == 1
+    assert {file.digest for file in chunks(store)} == before.keys() - gone
+
+
 # ---------------------------------------------------------------------- manifests
 SPEC = {
     "model": {"id": "org/name", "revision": "abcdef012345", "type": "llama", "quantization": None},
@@ -170,7 +184,7 @@ SPEC = {
 
 def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(tmp_path: Path) -> None:
     manifests = Manifests()
-    manifests.note(str(tmp_path), summary(SPEC, "ignored"))
+    manifests.note(str(tmp_path), manifest_of(SPEC, "ignored"))
     assert read_manifest(str(tmp_path)) == {}, "nothing is written before there is a chunk"
     manifests.publish(str(tmp_path))
     found = read_manifest(str(tmp_path))
@@ -183,13 +197,13 @@ def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(tmp_path: Path) 
     assert found["prefix_tokens"] == 3
     assert "prefix" not in found
     assert abs(found["created"] - time.time()) < 60
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
-    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+    assert (tmp_path / MANIFEST).stat().st_mode & 0o777 == 0o600
 
 
 def test_of_a_model_folder_only_the_end_of_its_path_is_kept() -> None:
     model = {"type": "llama", "quantization": None, "weights": "0123", "config": "4567"}
-    found = summary({**SPEC, "model": model}, "some/where/models/mine")
+    found = manifest_of({**SPEC, "model": model}, "some/where/models/mine")
     assert (found["model"], found["revision"]) == ("models/mine", "0123")
 
 
@@ -202,7 +216,7 @@ def test_a_manifest_is_written_once_and_again_when_it_is_gone(tmp_path: Path) ->
     manifests.note(str(tmp_path), {"model": "second"})
     manifests.publish(str(tmp_path))
     assert read_manifest(str(tmp_path))["model"] == "first"
-    (tmp_path / NAME).unlink()
+    (tmp_path / MANIFEST).unlink()
     manifests.publish(str(tmp_path))
     assert read_manifest(str(tmp_path))["model"] == "second"
 
@@ -216,16 +230,16 @@ def test_a_manifest_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"text"', "[" * 100_000, '{"a": "' + "x" * 99999])
 def test_a_damaged_manifest_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / MANIFEST).write_text(text)
     assert read_manifest(str(tmp_path)) == {}
 
 
 def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("{}")
-    os.symlink(tmp_path / "real", tmp_path / NAME)
+    os.symlink(tmp_path / "real", tmp_path / MANIFEST)
     assert read_manifest(str(tmp_path)) == {}
-    (tmp_path / NAME).unlink()
-    os.mkfifo(tmp_path / NAME)
+    (tmp_path / MANIFEST).unlink()
+    os.mkfifo(tmp_path / MANIFEST)
     assert read_manifest(str(tmp_path)) == {}
 
 
@@ -268,6 +282,23 @@ def test_every_flipped_byte_of_the_header_and_many_of_the_payload_are_found(
     # width and shapes of one size; a reader who knows them does.
     free = _spans(whole, b'"native"', b'"start":"', b"kvcache-rag 0", b'"kv"', b'"BF16"', b"shape")
     assert [place for place in unseen if place not in free] == []
+
+
+def test_what_a_check_without_a_model_refuses_a_reader_refuses(store: DiskStore) -> None:
+    path, key = put(store), key_of(make_chunk())
+    whole = path.read_bytes()
+    refused = 0
+    for place in [place for place in range(4096) if whole[place] != ord(" ")][::2]:
+        torn = bytearray(whole)
+        torn[place] ^= 1 << place % 7
+        path.write_bytes(torn)
+        try:
+            verify_file(str(path), key.digest)
+        except CorruptChunkError:
+            refused += 1
+            with pytest.raises(CorruptChunkError):
+                store.get(key, LAYOUTS["fused-bfloat16"])
+    assert refused > 50
 
 
 def _spans(whole: bytes, *names: bytes) -> set[int]:
@@ -394,16 +425,16 @@ def test_letting_go_is_what_the_store_calls_release(store: DiskStore) -> None:
     key = key_of(make_chunk())
     store.claim(key, "a")
     _, found = only(store)
-    assert not let_go(found, owner_mark("b"))
-    assert let_go(found, owner_mark("a"))
-    assert not let_go(found, owner_mark("a"))
+    assert not found.release(owner_mark("b"))
+    assert found.release(owner_mark("a"))
+    assert not found.release(owner_mark("a"))
     assert only(store)[1].released.keys() == {owner_mark("a")}
     assert store.sweep() == 0, "the grace time begins now"
-    take_back(found, owner_mark("a"))
+    found.restore(owner_mark("a"))
     assert only(store)[1].owners.keys() == {owner_mark("a")}
     at_once = DiskStore(store.root, release_grace=-1)
     assert at_once.sweep() == 0
-    let_go(only(store)[1], owner_mark("a"))
+    only(store)[1].release(owner_mark("a"))
     assert only(store)[1].is_released(time.time() + 1)
     assert at_once.sweep() == 1
 
@@ -414,9 +445,9 @@ def test_a_link_in_place_of_the_quarantine_is_not_followed(
     path = put(store)
     (tmp_path / "outside").mkdir()
     os.symlink(tmp_path / "outside", path.parent.parent.parent / "quarantine")
-    namespace, found = only(store)
+    _, found = only(store)
     with pytest.raises(NotADirectoryError):
-        put_aside(namespace, found)
+        quarantine(found.stem)
     assert path.exists()
     assert list((tmp_path / "outside").iterdir()) == []
 
@@ -438,11 +469,11 @@ def test_a_damaged_file_is_put_where_the_store_puts_it(store: DiskStore) -> None
     for seed in range(6):
         put(store, seed)
         namespace, found = only(store)
-        put_aside(namespace, found)
-        put_aside(namespace, found)  # it is gone
+        quarantine(found.stem)
+        quarantine(found.stem)  # it is gone
         kept = list(namespace.quarantined())
         assert len(kept) == min(seed + 1, 4)
         assert any(one.path.endswith(found.digest) for one in kept)
-    assert all(discard(one) for one in kept)
-    assert not discard(kept[0])
+    assert all(one.remove() for one in kept)
+    assert not kept[0].remove()
     assert all(isinstance(one, Leftover) for one in kept)

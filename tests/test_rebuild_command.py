@@ -14,7 +14,7 @@ from store_place import TEMPLATE, TEXTS, Place, age, write
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
 from kvcache_rag.integration import NewRow, Reference, Rows
 from kvcache_rag.integration import rows as forms
-from kvcache_rag.stores.disk.maintenance import owner_mark
+from kvcache_rag.stores.disk.folders import owner_mark
 
 if TYPE_CHECKING:
     from pathlib import Path

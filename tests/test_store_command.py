@@ -19,7 +19,7 @@ from store_place import TEMPLATE, TEXTS, Place, age, forget, write
 from kvcache_rag import DiskStore, Engine, PromptTemplate, TieredStore, cli
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag.stores import RemoteStore
-from kvcache_rag.stores.disk.maintenance import StoredFile, namespaces, owner_mark
+from kvcache_rag.stores.disk.folders import StoredFile, namespaces, owner_mark
 from tests.contracts import key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -198,11 +198,9 @@ def test_gc_leaves_claims_alone_whose_rows_may_be_on_their_way(
 def test_gc_claims_again_what_a_row_turned_up_for(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcache_rag.stores.disk import maintenance
-
     rows = place.docs.rows.get(ids=["0"])
     forget(place.docs, "0")
-    real = maintenance.let_go
+    real = StoredFile.release
 
     def slow(file: StoredFile, mark: str) -> bool:
         place.client.get_collection("docs", embedding_function=None).add(
@@ -210,7 +208,7 @@ def test_gc_claims_again_what_a_row_turned_up_for(
         )
         return real(file, mark)
 
-    monkeypatch.setattr(maintenance, "let_go", slow)
+    monkeypatch.setattr(StoredFile, "release", slow)
     assert place.run("gc", "--collection", "docs", "--grace", "0", "--yes") == 0
     digest = place.engine.keys(TEXTS)[0].digest
     assert set(place.chunks()[digest].owners) == {owner_mark(place.docs.owner)}

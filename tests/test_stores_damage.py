@@ -210,7 +210,7 @@ def test_a_good_file_that_replaced_a_damaged_one_is_not_put_aside(store: DiskSto
     damaged = os.stat(store.path(key))
     store.path(key).rename(store.root / "old")
     store.path(key).write_bytes(raw)
-    folders.quarantine(str(store.root), key, damaged)
+    folders.quarantine(folders.stem_path(str(store.root), key), damaged)
     assert store.contains(key)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.stores import DiskStore, MemoryStore, memory
-from kvcache_rag.stores.disk import folders, namespaces
+from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.disk import store as chunkio
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
@@ -125,7 +125,7 @@ def test_what_is_written_during_a_deletion_is_not_kept(
 
     where, name = {
         "before the file": (chunkio, "write_file"),
-        "before the name": (namespaces, "check_epoch"),
+        "before the name": (folders, "check_epoch"),
         "before the folder": (folders, "make_folder"),
     }[moment]
     monkeypatch.setattr(where, name, deleting(getattr(where, name)))

@@ -11,14 +11,9 @@ import pytest
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.locks import ThreadLocks
-from kvcache_rag.stores.disk.maintenance import (
-    let_go,
-    namespaces,
-    owner_mark,
-    put_aside,
-    verify_file,
-)
+from kvcache_rag.stores.disk.file import verify_file
+from kvcache_rag.stores.disk.folders import namespaces, owner_mark, quarantine
+from kvcache_rag.stores.locks import ThreadLocks
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -286,7 +281,7 @@ def test_a_claim_made_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
         file for one in namespaces(tmp_path) for spec in one.specs() for file in spec.chunks()
     )
     store.claim(KEY, "owner")  # its row is on its way
-    assert not let_go(listed, mark)
+    assert not listed.release(mark)
     assert marker.exists()
 
 
@@ -299,7 +294,7 @@ def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path)
     os.link(store.path(KEY), tmp_path / "kept")  # or its inode might be used again
     (listed,) = (file for spec in namespace.specs() for file in spec.chunks())
     store.put(KEY, CHUNK)  # a reader computed it anew while it was being checked
-    put_aside(namespace, listed, found)
+    quarantine(listed.stem, found)
     verify_file(listed.path, listed.digest)
 
 

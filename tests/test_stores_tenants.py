@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores import DiskStore, MemoryStore
-from kvcache_rag.stores.disk import folders, locks
+from kvcache_rag.stores import DiskStore, MemoryStore, locks
+from kvcache_rag.stores.disk import eviction, folders
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -271,14 +271,14 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
     fill(store, "a", 2)
     store = DiskStore(store.root, durable=False, quota=SIZE)
     entered, leave = threading.Event(), threading.Event()
-    sweep = folders.sweep
+    sweep = eviction.sweep
 
-    def slow(*args: Any, **kwargs: Any) -> folders.Swept:
+    def slow(*args: Any, **kwargs: Any) -> eviction.Swept:
         entered.set()
         assert leave.wait(60)
         return sweep(*args, **kwargs)
 
-    monkeypatch.setattr(folders, "sweep", slow)
+    monkeypatch.setattr(eviction, "sweep", slow)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(store.sweep)
         assert entered.wait(60)

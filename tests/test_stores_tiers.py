@@ -354,7 +354,7 @@ def test_it_is_believed_for_the_stated_time_and_looked_at_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("kvcache_rag.stores.disk.namespaces.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvcache_rag.stores.epochs.time.monotonic", lambda: clock[0])
     store = TieredStore(MemoryStore(), DiskStore(tmp_path, durable=False))
     store.put(KEY, CHUNK)
     clock[0] += 4.9

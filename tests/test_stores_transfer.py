@@ -11,7 +11,7 @@ import torch
 from kvcache_rag.codecs import Codec, Int4, Int8, Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
-from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, memory
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvcache_rag.stores import device as transfer
 from kvcache_rag.stores.device import lane_to
 from tests import test_stores
@@ -249,7 +249,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(pinned)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    monkeypatch.setattr(memory, "allocate", allocate)
+    monkeypatch.setattr(transfer, "allocate", allocate)
     return found
 
 
@@ -277,7 +277,7 @@ def test_a_device_without_memory_left_is_counted(monkeypatch: pytest.MonkeyPatch
     def full(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(memory, "allocate", full)
+    monkeypatch.setattr(transfer, "allocate", full)
     assert not store.put(key_of(chunk), chunk)
     assert store.stats().last_failure == "CUDA out of memory."
     assert store.stats().put_failures == 1
@@ -289,8 +289,8 @@ def test_a_system_that_gives_no_pages_of_its_own_keeps_chunks_all_the_same(
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(errno.ENOMEM, "too many mappings")
 
-    monkeypatch.setattr(memory.mmap, "mmap", refuse)
-    monkeypatch.setattr(memory, "_OWN_PAGES", 1)
+    monkeypatch.setattr(transfer.mmap, "mmap", refuse)
+    monkeypatch.setattr(transfer, "_OWN_PAGES", 1)
     store, chunk = MemoryStore(), make_chunk()
     assert store.put(key_of(chunk), chunk)
     assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)

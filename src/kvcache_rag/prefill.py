@@ -18,7 +18,7 @@ from kvcache_rag.models.hf import TransformersModel, converted
 from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores.device import moved
-from kvcache_rag.stores.disk.manifest import summary
+from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Prefiller:
         }
         fingerprint = spec_digest(spec)
         name = str(getattr(model.config, "_name_or_path", ""))
-        description = summary(spec, name)
+        description = manifest_of(spec, name)
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
 
@@ -180,13 +180,15 @@ class Prefiller:
         missing = list(
             {one.key: one for one in pending if not self.store.contains(one.key)}.values()
         )
-        computed = 0
+        computed, total = 0, len(missing)
+        bar = progress_bar(total, "prefill", "chunk", show=True) if show_progress else None
         try:
-            with progress_bar(len(missing), "prefill", "chunk", show=show_progress) as bar:
+            with bar if bar is not None else nullcontext():
                 for batch in batches(missing, len(self.prefix_ids)):
                     with guard:
                         computed += len(self.fill_batch(batch))
-                    bar.update(len(batch))
+                    if bar is not None:
+                        bar.update(len(batch))
                     time.sleep(YIELD)
         finally:
             self.model.narrow()

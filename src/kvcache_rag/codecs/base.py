@@ -74,24 +74,25 @@ class Native(Codec):
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
         """The tensors, packed when they are strided."""
-        return {name: tensor.contiguous() for name, tensor in self._named(chunk).items()}
+        return {name: tensor.contiguous() for name, tensor in _named(chunk).items()}
 
     def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
         """Copy."""
-        for name, tensor in self._named(out).items():
+        for name, tensor in _named(out).items():
             tensor.copy_(stored[name])
 
     def in_place(self, out: ChunkKV) -> dict[str, Tensor] | None:
         """The tensors of `out` themselves."""
-        return self._named(out)
+        return _named(out)
 
-    @staticmethod
-    def _named(chunk: ChunkKV) -> dict[str, Tensor]:
-        return {
-            name: tensor
-            for names, tensors in zip(chunk.layout.names(), chunk.tensors, strict=True)
-            for name, tensor in zip(names, tensors, strict=True)
-        }
+
+def _named(chunk: ChunkKV) -> dict[str, Tensor]:
+    """The tensors of a chunk by their names in its file."""
+    return {
+        name: tensor
+        for names, tensors in zip(chunk.layout.names(), chunk.tensors, strict=True)
+        for name, tensor in zip(names, tensors, strict=True)
+    }
 
 
 # What quantising codecs share: the walk over K and V slots, and rounding of their scales.

@@ -1,8 +1,7 @@
-"""Claims on chunks that no row refers to any more: finding them and letting go, in all tiers."""
+"""Claims on chunks that no row refers to any more: finding and releasing them, in all tiers."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvcache_rag.stores import ChunkStore
-    from kvcache_rag.stores.disk.maintenance import (
+    from kvcache_rag.stores.disk.folders import (
         Leftover,
         NamespaceFolder,
         SpecFolder,
@@ -60,7 +59,7 @@ class Owner:
 def collection_owner(collection: Any) -> Owner:
     """The claims of a collection that exists."""
     from kvcache_rag.integration import Rows
-    from kvcache_rag.stores.disk.maintenance import owner_mark
+    from kvcache_rag.stores.disk.folders import owner_mark
 
     rows = Rows(collection)
 
@@ -77,7 +76,7 @@ class Unused:
 
     Attributes:
         spec: The spec.
-        files: What may be let go.
+        files: What may be released.
         young: How many were claimed too recently.
     """
 
@@ -155,28 +154,24 @@ def unused(specs: Iterator[SpecFolder], owner: Owner, latest: float) -> Iterator
 
 
 def release(found: Unused, owner: Owner, remote: Remote | None = None) -> int:
-    """Let go of what is unused, unless a row of it was written meanwhile; how many."""
-    from kvcache_rag.stores.disk.maintenance import let_go, take_back
-
-    gone = [file for file in found.files if let_go(file, owner.mark)]
-    used = owner.still_used([file.digest for file in gone]) if gone else set()
-    for file in gone:
+    """Release what is unused, unless a row of it was written meanwhile; how many."""
+    files = [file for file in found.files if file.release(owner.mark)]
+    used = owner.still_used([file.digest for file in files]) if files else set()
+    for file in files:
         if file.digest in used:
-            take_back(file, owner.mark)
-    let = [file.digest for file in gone if file.digest not in used]
+            file.restore(owner.mark)
+    released = [file.digest for file in files if file.digest not in used]
     if remote is not None:
-        remote.release(found.spec, let, owner.id)
-    return len(let)
+        remote.release(found.spec, released, owner.id)
+    return len(released)
 
 
-# `kvcache-rag store gc`: mark what the rows of named collections use, and let go of the rest.
+# `kvcache-rag store gc`: mark what the rows of named collections use, and release the rest.
 #
 # Only claims of the named owners are touched, so no other collection can lose a chunk. A claim
-# younger than the grace time is left alone, because a row may still be on its way, and what was let
-# go by mistake is claimed again when a row turns up.
+# younger than the grace time is left alone, because a row may still be on its way, and what was
+# released by mistake is claimed again when a row turns up.
 
-
-DEFAULT = hashlib.sha256(b"").hexdigest()[:32]
 
 LEFTOVER_AGE = 3600.0  # seconds; as of `DiskStore.temp_age`
 
@@ -209,7 +204,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what would go, or let go of it; 0."""
+    """Show what would be released, or release it; 0."""
     if not (arguments.collection or arguments.owner or arguments.leftovers):
         raise InvalidInputError("say what to look at: --collection, --owner or --leftovers")
     if not arguments.grace >= 0:  # NaN, too
@@ -227,22 +222,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 def is_default(namespace: NamespaceFolder) -> bool:
     """Whether it is the namespace of those who name none."""
-    return namespace.name == DEFAULT
+    from kvcache_rag.stores.disk.folders import namespace_digest
+
+    return namespace.name == namespace_digest("")
 
 
 def chosen(arguments: argparse.Namespace) -> Iterator[NamespaceFolder]:
     """The namespaces that the arguments name: one, or all."""
-    from kvcache_rag.stores.disk.maintenance import namespaces
+    from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
 
     name = arguments.namespace
     if name is None and getattr(arguments, "remote", None) is not None:
         name = ""  # a folder tells no more than the digest of its tenant
-    wanted = None if name is None else hashlib.sha256(name.encode()).hexdigest()[:32]
+    wanted = None if name is None else namespace_digest(name)
     return (one for one in namespaces(arguments.folder) if wanted in (None, one.name))
 
 
 def _owners(arguments: argparse.Namespace) -> Iterator[Owner]:
-    from kvcache_rag.stores.disk.maintenance import owner_mark
+    from kvcache_rag.stores.disk.folders import owner_mark
 
     client = open_client(arguments) if arguments.collection or is_placed(arguments) else None
     if client is not None:
@@ -306,21 +303,17 @@ def _sweep(arguments: argparse.Namespace, remote: Remote | None) -> None:
 
 
 def _tidy(arguments: argparse.Namespace) -> None:
-    from kvcache_rag.stores.disk.maintenance import discard
-
     latest = time.time() - LEFTOVER_AGE
     old = [one for one in _leftovers(arguments) if one.written <= latest]
     if arguments.yes:
-        old = [one for one in old if discard(one)]
+        old = [one for one in old if one.remove()]
     done = "removed" if arguments.yes else "would be removed"
     nbytes = sum(one.nbytes for one in old)
     print(f"leftovers: {plural(len(old), 'file')} ({size(nbytes)}) {done}")
 
 
 def _leftovers(arguments: argparse.Namespace) -> Iterator[Leftover]:
-    from kvcache_rag.stores.disk.maintenance import Leftover
-
     for namespace in chosen(arguments):
         yield from namespace.quarantined()
         for spec in namespace.specs():
-            yield from (one for one in spec.entries() if isinstance(one, Leftover))
+            yield from spec.unfinished()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration import Row, RowPrefiller
     from kvcache_rag.integration.rows import RowText
-    from kvcache_rag.stores.disk.maintenance import SpecFolder
+    from kvcache_rag.stores.disk.folders import SpecFolder
 
 HELP = "compute a collection's chunks for another model, codec or template, then retire the old"
 _LOOKED_AT = 50  # rows by which the form of texts is told

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,63 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-    from kvcache_rag.stores.disk.maintenance import NamespaceFolder, SpecFolder, StoredFile, Summary
+    from kvcache_rag.stores.disk.folders import NamespaceFolder, SpecFolder, StoredFile
 
 HELP = "list, measure, check and clean a folder of chunks"
 WHOLE, DAMAGED = 0, 1
+
+
+@dataclass
+class Summary:
+    """A spec's chunks in numbers.
+
+    Attributes:
+        chunks: Files of chunks.
+        nbytes: Their size.
+        used: When the last of them was used, 0.0 without any.
+        owners: Chunks held per owner's id.
+        unowned: Chunks without any claim or tombstone, which only the limit drops.
+        released: Chunks whose last owner released them.
+        missing: Claims of chunks that are not there.
+        unfinished: Files that were never finished.
+        unfinished_bytes: Their size.
+        sample: One of the chunks, None without any.
+    """
+
+    chunks: int = 0
+    nbytes: int = 0
+    used: float = 0.0
+    owners: Counter[str] = field(default_factory=Counter)
+    unowned: int = 0
+    released: int = 0
+    missing: int = 0
+    unfinished: int = 0
+    unfinished_bytes: int = 0
+    sample: StoredFile | None = None
+
+    @classmethod
+    def of(cls, spec: SpecFolder) -> Summary:
+        """Count what lies in a spec's folder."""
+        found = cls()
+        for stripe in spec.stripes():
+            found.unfinished += len(stripe.unfinished)
+            found.unfinished_bytes += sum(leftover.nbytes for leftover in stripe.unfinished)
+            for file in stripe.files:
+                found.add(file)
+        return found
+
+    def add(self, file: StoredFile) -> None:
+        """Count one chunk, or the claims of one that is not there."""
+        if not file.is_held:
+            self.missing += bool(file.owners)
+            return
+        self.chunks += 1
+        self.nbytes += file.nbytes
+        self.used = max(self.used, file.used)
+        self.owners.update(file.owners.keys())
+        self.released += bool(file.released) and not file.owners
+        self.unowned += not file.released and not file.owners
+        self.sample = file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,15 +130,13 @@ def _owner_names(arguments: argparse.Namespace) -> dict[str, str]:
     if not is_placed(arguments):
         return {}
     from kvcache_rag.commands.collections import all_collections, open_client
-    from kvcache_rag.stores.disk.maintenance import owner_mark
+    from kvcache_rag.stores.disk.folders import owner_mark
 
     collections = all_collections(open_client(arguments))
     return {owner_mark(str(one.id)): str(one.name) for one in collections}
 
 
 def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str, Any]:
-    from kvcache_rag.stores.disk.maintenance import summarise
-
     aside, deleted = list(namespace.quarantined()), list(namespace.deleted())
     return {
         "namespace": namespace.name,
@@ -92,7 +145,7 @@ def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str
         "quarantined_bytes": sum(one.nbytes for one in aside),
         "deleted": len(deleted),
         "deleted_bytes": sum(one.nbytes for one in deleted),
-        "specs": [_described_spec(spec, summarise(spec), names) for spec in namespace.specs()],
+        "specs": [_described_spec(spec, Summary.of(spec), names) for spec in namespace.specs()],
     }
 
 
@@ -114,7 +167,7 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
 def _codec_of(sample: StoredFile | None) -> str:
     """What a file says of itself, where a store was filled before there were manifests."""
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.disk.maintenance import file_facts
+    from kvcache_rag.stores.disk.file import file_facts
 
     if sample is None:
         return "?"
@@ -180,7 +233,7 @@ def _list_chunks(
 
 def _tokens(chunk: StoredFile) -> int | None:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.disk.maintenance import file_facts
+    from kvcache_rag.stores.disk.file import file_facts
 
     try:
         return file_facts(chunk.path, chunk.digest).tokens
@@ -239,7 +292,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                     if not chunk.is_held:
                         continue
                     checked, nbytes = checked + 1, nbytes + chunk.nbytes
-                    damaged += _is_damaged(namespace, chunk, delete=arguments.delete)
+                    damaged += _is_damaged(chunk, delete=arguments.delete)
                     bar.update(1)
     took = duration(time.perf_counter() - started)
     aside = ", moved to quarantine" if arguments.delete else ""
@@ -248,9 +301,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     return DAMAGED if damaged else WHOLE
 
 
-def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) -> bool:
+def _is_damaged(chunk: StoredFile, *, delete: bool) -> bool:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.disk.maintenance import put_aside, verify_file
+    from kvcache_rag.stores.disk.file import verify_file
+    from kvcache_rag.stores.disk.folders import quarantine
 
     try:
         found = os.lstat(chunk.path)
@@ -263,6 +317,6 @@ def _is_damaged(namespace: NamespaceFolder, chunk: StoredFile, *, delete: bool) 
     except CorruptChunkError as error:
         print(f"{chunk.path}: {error}", flush=True)
         if delete:
-            put_aside(namespace, chunk, found)
+            quarantine(chunk.stem, found)
         return True
     return False

@@ -18,8 +18,7 @@ from kvcache_rag.corpus.worker import BatchReport, Worker
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.folders import namespace_digest
-from kvcache_rag.stores.disk.maintenance import Leftover, discard, namespaces
+from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -248,13 +247,12 @@ def tidy(store: DiskStore, spec: str, namespace: str) -> int:
         How many files were removed.
     """
     leftovers = [
-        entry
+        leftover
         for folder in namespaces(store.root)
         if folder.name == namespace_digest(namespace)
         for spec_folder in folder.specs()
         if spec_folder.name == spec[:16]
-        for entry in spec_folder.entries()
-        if isinstance(entry, Leftover)
+        for leftover in spec_folder.unfinished()
     ]
     removed = 0
     for leftover in leftovers:
@@ -262,5 +260,5 @@ def tidy(store: DiskStore, spec: str, namespace: str) -> int:
         if len(stripe) != 2:
             continue  # a manifest, which is written without a lock
         with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
-            removed += discard(leftover)
+            removed += leftover.remove()
     return removed

@@ -19,7 +19,7 @@ from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, InvalidI
 from kvcache_rag.prefill import PendingChunk
 from kvcache_rag.stitching.loader import ContextChunk
 from kvcache_rag.stores import MemoryStore
-from kvcache_rag.stores.disk.namespaces import EpochWatch, IdleLooks
+from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -19,7 +19,7 @@ from kvcache_rag.serve.queue import DEADLINE
 from kvcache_rag.serve.scheduler import Scheduler
 from kvcache_rag.serve.worker import Server, failure, grounded, plain_prompt, policy_of
 from kvcache_rag.stores import DiskStore, MemoryStore
-from kvcache_rag.stores.disk.maintenance import namespaces
+from kvcache_rag.stores.disk.folders import namespaces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -1,4 +1,9 @@
-"""What a caller may hand to a store; the rest is refused before memory or a path is touched."""
+"""The contract of every store, and what all stores share: checks, readers, counters.
+
+A store maps `ChunkKey` to `ChunkKV`.  It never fails a question: what cannot be read is a miss,
+what cannot be written is counted.  It knows nothing of models; the shapes it may expect are handed
+in as a `ChunkLayout`.
+"""
 
 from __future__ import annotations
 
@@ -24,161 +29,6 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def check_key(key: ChunkKey) -> ChunkKey:
-    """Return the key.
-
-    Raises:
-        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
-    """
-    for part, value in (("digest", key.digest), ("spec", key.spec)):
-        if not _DIGEST.fullmatch(value):
-            raise InvalidInputError(
-                f"the {part} of a ChunkKey is 64 hexadecimal digits, not {value[:80]!r}; "
-                "make keys with chunk_key()"
-            )
-    return key
-
-
-def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
-    """Refuse a chunk that is not what its key and its own layout say.
-
-    Raises:
-        InvalidInputError: If length, start, shapes or dtypes differ.
-    """
-    said = (key.tokens, key.start)
-    if (len(chunk), chunk.start) != said:
-        raise InvalidInputError(
-            f"the chunk has {len(chunk)} tokens from position {chunk.start}, its key says "
-            f"{key.tokens} from {key.start}; compute the key from the chunk's own ids"
-        )
-    if chunk.tokens.dtype != torch.int32 or chunk.tokens.dim() != 1:
-        raise InvalidInputError("the token ids of a chunk are one row of int32")
-    layout = chunk.layout
-    shapes = tuple(tuple(tuple(tensor.shape) for tensor in group) for group in chunk.tensors)
-    expected = tuple(group.shapes(key.tokens) for group in layout.groups)
-    dtypes = {tensor.dtype for group in chunk.tensors for tensor in group}
-    if shapes != expected or dtypes - {layout.dtype}:
-        raise InvalidInputError(
-            f"the chunk's tensors are {shapes} {sorted(map(str, dtypes))}, its layout says "
-            f"{expected} {layout.dtype}"
-        )
-
-
-def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:
-    """Refuse memory that the chunk of `key` does not fit.
-
-    Raises:
-        InvalidInputError: If the layout, length, start, shapes or dtypes differ.
-    """
-    if out.layout != layout:
-        raise InvalidInputError("`out` has another layout than the chunk asked for")
-    check_chunk(key, out)
-
-
-# Chunks that are read layer by layer, each layer straight to its place in a prompt.
-
-
-class ChunkReader(ABC):
-    """A chunk that a store holds, opened for one reading.
-
-    Used by one thread at a time.  Nothing it gave counts before `finish` has returned.
-
-    Attributes:
-        tier: Name of the tier that holds the chunk.
-        tokens: Token ids, `(tokens,)` int32.
-        nbytes: Bytes of its keys and values.
-    """
-
-    tier: str
-    tokens: Tensor
-    nbytes: int
-
-    @abstractmethod
-    def aim(self, out: ChunkKV) -> None:
-        """Say where the chunk goes, before its first layer; `out` has its layout and length."""
-
-    @abstractmethod
-    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor] | None:
-        """Read K and V of one layer.
-
-        Args:
-            group: Index of the layer group.
-            place: Which of its layers; every layer once, ascending.
-
-        Returns:
-            None when they were read to where they go; else K and V, `(heads, tokens, width)`, in
-            memory apart from that, which must not be written to.
-
-        Raises:
-            CorruptChunkError: If it is damaged; it was put aside.
-            ChunkNotFoundError: If it cannot be read.
-        """
-
-    def read(self, out: ChunkKV) -> None:
-        """Read all layers to `out`; raises what `layer` does."""
-        self.aim(out)
-        for group, layers in enumerate(out.layout.groups):
-            for place in range(len(layers.layers)):
-                found = self.layer(group, place)
-                if found is not None:
-                    out.keys(group)[place].copy_(found[0])
-                    out.values(group)[place].copy_(found[1])
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Verify what was read, and count it.
-
-        Raises:
-            CorruptChunkError: If it is damaged; it was put aside.
-            ChunkNotFoundError: If it cannot be read.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Let go of what is open; also without `finish`."""
-
-
-class ResidentChunk(ChunkReader):
-    """A chunk whose tensors are in memory, verified and counted.
-
-    Attributes:
-        chunk: The chunk, shared with others and never written to.
-    """
-
-    def __init__(self, chunk: ChunkKV, tier: str) -> None:
-        """Give out the tensors of `chunk`, which came from `tier`."""
-        self.chunk, self.tier = chunk, tier
-        self.tokens, self.nbytes = chunk.tokens, chunk.nbytes
-        self._layers = [
-            (chunk.keys(group).unbind(0), chunk.values(group).unbind(0))
-            for group in range(len(chunk.tensors))
-        ]
-
-    def read(self, out: ChunkKV) -> None:
-        """Copy all of it."""
-        out.copy_from(self.chunk)
-
-    def aim(self, out: ChunkKV) -> None:
-        """Nothing: its tensors stay where they are."""
-
-    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor]:
-        """Its own tensors."""
-        keys, values = self._layers[group]
-        return keys[place], values[place]
-
-    def finish(self) -> None:
-        """Nothing: it was counted when it was found."""
-
-
-# The contract of every store.
-#
-# A store maps `ChunkKey` to `ChunkKV`. It never fails a question: what cannot be read is a miss,
-# what cannot be written is counted. It knows nothing of models; the shapes it may expect are handed
-# in as a `ChunkLayout`.
-
-
 @dataclass(frozen=True)
 class Hit:
     """A chunk and the tier it came from ("memory", "disk", ...)."""
@@ -196,7 +46,7 @@ class StoreStats:
     Attributes:
         hits: Chunks given back, per tier.
         misses: Keys that were not held, or could not be read.
-        corrupt: Files put aside because they were not what they should be.
+        corrupt: Files quarantined because they were not what they should be.
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
@@ -257,7 +107,7 @@ class ChunkStore(ABC):
 
         Raises:
             ChunkNotFoundError: If the key is not held.
-            CorruptChunkError: If it was held but is damaged or not this chunk; it is put aside
+            CorruptChunkError: If it was held but is damaged or not this chunk; it is quarantined
                 first.
             InvalidInputError: If the key or `out` cannot be used.
         """
@@ -311,7 +161,7 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def delete_namespace(self, namespace: str) -> int:
-        """Drop everything of a namespace at once: chunks, claims, and what lies around them.
+        """Drop everything of a namespace at once: chunks, claims, and all that belongs to them.
 
         No byte of it is left in this process and on its media when the call returns; the memory of
         other processes forgets it when they look at `epoch` again.  The namespace may be used again
@@ -382,7 +232,181 @@ class ChunkStore(ABC):
         """Counters of this process."""
 
 
-# Counting what a store did, from any thread.
+# ---------------------------------------------------------------------- reading layer by layer
+# Each layer goes straight to its place in a prompt.
+
+
+class ChunkReader(ABC):
+    """A chunk that a store holds, opened for one reading.
+
+    Used by one thread at a time.  Nothing it gave counts before `finish` has returned.
+
+    Attributes:
+        tier: Name of the tier that holds the chunk.
+        tokens: Token ids, `(tokens,)` int32.
+        nbytes: Bytes of its keys and values.
+    """
+
+    tier: str
+    tokens: Tensor
+    nbytes: int
+
+    @abstractmethod
+    def aim(self, out: ChunkKV) -> None:
+        """Say where the chunk goes, before its first layer; `out` has its layout and length."""
+
+    @abstractmethod
+    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor] | None:
+        """Read K and V of one layer.
+
+        Args:
+            group: Index of the layer group.
+            place: Which of its layers; every layer once, ascending.
+
+        Returns:
+            None when they were read to where they go; else K and V, `(heads, tokens, width)`, in
+            memory apart from that, which must not be written to.
+
+        Raises:
+            CorruptChunkError: If it is damaged; it is in quarantine.
+            ChunkNotFoundError: If it cannot be read.
+        """
+
+    def read(self, out: ChunkKV) -> None:
+        """Read all layers to `out`; raises what `layer` does."""
+        self.aim(out)
+        for group, layers in enumerate(out.layout.groups):
+            for place in range(len(layers.layers)):
+                found = self.layer(group, place)
+                if found is not None:
+                    out.keys(group)[place].copy_(found[0])
+                    out.values(group)[place].copy_(found[1])
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Verify what was read, and count it.
+
+        Raises:
+            CorruptChunkError: If it is damaged; it is in quarantine.
+            ChunkNotFoundError: If it cannot be read.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close what is open; also without `finish`."""
+
+
+class ResidentChunk(ChunkReader):
+    """A chunk whose tensors are in memory, verified and counted.
+
+    Attributes:
+        chunk: The chunk, shared with others and never written to.
+    """
+
+    def __init__(self, chunk: ChunkKV, tier: str) -> None:
+        """Give out the tensors of `chunk`, which came from `tier`."""
+        self.chunk, self.tier = chunk, tier
+        self.tokens, self.nbytes = chunk.tokens, chunk.nbytes
+        self._layers = [
+            (chunk.keys(group).unbind(0), chunk.values(group).unbind(0))
+            for group in range(len(chunk.tensors))
+        ]
+
+    def read(self, out: ChunkKV) -> None:
+        """Copy all of it."""
+        out.copy_from(self.chunk)
+
+    def aim(self, out: ChunkKV) -> None:
+        """Nothing: its tensors stay where they are."""
+
+    def layer(self, group: int, place: int) -> tuple[Tensor, Tensor]:
+        """Its own tensors."""
+        keys, values = self._layers[group]
+        return keys[place], values[place]
+
+    def finish(self) -> None:
+        """Nothing: it was counted when it was found."""
+
+
+# ---------------------------------------------------------------------- what callers hand in
+# The rest is refused before memory or a path is touched.
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_key(key: ChunkKey) -> ChunkKey:
+    """Return the key.
+
+    Raises:
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
+    """
+    for part, value in (("digest", key.digest), ("spec", key.spec)):
+        if not _DIGEST.fullmatch(value):
+            raise InvalidInputError(
+                f"the {part} of a ChunkKey is 64 hexadecimal digits, not {value[:80]!r}; "
+                "make keys with chunk_key()"
+            )
+    return key
+
+
+def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
+    """Refuse a chunk that is not what its key and its own layout say.
+
+    Raises:
+        InvalidInputError: If length, start, shapes or dtypes differ.
+    """
+    said = (key.tokens, key.start)
+    if (len(chunk), chunk.start) != said:
+        raise InvalidInputError(
+            f"the chunk has {len(chunk)} tokens from position {chunk.start}, its key says "
+            f"{key.tokens} from {key.start}; compute the key from the chunk's own ids"
+        )
+    if chunk.tokens.dtype != torch.int32 or chunk.tokens.dim() != 1:
+        raise InvalidInputError("the token ids of a chunk are one row of int32")
+    layout = chunk.layout
+    shapes = tuple(tuple(tuple(tensor.shape) for tensor in group) for group in chunk.tensors)
+    expected = tuple(group.shapes(key.tokens) for group in layout.groups)
+    dtypes = {tensor.dtype for group in chunk.tensors for tensor in group}
+    if shapes != expected or dtypes - {layout.dtype}:
+        raise InvalidInputError(
+            f"the chunk's tensors are {shapes} {sorted(map(str, dtypes))}, its layout says "
+            f"{expected} {layout.dtype}"
+        )
+
+
+def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:
+    """Refuse memory that the chunk of `key` does not fit.
+
+    Raises:
+        InvalidInputError: If the layout, length, start, shapes or dtypes differ.
+    """
+    if out.layout != layout:
+        raise InvalidInputError("`out` has another layout than the chunk asked for")
+    check_chunk(key, out)
+
+
+def check_ttl(ttl: float | None) -> float | None:
+    """Return the life time.
+
+    Raises:
+        InvalidInputError: If it is not above zero.
+    """
+    if ttl is not None and not ttl > 0:
+        raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
+    return ttl
+
+
+LEAST_PAUSE = 60.0  # seconds between two sweeps for what is too old
+
+
+def sweep_pause(release_grace: float, ttl: float | None) -> float:
+    """Seconds between two sweeps for what was released or is too old."""
+    return max(LEAST_PAUSE, release_grace if ttl is None else min(release_grace, ttl))
+
+
+# ---------------------------------------------------------------------- counting
+def size_in_memory(chunk: ChunkKV) -> int:
+    """Bytes of the keys, the values and the token ids."""
+    return chunk.nbytes + chunk.tokens.nbytes
 
 
 Number = TypeVar("Number", int, float)

@@ -1,15 +1,19 @@
-"""Host memory that stored bytes pass through, allocated once and lent again and again.
+"""Memory of chunks, this machine's and devices', and the way between them.
 
-Pinned memory, which a device reads by itself while the processor goes on, is slow to allocate: page
-by page it is locked by the kernel.  Fresh plain memory costs a page fault for every 4 KiB.
+Where a chunk is kept (`Home`); host memory that stored bytes pass through (`Arena`); copying to a
+device beside the computing on it (`Lane`, the only CUDA-specific code of the stores); whole chunks
+along a lane (`staged`, `deliver`, `moved`); and the layers of many, band by band
+(`deliver_layers`).
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +31,73 @@ if TYPE_CHECKING:
     from kvcache_rag.codecs import Codec, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
 
+
+# ---------------------------------------------------------------- memory that chunks are kept in
+_CPU = torch.device("cpu")
+
+_OWN_PAGES = 1 << 20  # bytes of a tensor from which on it gets pages of its own
+
+
+@dataclass(frozen=True)
+class Home:
+    """Memory of one kind, in which chunks are kept.
+
+    Attributes:
+        device: Whose memory.
+        pinned: Whether a CUDA device can read it by itself, beside what the processor does.
+    """
+
+    device: torch.device = _CPU
+    pinned: bool = False
+
+    @classmethod
+    def checked(cls, device: torch.device | str, *, pinned: bool = False) -> Home:
+        """Memory that is there.
+
+        Raises:
+            InvalidInputError: If this machine does not have it.
+        """
+        try:
+            found = allocate((1,), torch.uint8, torch.device(device), pinned=pinned).device
+        except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch without CUDA
+            what = "pinned memory" if pinned else f"memory of the device {str(device)!r}"
+            reason = str(error).partition("\n")[0][:120]
+            raise InvalidInputError(
+                f"there is no {what} here ({reason}); use MemoryStore() without "
+                f"{'pinned' if pinned else 'device'}"
+            ) from None
+        return cls(found, pinned)
+
+    def empty(self, layout: ChunkLayout, tokens: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Uninitialised tensors for a chunk, one tuple per group."""
+        return tuple(
+            tuple(
+                allocate(shape, layout.dtype, self.device, pinned=self.pinned)
+                for shape in group.shapes(tokens)
+            )
+            for group in layout.groups
+        )
+
+
+def allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool
+) -> Tensor:
+    """Memory for a kept tensor, whatever it holds."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    is_plain = device.type == "cpu" and not pinned
+    if is_plain and nbytes >= _OWN_PAGES and hasattr(mmap, "MAP_PRIVATE"):
+        # Pages of its own, which the system has back as soon as the chunk is dropped.  From the
+        # heap, chunks that come and go leave holes that no other one fits into.
+        with suppress(OSError):  # too many mappings, for example
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+# ---------------------------------------------------------------- memory that bytes pass through
+# Allocated once and lent again and again.  Pinned memory, which a device reads by itself while the
+# processor goes on, is slow to allocate: page by page it is locked by the kernel.  Fresh plain
+# memory costs a page fault for every 4 KiB.
 
 ALIGNMENT = 512  # every loan begins at such a multiple: any dtype can be viewed there
 
@@ -205,11 +276,9 @@ class Arena:
         self._changed.notify_all()
 
 
-# Copying to a device beside the computing on it: the only CUDA-specific code of the stores.
-#
-# A `Lane` leads to one device. Work that is sent along it runs in order, after what the device was
+# ---------------------------------------------------------------------- lanes
+# A `Lane` leads to one device.  Work that is sent along it runs in order, after what the device was
 # told before and beside what it is told afterwards, until somebody `follow`s.
-
 
 _PLAIN = 64 << 20  # pageable memory for what has to be decoded
 
@@ -342,10 +411,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-# The way of a chunk's bytes from where they are kept to the memory in which they are used.
-#
+# ---------------------------------------------------------------------- whole chunks
 # Bytes of a file are read into reusable host memory, pinned where a CUDA device reads from it. Once
-# they are verified they cross as they are (int8 as int8) along the `Lane` to the device, and are
+# they are verified they cross as they are (int8 as int8) along the lane to the device, and are
 # decoded there. What is written is ready for whatever the current stream is told afterwards; the
 # caller goes on meanwhile, with the next chunk for example.
 
@@ -393,7 +461,7 @@ def deliver(chunk: ChunkKV, out: ChunkKV) -> None:
     """Copy a chunk that is kept in memory, this machine's or a device's, into `out`.
 
     Args:
-        chunk: Never written to; its tensors may be let go of at once.
+        chunk: Never written to; its tensors may be freed at once.
         out: Of the same layout and length.
     """
     lane = lane_to(device_of(out))
@@ -451,21 +519,17 @@ def _carved(memory: Tensor, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor
     return found
 
 
-# Chunks cross to a device band of layers by band, while earlier layers already compute.
-#
-# A forward pass needs layer 0 of every chunk first, so that is what crosses first. Rotation happens
-# on the device, right behind each band.
+# ---------------------------------------------------------------------- layers, band by band
+# A forward pass needs layer 0 of every chunk first, so that is what crosses first, while earlier
+# layers already compute. Rotation happens on the device, right behind each band.
 
-
-if TYPE_CHECKING:
-    Turn = Callable[[Sequence[slice]], object]
 
 BANDS = 6  # so that at most a sixth of the crossing is waited for, in few and so large copies
 
 
 @dataclass(frozen=True, eq=False)
 class LayerArrivals:
-    """Layers that are on their way (an `Arrivals` of `models.arrival`).
+    """Layers that are on their way (an `Arrivals` of `models.cache`).
 
     Attributes:
         events: Per layer the end of the band it belongs to.
@@ -491,7 +555,7 @@ class LayerArrivals:
 def deliver_layers(
     chunks: Sequence[ChunkKV],
     parts: Sequence[ChunkKV],
-    turn: Turn | None = None,
+    rotate: Callable[[Sequence[slice]], object] | None = None,
     *,
     others: Sequence[ChunkKV] = (),
     bands: int = BANDS,
@@ -501,8 +565,8 @@ def deliver_layers(
     Args:
         chunks: Anywhere; asynchronously from pinned memory.  Never written to.
         parts: Where they go, on one device; of the same layout and lengths.
-        turn: Called behind the copies of each band with the places of its layers in each group;
-            turns the keys of those layers, of `parts` and `others`.
+        rotate: Called behind the copies of each band with the places of its layers in each group;
+            rotates the keys of those layers, of `parts` and `others`.
         others: Places on that device that are filled already.
         bands: Into how many runs the model's layers are cut at most.
 
@@ -519,10 +583,10 @@ def deliver_layers(
         )
     chunks, parts, there = tuple(chunks), tuple(parts), (*parts, *others)[0]
     lane = lane_to(device_of(there))
-    touched = [tensor for one in everything for group in one.tensors for tensor in group]
+    touched = [tensor for chunk in everything for tensor in _flat(chunk)]
     events: dict[int, Event] = {}
     for layers, slices in _bands(there.layout, bands):
-        work = partial(_copy, lane, chunks, parts, slices, turn)
+        work = partial(_copy, lane, chunks, parts, slices, rotate)
         event = lane.send(work, () if events else touched)  # said once, it holds for later work too
         events.update(dict.fromkeys(layers, event))
     for chunk, part in zip(chunks, parts, strict=True):
@@ -535,14 +599,14 @@ def _copy(
     chunks: Sequence[ChunkKV],
     parts: Sequence[ChunkKV],
     slices: Sequence[slice],
-    turn: Turn | None,
+    rotate: Callable[[Sequence[slice]], object] | None,
 ) -> None:
     for chunk, part in zip(chunks, parts, strict=True):
         for where, sources, targets in zip(slices, chunk.tensors, part.tensors, strict=True):
             for source, target in zip(sources, targets, strict=True):
                 _into(target[where], source[where], lane)
-    if turn is not None:
-        turn(slices)
+    if rotate is not None:
+        rotate(slices)
 
 
 def _into(target: Tensor, source: Tensor, lane: Lane) -> None:

@@ -1,20 +1,16 @@
-"""Copies of chunks that a store keeps in memory, this machine's or a device's."""
+"""Chunks in the memory of this process, least recently used first out."""
 
 from __future__ import annotations
 
-import math
-import mmap
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from cachetools import LRUCache
 
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
     ChunkStore,
@@ -25,78 +21,16 @@ from kvcache_rag.stores.base import (
     check_chunk,
     check_key,
     check_out,
+    check_ttl,
+    size_in_memory,
+    sweep_pause,
 )
-from kvcache_rag.stores.device import deliver, lane_to
-from kvcache_rag.stores.disk.eviction import LEAST_PAUSE
-from kvcache_rag.stores.disk.folders import check_ttl
-from kvcache_rag.stores.disk.locks import ThreadLocks
+from kvcache_rag.stores.device import Home, deliver, lane_to
+from kvcache_rag.stores.locks import ThreadLocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-
-_CPU = torch.device("cpu")
-
-_OWN_PAGES = 1 << 20  # bytes of a tensor from which on it gets pages of its own
-
-
-@dataclass(frozen=True)
-class Home:
-    """Memory of one kind.
-
-    Attributes:
-        device: Whose memory.
-        pinned: Whether a CUDA device can read it by itself, beside what the processor does.
-    """
-
-    device: torch.device = _CPU
-    pinned: bool = False
-
-    @classmethod
-    def checked(cls, device: torch.device | str, *, pinned: bool = False) -> Home:
-        """Memory that is there.
-
-        Raises:
-            InvalidInputError: If this machine does not have it.
-        """
-        try:
-            found = allocate((1,), torch.uint8, torch.device(device), pinned=pinned).device
-        except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch without CUDA
-            what = "pinned memory" if pinned else f"memory of the device {str(device)!r}"
-            reason = str(error).partition("\n")[0][:120]
-            raise InvalidInputError(
-                f"there is no {what} here ({reason}); use MemoryStore() without "
-                f"{'pinned' if pinned else 'device'}"
-            ) from None
-        return cls(found, pinned)
-
-    def empty(self, layout: ChunkLayout, tokens: int) -> tuple[tuple[Tensor, ...], ...]:
-        """Uninitialised tensors for a chunk, one tuple per group."""
-        return tuple(
-            tuple(
-                allocate(shape, layout.dtype, self.device, pinned=self.pinned)
-                for shape in group.shapes(tokens)
-            )
-            for group in layout.groups
-        )
-
-
-def allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool
-) -> Tensor:
-    """Memory for a kept tensor, whatever it holds."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    is_plain = device.type == "cpu" and not pinned
-    if is_plain and nbytes >= _OWN_PAGES and hasattr(mmap, "MAP_PRIVATE"):
-        # Pages of its own, which the system has back as soon as the chunk is dropped.  From the
-        # heap, chunks that come and go leave holes that no other one fits into.
-        with suppress(OSError):  # too many mappings, for example
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=dtype).view(shape)
-    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
 def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
@@ -111,19 +45,11 @@ def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
         tensors = home.empty(chunk.layout, len(chunk))
         copy = ChunkKV(chunk.layout, chunk.tokens.cpu().clone(), chunk.start, tensors)
         lane = lane_to(home.device)
-        touched = [tensor for one in (copy, chunk) for group in one.tensors for tensor in group]
+        touched = [tensor for group in (*copy.tensors, *chunk.tensors) for tensor in group]
         done = lane.send(lambda: copy.copy_from(chunk), touched)
         # Threads that use other streams see all of it, and so does who changes the chunk next.
         done.synchronize()
     return copy
-
-
-def size_in_memory(chunk: ChunkKV) -> int:
-    """Bytes of the keys, the values and the token ids."""
-    return chunk.nbytes + chunk.tokens.nbytes
-
-
-# Chunks in the memory of this process, least recently used first out.
 
 
 class _Chunks(LRUCache[ChunkKey, ChunkKV]):
@@ -192,7 +118,8 @@ class MemoryStore(ChunkStore):
         self._epochs: Counter[str] = Counter()
         self._counters = Counters()
         self._stripes = ThreadLocks()
-        self._due = time.monotonic() + self._pause()
+        self._pause = sweep_pause(release_grace, self.ttl)
+        self._due = time.monotonic() + self._pause
 
     def __repr__(self) -> str:
         """The call that made it."""
@@ -337,17 +264,13 @@ class MemoryStore(ChunkStore):
         """Counters of this store."""
         return self._counters.stats()
 
-    def _pause(self) -> float:
-        times = [self.release_grace] if self.ttl is None else [self.release_grace, self.ttl]
-        return max(LEAST_PAUSE, min(times))
-
     def _sweep_when_due(self) -> None:
-        """Sweep, once per pause: nobody else lets go of what was released long ago."""
+        """Sweep, once per pause: nobody else drops what was released long ago."""
         now = time.monotonic()
         with self._lock:
             if now < self._due:
                 return
-            self._due = now + self._pause()
+            self._due = now + self._pause
         self.sweep()
 
     def _is_expired(self, key: ChunkKey) -> bool:

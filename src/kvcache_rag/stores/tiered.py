@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores.base import ChunkStore, Counters, Hit, StoreStats, check_key, joined
-from kvcache_rag.stores.disk.namespaces import EpochWatch, IdleLooks, forgotten
+from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
+from kvcache_rag.stores.locks import HeldEpochs
 from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.writeback import WriteBack
 
@@ -76,7 +76,7 @@ class TieredStore(ChunkStore):
             for watch in self._watches
         ]
         self._locks = next((one for one in stores[::-1] if one.excludes_processes), stores[-1])
-        self._held = threading.local()
+        self._held: HeldEpochs[list[int]] = HeldEpochs()
         self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
         self._counters = Counters()
 
@@ -125,7 +125,7 @@ class TieredStore(ChunkStore):
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Write to all tiers, now or in the background; True when any of them kept the chunk."""
         self._look(check_key(key).namespace)
-        expected = self._epochs(key.namespace)
+        expected = self._held.of(key.namespace, self._epochs_now)
         kept = [store.put(key, chunk) for store in self._stores]
         if self._epochs_now(key.namespace) != expected:
             # The namespace was deleted since the chunk was begun: it is not to come back.
@@ -165,7 +165,7 @@ class TieredStore(ChunkStore):
         failures: list[OSError] = []
         # The slowest first: then no faster tier is filled again from one that still holds it.
         tiers = [*zip(self._stores, self._watches, strict=True)]
-        dropped = [forgotten(*tier, namespace, failures) for tier in reversed(tiers)]
+        dropped = [_forget(*tier, namespace, failures) for tier in reversed(tiers)]
         if failures:
             raise failures[0]
         return max(dropped)
@@ -186,11 +186,8 @@ class TieredStore(ChunkStore):
             for namespace in {key.namespace for key in keys}:
                 self._look(namespace)
             epochs = {key.namespace: self._epochs_now(key.namespace) for key in keys}
-            self._held.epochs = epochs
-            try:
+            with self._held.hold(epochs):
                 yield
-            finally:
-                self._held.epochs = {}
 
     def claim(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` uses the key, in all tiers."""
@@ -241,11 +238,6 @@ class TieredStore(ChunkStore):
         late = [store.stats().put_failures for store in queues if store is self._stores[-1]]
         return joined(own, tiers, own.put_failures + sum(late))
 
-    def _epochs(self, namespace: str) -> list[int]:
-        """The epochs that this thread works for: those at which it took the locks."""
-        held: dict[str, list[int]] = getattr(self._held, "epochs", {})
-        return held[namespace] if namespace in held else self._epochs_now(namespace)
-
     def _epochs_now(self, namespace: str) -> list[int]:
         """The epochs of the tiers, as last seen of those that have no locks and so are far away."""
         return [
@@ -282,7 +274,7 @@ class TieredStore(ChunkStore):
             for faster, watch in [*zip(self._stores[:index], self._watches, strict=False)][::-1]:
                 # Seen for the first time: was the slower one deleted after this one was?
                 if before or now > faster.epoch(namespace):
-                    forgotten(faster, watch, namespace, failures)
+                    _forget(faster, watch, namespace, failures)
             if failures:
                 # A folder that cannot be written, for example; tried again at the next look.
                 self._watches[index].undone(namespace)
@@ -296,3 +288,18 @@ class TieredStore(ChunkStore):
         """Let a tier that serves one namespace refuse another, before anything is dropped."""
         for store in (one for one in self.tiers if one.excludes_processes):
             store.epoch(namespace)
+
+
+def _forget(store: ChunkStore, watch: EpochWatch, namespace: str, failures: list[OSError]) -> int:
+    """Drop a namespace in a store, and know its new epoch for our own doing.
+
+    Returns:
+        How many chunks were dropped; 0 after an error, which is added to `failures`.
+    """
+    try:
+        dropped = store.delete_namespace(namespace)
+        watch.accept(namespace)
+    except OSError as error:
+        failures.append(error)
+        return 0
+    return dropped

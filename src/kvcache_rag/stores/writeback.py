@@ -25,8 +25,9 @@ from kvcache_rag.stores.base import (
     check_chunk,
     check_key,
     check_out,
+    size_in_memory,
 )
-from kvcache_rag.stores.memory import private_copy, size_in_memory
+from kvcache_rag.stores.memory import private_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Codec
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
-    from kvcache_rag.stores.disk.namespaces import EpochWatch
+    from kvcache_rag.stores.epochs import EpochWatch
 
 _MARK_BYTES = 1024  # what a queued claim or release counts as
 _IDLE = 5.0  # seconds after which a thread without work ends; the next write starts another

@@ -1,25 +1,31 @@
-"""Keeping a store on disk within its limits, one namespace at a time."""
+"""Dropping what has to go from a store on disk, one namespace at a time.
+
+Released chunks after the grace time, chunks that are too old, the least recently used above a
+limit, what killed writers left; and a whole namespace, so that nothing comes back.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcache_rag.stores.base import sweep_pause
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.folders import USED_AGAIN, Deadlines
-from kvcache_rag.stores.disk.locks import try_file
+from kvcache_rag.stores.locks import try_file
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from kvcache_rag.stores.disk.folders import NamespaceFolder, StoredFile
+
 
 Quota: TypeAlias = "int | Mapping[str, int] | None"
-
-LEAST_PAUSE = 60.0  # seconds between two sweeps for what is too old
 
 _ROOM = 10  # `put` sweeps when a tenth of a limit was written, and then frees a tenth
 
@@ -27,7 +33,7 @@ _ALL = ""  # no namespace has an empty digest
 
 
 @dataclass(frozen=True)
-class Limits:
+class DiskLimits:
     """What may stay in a folder.
 
     Attributes:
@@ -55,8 +61,8 @@ class Limits:
 
     def largest(self, namespace: str) -> int | None:
         """Bytes that a single chunk may have."""
-        given = [limit for limit in (self.of(namespace), self.max_bytes) if limit is not None]
-        return min(given, default=None)
+        limits = [limit for limit in (self.of(namespace), self.max_bytes) if limit is not None]
+        return min(limits, default=None)
 
     def deadlines(self) -> Deadlines:
         """What is too old at this moment."""
@@ -65,13 +71,139 @@ class Limits:
             released=now - self.release_grace,
             temporary=now - self.temp_age,
             written=None if self.ttl is None else now - self.ttl,
-            future=now + USED_AGAIN,
+            future=now + folders.USED_AGAIN,
         )
 
     def pause(self) -> float:
         """Seconds between two sweeps for what is too old."""
-        times = [self.release_grace] if self.ttl is None else [self.release_grace, self.ttl]
-        return max(LEAST_PAUSE, min(times))
+        return sweep_pause(self.release_grace, self.ttl)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """What is too old for a sweep; all times in seconds since the epoch.
+
+    Attributes:
+        released: Chunks go whose last owner released them then or before.
+        temporary: Unfinished files go that were last written then or before.
+        written: Chunks go that were written then or before; None for none.
+        future: A file dated later than this is of a clock that was wrong.  It counts as of now,
+            and is dated so, for else it would never become old.
+    """
+
+    released: float
+    temporary: float
+    written: float | None
+    future: float
+
+    def is_expired(self, written: float) -> bool:
+        """Whether a chunk written then has to go."""
+        return self.written is not None and written <= self.written
+
+    def correct(self, file: StoredFile) -> None:
+        """Date what is of the future as of now."""
+        if file.is_held:
+            written = self.corrected(file.path, file.written)
+            file.used = min(self.future, file.used if written == file.written else written)
+            file.written = written
+        for marks, path in (
+            (file.owners, folders.claim_path),
+            (file.released, folders.tombstone_path),
+        ):
+            for owner, moment in marks.items():
+                marks[owner] = self.corrected(path(file.stem, owner), moment)
+
+    def corrected(self, path: str, written: float) -> float:
+        """The time of a file, which is set to now if it is of the future."""
+        if written <= self.future:
+            return written
+        with suppress(OSError):
+            folders.set_times(path)
+            return os.lstat(path).st_mtime
+        return time.time()
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did.
+
+    Attributes:
+        dropped: How many chunks went.
+        kept: Last use, bytes and path of those that stay.
+    """
+
+    dropped: int
+    kept: list[tuple[float, int, str]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks that stay."""
+        return sum(size for _, size, _ in self.kept)
+
+
+def sweep(namespace: NamespaceFolder, when: Deadlines, *, limit: int | None, room: int) -> Swept:
+    """Drop what has to go in one namespace; readers that have a file open keep what they read.
+
+    Args:
+        namespace: Its folder.
+        when: What is too old.
+        limit: Bytes of chunks that may stay; when there are more, the least recently used go.
+        room: How far below the limit to go then, in bytes.
+    """
+    dropped = 0
+    kept: list[tuple[float, int, str]] = []
+    for spec in namespace.specs():
+        for stripe in spec.stripes(dated=when.written is not None):
+            for leftover in stripe.unfinished:
+                if when.corrected(leftover.path, leftover.written) <= when.temporary:
+                    folders.unlink(leftover.path)
+            dropped += sum(_drop(file, when, kept) for file in stripe.files)
+    for path in namespace.deletions():
+        folders.remove(path, [])
+    for path, written in namespace.quarantine_times():
+        if when.is_expired(written):
+            folders.remove(path, [])
+    swept = Swept(dropped, kept)
+    return swept if limit is None else evict(swept, limit, room)
+
+
+def _drop(file: StoredFile, when: Deadlines, kept: list[tuple[float, int, str]]) -> bool:
+    """Drop a chunk that has to go, and note another one; whether it is gone now."""
+    when.correct(file)
+    released = file.is_released(when.released)
+    dropped = False
+    if file.is_held and (released or when.is_expired(file.written)):
+        dropped = folders.unlink(file.path)
+    elif file.is_held:
+        kept.append((file.used, file.nbytes, file.path))
+    # Last: without a tombstone a chunk that is still there would never go.
+    if released and (dropped or not file.is_held):
+        for owner in file.released:
+            folders.unlink(folders.tombstone_path(file.stem, owner))
+    return dropped
+
+
+def evict(swept: Swept, limit: int, room: int) -> Swept:
+    """Drop the least recently used of `swept.kept` when they are above `limit` bytes together.
+
+    Args:
+        swept: What is there.
+        limit: Bytes that may stay.
+        room: How far below the limit to go then, in bytes.
+    """
+    nbytes = swept.nbytes
+    if nbytes <= limit:
+        return swept
+    dropped, gone = swept.dropped, 0
+    ordered = sorted(swept.kept)
+    for _, size, path in ordered:
+        if nbytes <= limit - room:
+            break
+        # Gone either way: another process may have been faster.
+        dropped += folders.unlink(path)
+        nbytes -= size
+        gone += 1
+    return Swept(dropped, ordered[gone:])
 
 
 class Sweeper:
@@ -81,7 +213,7 @@ class Sweeper:
     leads to a sweep of that namespace only; the other ones are looked at for a `max_bytes` of all.
     """
 
-    def __init__(self, root: str, limits: Limits) -> None:
+    def __init__(self, root: str, limits: DiskLimits) -> None:
         """Look at nothing yet."""
         self._root = root
         self._limits = limits
@@ -100,10 +232,10 @@ class Sweeper:
             How many chunks were dropped.
         """
         dropped = 0
-        folder = folders.namespace_folder(self._root, namespace)
+        digest = folders.namespace_digest(namespace)
         limit = self._limits.of(namespace)
-        if limit is not None and self._is_used_up(os.path.basename(folder), nbytes):
-            swept = self._one(folder, room=limit // _ROOM)
+        if limit is not None and self._is_used_up(digest, nbytes):
+            swept = self._swept(digest, room=limit // _ROOM)
             dropped += swept.dropped if swept else 0
         total = self._total()
         if total is not None and self._is_used_up(_ALL, nbytes):
@@ -119,45 +251,45 @@ class Sweeper:
         Returns:
             How many chunks were dropped.
         """
-        total = self._total()
-        swept = [one for folder in self._folders() if (one := self._one(folder, room=0))]
-        if total is None:
-            return sum(one.dropped for one in swept)
-        everything = folders.Swept(
-            sum(one.dropped for one in swept), [entry for one in swept for entry in one.kept]
+        total, own = self._total(), self._limits.namespace
+        if own is None:
+            digests = [namespace.name for namespace in folders.namespaces(self._root)]
+        else:
+            digests = [folders.namespace_digest(own)]
+        parts = [swept for digest in digests if (swept := self._swept(digest, room=0))]
+        everything = Swept(
+            sum(swept.dropped for swept in parts),
+            [entry for swept in parts for entry in swept.kept],
         )
-        left = folders.evict(everything, total, room)
-        if swept:
+        if total is None:
+            return everything.dropped
+        left = evict(everything, total, room)
+        if parts:
             self._allow(_ALL, total, left.nbytes)
         return left.dropped
 
     def sweep_one(self, namespace: str) -> int:
         """Sweep one namespace; how many chunks were dropped."""
-        swept = self._one(folders.namespace_folder(self._root, namespace), room=0)
+        swept = self._swept(folders.namespace_digest(namespace), room=0)
         return swept.dropped if swept else 0
-
-    def _folders(self) -> list[str]:
-        own = self._limits.namespace
-        if own is None:
-            return folders.namespaces(self._root)
-        return [folders.namespace_folder(self._root, own)]
 
     def _total(self) -> int | None:
         return self._limits.max_bytes if self._limits.namespace is None else None
 
-    def _one(self, folder: str, *, room: int) -> folders.Swept | None:
+    def _swept(self, digest: str, *, room: int) -> Swept | None:
         """Sweep one namespace; None when it is being swept, or is none."""
+        folder = f"{self._root}/{digest}"
         try:
             folders.check_folder(self._root, folder)
         except OSError:
             return None
-        digest = os.path.basename(folder)
         every = self._limits.quota if isinstance(self._limits.quota, int) else None
         limit = self._quotas.get(digest, every)
-        with try_file(f"{folder}/sweep.lock") as ours:
-            if not ours:
+        namespace = folders.NamespaceFolder(digest, folder)
+        with try_file(f"{folder}/sweep.lock") as is_ours:
+            if not is_ours:
                 return None
-            swept = folders.sweep(folder, self._limits.deadlines(), limit=limit, room=room)
+            swept = sweep(namespace, self._limits.deadlines(), limit=limit, room=room)
         if limit is not None:
             self._allow(digest, limit, swept.nbytes)
         return swept
@@ -170,3 +302,73 @@ class Sweeper:
     def _allow(self, name: str, limit: int, held: int) -> None:
         with self._lock:
             self._room[name] = min(limit - held, limit // _ROOM)
+
+
+# ---------------------------------------------------------------------- deleting a namespace
+# A deletion touches the epoch first, then renames every folder beside it away, then removes what it
+# renamed, then touches the epoch again for those who read a chunk in between.  A writer reads the
+# epoch, makes a temporary file, and looks at the epoch once more before it renames that file into
+# its place.  If its temporary file was there before the epoch grew, the deletion takes it away with
+# its folder, published or not; if it came later, the second look sees the new epoch.  Either way
+# the writer fails, and no lock is needed: a writer that is killed or stopped at any point can
+# neither block a deletion nor undo it.
+
+_PASSES = 100
+
+
+def delete_namespace(folder: str, *, durable: bool) -> int:
+    """Remove everything in the folder of a namespace but its epoch, which grows.
+
+    Args:
+        folder: An existing folder.
+        durable: Whether to have it on the medium when this returns.
+
+    Returns:
+        How many chunks were removed.
+
+    Raises:
+        OSError: If something of it could not be removed.
+    """
+    dropped = 0
+    try:
+        _grow(folder, durable=durable)
+    except OSError:
+        # The disk may be full: make room and try again.
+        dropped = _purge(folder)
+        _grow(folder, durable=durable)
+    dropped += _purge(folder)
+    _grow(folder, durable=durable)
+    if durable:
+        folders.sync_folder(folder)
+    return dropped
+
+
+def _grow(folder: str, *, durable: bool) -> None:
+    path = f"{folder}/{folders.EPOCH}"
+    later = max(folders.epoch(folder) + 1, time.time_ns())
+    with folders.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
+        os.write(descriptor, b".")
+        folders.set_times(path, (later, later))
+        if durable:
+            os.fsync(descriptor)
+
+
+def _purge(folder: str) -> int:
+    # What a reader quarantines meanwhile comes out of the other folders: they go first.
+    names = sorted(os.listdir(folder), key=lambda name: name == folders.QUARANTINE)
+    for name in dict.fromkeys([*names, folders.QUARANTINE]):
+        if name != folders.EPOCH and not name.startswith(folders.DELETED):
+            away = f"{folder}/{folders.DELETED}{secrets.token_hex(16)}"
+            with suppress(FileNotFoundError):
+                os.rename(f"{folder}/{name}", away)
+    # All of it, also what another deletion took away a moment before and has not removed yet, and
+    # again, because a system call that began before the renaming may still add a file.
+    dropped = 0
+    failures: list[OSError] = []
+    for _ in range(_PASSES):
+        left = [name for name in os.listdir(folder) if name.startswith(folders.DELETED)]
+        if not left:
+            return dropped
+        failures = []
+        dropped += sum(folders.remove(f"{folder}/{name}", failures) for name in left)
+    raise next(iter(failures), OSError(f"{folder} is filled faster than it can be emptied"))

@@ -1,19 +1,25 @@
-"""How large the file of a chunk will be, before there is one."""
+"""The file of one chunk: what it must hold, writing it, reading it into place, checking it.
+
+A safetensors file whose header is known before it is opened, but for three values; the format is
+specified in docs/format.md.  This module knows bytes, not folders: it reads through a function, so
+that the bytes may come from anywhere.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
@@ -23,8 +29,8 @@ from kvcache_rag.codecs import Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
 from kvcache_rag.stores.base import ChunkReader
-from kvcache_rag.stores.device import staged
-from kvcache_rag.stores.memory import Home
+from kvcache_rag.stores.device import Home, staged
+from kvcache_rag.stores.disk.folders import NOT_A_FILE, READ, opened
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,7 +41,85 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkLayout
 
 
-_PROVENANCE = "kvcache-rag 0.1.0"
+FORMAT = f"kvcache-rag/{FORMAT_VERSION}"
+
+ALIGNMENT = 4096
+
+MAX_HEADER = 64 << 10
+
+_IDS, _TENSOR = "tokens", "kv"
+
+# safetensors' names, in the order in which it lays tensors out.
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+
+# The values that the reader cannot know.
+_FREE = {
+    "pad": re.compile(r" *"),
+    "provenance": re.compile(r"[ -!#-\[\]-~]{1,200}"),
+    "xxh3_128": re.compile(r"[0-9a-f]{32}"),
+}
+
+
+# ---------------------------------------------------------------------- what a file holds
+@dataclass(frozen=True)
+class FileSpec:
+    """What the file of one chunk must hold.
+
+    Attributes:
+        tensors: Dtype and shape per tensor, in file order.
+        metadata: The metadata that is known beforehand.
+        header: The header as parsed JSON, with `metadata` only.
+        payload: Bytes behind the header.
+    """
+
+    tensors: dict[str, TensorSpec]
+    metadata: dict[str, str]
+    header: dict[str, Any]
+    payload: int
+
+
+def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
+    """What the file of `key` must hold.
+
+    Raises:
+        InvalidInputError: If a tensor has a dtype that the format does not know.
+    """
+    stored = {**codec.expected(layout, key.tokens), _IDS: (torch.int32, (key.tokens,))}
+    unknown = {dtype for dtype, _ in stored.values()} - _RANK.keys()
+    if unknown:
+        raise InvalidInputError(f"chunks of {unknown} cannot be stored; use bfloat16 or float32")
+    order = sorted(stored, key=lambda name: (_RANK[stored[name][0]], name))
+    metadata = {
+        "format": FORMAT,
+        "key": key.digest,
+        "codec": codec.name,
+        "start": str(key.start),
+    }
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        dtype, shape = stored[name]
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    return FileSpec({name: stored[name] for name in order}, metadata, header, end)
 
 
 def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
@@ -44,23 +128,61 @@ def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
     Raises:
         InvalidInputError: If the layout's dtype cannot be stored, or not by this codec.
     """
-    key = ChunkKey("0" * 64, "0" * 64, "", tokens, 0)
-    spec = file_spec(key, layout, codec)
-    return header_bytes(spec) + spec.payload
+    spec = file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec)
+    metadata = _complete(spec, checksum="0" * 32)
+    return 8 + len(canonical_json({**spec.header, "__metadata__": metadata})) + spec.payload
 
 
-def header_bytes(spec: FileSpec) -> int:
-    """Bytes before the payload, the length field included."""
-    free = {"xxh3_128": "0" * 32, "provenance": _PROVENANCE, "pad": ""}
-    bare = 8 + len(canonical_json({**spec.header, "__metadata__": {**spec.metadata, **free}}))
-    return -(-bare // ALIGNMENT) * ALIGNMENT
+def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
+    """Uninitialised memory for the chunk of `key`, usable in and out of inference mode."""
+    with torch.inference_mode(mode=False):
+        tokens = torch.empty(key.tokens, dtype=torch.int32)
+        return ChunkKV(layout, tokens, key.start, Home().empty(layout, key.tokens))
 
 
-# Reading bytes straight into the memory of strided tensors.
-#
+# ---------------------------------------------------------------------- writing
+def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:
+    """Write the file of a chunk; syncing and publishing it are the caller's part.
+
+    Raises:
+        SafetensorError: If it cannot be written, as on a full disk; for some causes an `OSError`.
+    """
+    encoded = {**codec.encode(chunk), _IDS: chunk.tokens}
+    tensors = {name: _packed(encoded[name]) for name in spec.tensors}
+    hasher = xxhash.xxh3_128()
+    for tensor in tensors.values():
+        for view in views(tensor) or []:
+            hasher.update(view)
+    save_file(tensors, path, metadata=_complete(spec, hasher.hexdigest()))
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    # safetensors refuses tensors that share their memory with others.
+    tensor = tensor.detach().cpu()
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _complete(spec: FileSpec, checksum: str) -> dict[str, str]:
+    """All metadata, padded so that the payload begins at a whole page."""
+    metadata = {**spec.metadata, "xxh3_128": checksum, "provenance": _provenance(), "pad": ""}
+    bare = 8 + len(canonical_json({**spec.header, "__metadata__": metadata}))
+    metadata["pad"] = " " * (-bare % ALIGNMENT)
+    return metadata
+
+
+@cache
+def _provenance() -> str:
+    try:
+        return f"kvcache-rag {version('kvcache-rag')}"
+    except PackageNotFoundError:
+        return "kvcache-rag, not installed"
+
+
+# ---------------------------------------------------------------------- memory
 # A chunk's place in a larger buffer is many runs of bytes with gaps between them; one `preadv`
-# fills many runs. This module knows memory, not formats.
-
+# fills many runs.
 
 # Fill the buffers, in order, with the bytes from an offset on; return how many were read, which may
 # be fewer than asked for and is 0 at the end.
@@ -177,153 +299,89 @@ def _advanced(pending: list[memoryview], count: int) -> list[memoryview]:
     return rest
 
 
-# The file of one chunk: what its header must say, writing it, reading it into place.
-#
-# A file is a safetensors file whose header is known before it is opened, but for three values; the
-# format is specified in docs/format.md. This module knows bytes, not directories: it reads through
-# a function, so that the bytes may come from anywhere.
-
-
-FORMAT = f"kvcache-rag/{FORMAT_VERSION}"
-
-ALIGNMENT = 4096
-
-MAX_HEADER = 64 << 10
-
-# safetensors' names, in the order in which it lays tensors out.
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-
-_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
-
-# The values that the reader cannot know.
-_FREE = {
-    "pad": re.compile(r" *"),
-    "provenance": re.compile(r"[ -!#-\[\]-~]{1,200}"),
-    "xxh3_128": re.compile(r"[0-9a-f]{32}"),
-}
-
-
+# ---------------------------------------------------------------------- headers
 @dataclass(frozen=True)
-class FileSpec:
-    """What the file of one chunk must hold.
+class Header:
+    """The header of a file as it is, in the form of this format; nothing else is known of it yet.
 
     Attributes:
-        tensors: Dtype and shape per tensor, in file order.
-        metadata: The metadata that is known beforehand.
-        header: The header as parsed JSON, with `metadata` only.
-        payload: Bytes behind the header.
+        values: The parsed JSON.
+        metadata: Its `__metadata__`.
+        checksum: xxh3_128 of the payload.
+        offset: Where the payload begins.
     """
 
-    tensors: dict[str, TensorSpec]
-    metadata: dict[str, str]
-    header: dict[str, Any]
-    payload: int
+    values: dict[str, Any]
+    metadata: dict[str, Any]
+    checksum: str
+    offset: int
 
 
-def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
-    """What the file of `key` must hold.
+def read_header(read: ReadV, size: int) -> Header:
+    """Read a file's header; never more than its first page and `MAX_HEADER`, whatever it says.
+
+    Args:
+        read: Reads the file.
+        size: Its size in bytes.
 
     Raises:
-        InvalidInputError: If a tensor has a dtype that the format does not know.
+        CorruptChunkError: If it is none.
+        OSError: If it cannot be read.
     """
-    stored = {**codec.expected(layout, key.tokens), "tokens": (torch.int32, (key.tokens,))}
-    unknown = {dtype for dtype, _ in stored.values()} - _RANK.keys()
-    if unknown:
-        raise InvalidInputError(f"chunks of {unknown} cannot be stored; use bfloat16 or float32")
-    order = sorted(stored, key=lambda name: (_RANK[stored[name][0]], name))
-    metadata = {
-        "format": FORMAT,
-        "key": key.digest,
-        "codec": codec.name,
-        "start": str(key.start),
-    }
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name in order:
-        dtype, shape = stored[name]
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
-    return FileSpec({name: stored[name] for name in order}, metadata, header, end)
+    head = _bytes(read, 0, min(size, ALIGNMENT))
+    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+    offset = 8 + length
+    if not 0 < length <= MAX_HEADER or offset % ALIGNMENT or offset > size:
+        raise CorruptChunkError(f"the file has {size} bytes and a header of {length}")
+    if offset > len(head):
+        head += _bytes(read, len(head), offset - len(head))
+    try:
+        values = json.loads(head[8:].decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptChunkError(f"the header is not JSON: {str(error)[:80]}") from None
+    metadata = values.get("__metadata__") if isinstance(values, dict) else None
+    if not isinstance(metadata, dict):
+        raise CorruptChunkError("the header has no metadata")
+    for name, form in _FREE.items():
+        value = metadata.get(name)
+        if not isinstance(value, str) or not form.fullmatch(value):
+            raise CorruptChunkError(f"the header's {name} cannot be one")
+    return Header(values, metadata, metadata["xxh3_128"], offset)
 
 
-def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
-    """Uninitialised memory for the chunk of `key`, usable in and out of inference mode."""
-    with torch.inference_mode(mode=False):
-        tokens = torch.empty(key.tokens, dtype=torch.int32)
-        return ChunkKV(layout, tokens, key.start, Home().empty(layout, key.tokens))
-
-
-def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:
-    """Write the file of a chunk; syncing and publishing it are the caller's part.
-
-    Raises:
-        SafetensorError: If it cannot be written, as on a full disk; for some causes an `OSError`.
-    """
-    encoded = {**codec.encode(chunk), "tokens": chunk.tokens}
-    tensors = {name: _packed(encoded[name]) for name in spec.tensors}
-    hasher = xxhash.xxh3_128()
-    for tensor in tensors.values():
-        for view in views(tensor) or []:
-            hasher.update(view)
-    save_file(tensors, path, metadata=_complete(spec, hasher.hexdigest()))
-
-
-def check_header(read: ReadV, size: int, spec: FileSpec) -> tuple[int, str]:
-    """Compare a file's header with what it must be.
+def check_header(read: ReadV, size: int, spec: FileSpec) -> Header:
+    """Read a file's header and compare all of it with what it must be.
 
     Args:
         read: Reads the file.
         size: Its size in bytes.
         spec: What it must hold.
 
-    Returns:
-        Offset of the payload and its checksum.
-
     Raises:
         CorruptChunkError: If the header or the size differs in anything.
+        OSError: If it cannot be read.
     """
-    head = bytearray(min(size, ALIGNMENT))
-    _fill(read, head, 0)
-    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
-    offset = 8 + length
-    if not 0 < length <= MAX_HEADER or offset % ALIGNMENT or offset + spec.payload != size:
-        raise CorruptChunkError(f"the file has {size} bytes and a header of {length}")
-    if offset > len(head):
-        rest = bytearray(offset - len(head))
-        _fill(read, rest, len(head))
-        head += rest
-    try:
-        found = json.loads(head[8:].decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptChunkError(f"the header is not JSON: {str(error)[:80]}") from None
-    metadata = found.get("__metadata__") if isinstance(found, dict) else None
-    if not isinstance(metadata, dict):
-        raise CorruptChunkError("the header has no metadata")
-    free = {name: metadata.get(name) for name in _FREE}
-    for name, value in free.items():
-        if not isinstance(value, str) or not _FREE[name].fullmatch(value):
-            raise CorruptChunkError(f"the header's {name} cannot be one")
-    if found != {**spec.header, "__metadata__": {**spec.metadata, **free}}:
+    header = read_header(read, size)
+    if header.offset + spec.payload != size:
+        raise CorruptChunkError(f"the file has {size} bytes and a header of {header.offset - 8}")
+    free = {name: header.metadata[name] for name in _FREE}
+    if header.values != {**spec.header, "__metadata__": {**spec.metadata, **free}}:
         raise CorruptChunkError("the header is not that of the chunk asked for")
-    return offset, metadata["xxh3_128"]
+    return header
 
 
+def _bytes(read: ReadV, offset: int, count: int) -> bytearray:
+    buffer = bytearray(count)
+    pending = memoryview(buffer)
+    while pending:
+        done = read([pending], offset)
+        if done <= 0:
+            raise CorruptChunkError("the file is shorter than its header says")
+        pending, offset = pending[done:], offset + done
+    return buffer
+
+
+# ---------------------------------------------------------------------- reading
 def read_file(read: ReadV, size: int, spec: FileSpec, codec: Codec, out: ChunkKV) -> None:
     """Read a chunk's file into `out`, straight into its memory where the codec allows it.
 
@@ -338,27 +396,26 @@ def read_file(read: ReadV, size: int, spec: FileSpec, codec: Codec, out: ChunkKV
         CorruptChunkError: If header, size or checksum are wrong.
         OSError: If it cannot be read.
     """
-    offset, checksum = check_header(read, size, spec)
+    header = check_header(read, size, spec)
     tokens = torch.empty(len(out), dtype=torch.int32)
     places = _places(codec.in_place(out), tokens)
     if places is not None:
-        _read_payload(read, offset, spec, places, checksum)
+        _read_payload(read, header, spec, places)
     else:
         with staged(spec.tensors, out) as staging:
             places = _places(staging.tensors, tokens) or {}
-            _read_payload(read, offset, spec, places, checksum)
+            _read_payload(read, header, spec, places)
             staging.decode(codec, out)
     out.tokens.copy_(tokens)
 
 
 def _read_payload(
-    read: ReadV, offset: int, spec: FileSpec, places: dict[str, list[memoryview]], checksum: str
+    read: ReadV, header: Header, spec: FileSpec, places: dict[str, list[memoryview]]
 ) -> None:
     hasher = xxhash.xxh3_128()
-    read_views(
-        read, offset, [view for name in spec.tensors for view in places[name]], hasher.update
-    )
-    if hasher.hexdigest() != checksum:
+    targets = [view for name in spec.tensors for view in places[name]]
+    read_views(read, header.offset, targets, hasher.update)
+    if hasher.hexdigest() != header.checksum:
         raise CorruptChunkError("the checksum is wrong: the bytes were changed")
 
 
@@ -366,7 +423,7 @@ def _places(
     tensors: dict[str, Tensor] | None, tokens: Tensor
 ) -> dict[str, list[memoryview]] | None:
     places: dict[str, list[memoryview]] = {}
-    for name, tensor in {**(tensors or {}), "tokens": tokens}.items():
+    for name, tensor in {**(tensors or {}), _IDS: tokens}.items():
         found = views(tensor)
         if found is None or tensors is None:
             return None
@@ -374,42 +431,10 @@ def _places(
     return places
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    # safetensors refuses tensors that share their memory with others.
-    tensor = tensor.detach().cpu()
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _complete(spec: FileSpec, checksum: str) -> dict[str, str]:
-    """All metadata, padded so that the payload begins at a whole page."""
-    metadata = {**spec.metadata, "xxh3_128": checksum, "provenance": _provenance(), "pad": ""}
-    bare = 8 + len(canonical_json({**spec.header, "__metadata__": metadata}))
-    metadata["pad"] = " " * (-bare % ALIGNMENT)
-    return metadata
-
-
-@cache
-def _provenance() -> str:
-    try:
-        return f"kvcache-rag {version('kvcache-rag')}"
-    except PackageNotFoundError:
-        return "kvcache-rag, not installed"
-
-
-def _fill(read: ReadV, buffer: bytearray, offset: int) -> None:
-    if buffer:
-        read_views(read, offset, [memoryview(buffer)], lambda _: None)
-
-
-# A chunk's file read layer by layer: the file is in that order, and a layer fits into the cache.
-#
-# Where layers of several shapes are mixed, or K and V are apart (MLA), the file is not in the order
-# of the layers, and `chunkfile.read_file` reads it as a whole.
-
-
-_IDS, _TENSOR = "tokens", "kv"
+# ---------------------------------------------------------------------- reading by layers
+# The file is in the order of the layers, and a layer fits into the processor's cache.  Where layers
+# of several shapes are mixed, or K and V are apart (MLA), it is not, and `read_file` reads it as a
+# whole.
 
 
 def is_layered(layout: ChunkLayout, codec: Codec) -> bool:
@@ -451,16 +476,17 @@ class LayerFile(ChunkReader):
         self._targets: list[list[memoryview]] = []
         self._hasher = xxhash.xxh3_128()
         try:
-            self._payload, self._checksum = check_header(self._read, size, spec)
+            header = check_header(self._read, size, spec)
+            self._checksum = header.checksum
             offsets = {name: spec.header[name]["data_offsets"] for name in (_IDS, _TENSOR)}
             self.nbytes = offsets[_TENSOR][1] - offsets[_TENSOR][0]
             self.tokens = torch.empty(spec.tensors[_IDS][1], dtype=torch.int32)
             self._ids = views(self.tokens) or []
-            read_views(self._read, self._payload + offsets[_IDS][0], self._ids, lambda _: None)
+            read_views(self._read, header.offset + offsets[_IDS][0], self._ids, lambda _: None)
         except BaseException:
             self.close()
             raise
-        self._offset = self._payload + offsets[_TENSOR][0]
+        self._offset = header.offset + offsets[_TENSOR][0]
         # The checksum is over the tensors in their order.
         self._is_first = offsets[_IDS][0] < offsets[_TENSOR][0]
         if self._is_first:
@@ -514,3 +540,140 @@ class LayerFile(ChunkReader):
     def _hash_ids(self) -> None:
         for view in self._ids:
             self._hasher.update(view)
+
+
+# ---------------------------------------------------------------------- checking without a model
+# A reader knows every value of the header beforehand and compares all of it; here nothing is known
+# but the file's name, so the header is checked against itself: the fields and limits of the format,
+# tensors that lie densely and fill the file, and the checksum of the payload.
+
+_BUFFER = 4 << 20
+
+_KNOWN: Final = {
+    "format": re.compile(re.escape(FORMAT)),
+    "key": re.compile(r"[0-9a-f]{64}"),
+    "codec": re.compile(r"[a-z0-9-]{1,64}"),
+    "start": re.compile(r"0|[1-9][0-9]{0,9}"),
+}
+
+_WIDTHS: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What the header of a chunk's file says.
+
+    Attributes:
+        codec: Name of the codec.
+        tokens: Number of tokens.
+        payload: Bytes behind the header.
+        checksum: xxh3_128 of the payload.
+        offset: Where the payload begins.
+    """
+
+    codec: str
+    tokens: int
+    payload: int
+    checksum: str
+    offset: int
+
+
+def file_facts(path: str, digest: str) -> FileFacts:
+    """Read and check the header of a chunk's file; the payload is not read.
+
+    Args:
+        path: The file; a link is not followed.
+        digest: The chunk that it must be, 64 hexadecimal digits.
+
+    Raises:
+        CorruptChunkError: If it is not such a file.
+        OSError: If it cannot be read, or is gone.
+    """
+    with _regular(path) as descriptor:
+        return _facts(positional(descriptor), os.fstat(descriptor).st_size, digest)
+
+
+def verify_file(path: str, digest: str) -> FileFacts:
+    """Check a chunk's file as a whole: header, size and checksum; else as `file_facts`."""
+    with _regular(path) as descriptor:
+        read = positional(descriptor)
+        facts = _facts(read, os.fstat(descriptor).st_size, digest)
+        if _payload_checksum(read, facts) != facts.checksum:
+            raise CorruptChunkError("the checksum is wrong: the bytes were changed")
+        return facts
+
+
+@contextmanager
+def _regular(path: str) -> Iterator[int]:
+    try:
+        with opened(path, READ) as descriptor:
+            yield descriptor
+    except OSError as error:
+        if error.errno not in NOT_A_FILE:
+            raise
+        raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
+
+
+def _facts(read: ReadV, size: int, digest: str) -> FileFacts:
+    header = read_header(read, size)
+    metadata = header.metadata
+    if metadata.keys() != _KNOWN.keys() | _FREE.keys():
+        raise CorruptChunkError("the header has not the metadata of this format")
+    for name, form in _KNOWN.items():
+        if not isinstance(metadata[name], str) or not form.fullmatch(metadata[name]):
+            raise CorruptChunkError(f"the header's {name} cannot be one")
+    if metadata["key"] != digest:
+        raise CorruptChunkError(f"it is the file of another chunk, {metadata['key'][:12]}...")
+    payload = _extent(
+        {name: value for name, value in header.values.items() if name != "__metadata__"}
+    )
+    if header.offset + payload != size:
+        raise CorruptChunkError(
+            f"the file has {size} bytes, its header says {header.offset + payload}"
+        )
+    tokens = header.values[_IDS]
+    if tokens["dtype"] != "I32" or len(tokens["shape"]) != 1:
+        raise CorruptChunkError("the token ids are not one row of int32")
+    return FileFacts(metadata["codec"], tokens["shape"][0], payload, header.checksum, header.offset)
+
+
+def _extent(tensors: dict[str, Any]) -> int:
+    """Bytes of all tensors, which must lie behind each other without gaps."""
+    if _IDS not in tensors or len(tensors) < 2:
+        raise CorruptChunkError("the header lacks the token ids or every other tensor")
+    end = 0
+    for begin, stop, nbytes in sorted(_place(name, value) for name, value in tensors.items()):
+        if begin != end or stop - begin != nbytes:
+            raise CorruptChunkError("the tensors overlap, leave gaps or have another size")
+        end = stop
+    return end
+
+
+def _place(name: str, tensor: Any) -> tuple[int, int, int]:
+    """Where a tensor begins and stops, and how many bytes its shape and dtype make."""
+    fields = {"dtype", "shape", "data_offsets"}
+    if isinstance(tensor, dict) and tensor.keys() == fields:
+        shape, offsets = tensor["shape"], tensor["data_offsets"]
+        width = _WIDTHS.get(tensor["dtype"]) if isinstance(tensor["dtype"], str) else None
+        if width and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2:
+            return offsets[0], offsets[1], math.prod(shape) * width
+    raise CorruptChunkError(f"the header's tensor {name[:40]!r} cannot be one")
+
+
+def _are_sizes(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= 8
+        and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    )
+
+
+def _payload_checksum(read: ReadV, facts: FileFacts) -> str:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_BUFFER, facts.payload)))
+    done = 0
+    while done < facts.payload:
+        part = buffer[: min(len(buffer), facts.payload - done)]
+        read_views(read, facts.offset + done, [part], hasher.update)
+        done += len(part)
+    return hasher.hexdigest()

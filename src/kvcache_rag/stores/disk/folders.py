@@ -1,13 +1,24 @@
-"""What the times of a file say about a chunk: when it was used, when it was written.
+"""The folder of a store on disk: what lies where, what each name means, and one walk over it.
 
-The mtime is the last use.  A store with a `ttl` has to know when a chunk was written; it leaves the
-mtime at that, and notes the use in the atime, which is what the two names mean.
+    root/<namespace digest>/epoch                        touched when the namespace is deleted
+    root/<namespace digest>/sweep.lock
+    root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
+    root/<namespace digest>/locks/<00..ff>.lock
+    root/<namespace digest>/quarantine/<time>-<digest>
+    root/<namespace digest>/<spec[:16]>/spec.json        for people: which model
+    root/<namespace digest>/<spec[:16]>/<digest[:2]>/<digest>.safetensors
+                                                     <digest>.owner-<id>  <digest>.released-<id>
+                                                     .tmp*
+
+Only names of these forms are ever touched; nothing else in the root is ours.  Below the root no
+link is followed: a link or a file in place of a folder is refused.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -15,272 +26,49 @@ import stat
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.kv.chunk import digest
 from kvcache_rag.stores.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvcache_rag.kv.chunk import ChunkKey
 
 
-USED_AGAIN = 60.0  # seconds: a file that was marked within them is not marked again
-
-_FOLLOW = os.utime not in os.supports_follow_symlinks  # where it cannot be avoided
-
-
-def set_times(path: str, times: tuple[int, int] | None = None) -> None:
-    """Set the times of what is at `path` itself, to now or to (atime, mtime) in nanoseconds.
-
-    Raises:
-        OSError: If it cannot be done.
-    """
-    if times is None:
-        os.utime(path, follow_symlinks=_FOLLOW)
-    else:
-        os.utime(path, ns=times, follow_symlinks=_FOLLOW)
-
-
-def check_ttl(ttl: float | None) -> float | None:
-    """Return the life time.
-
-    Raises:
-        InvalidInputError: If it is not above zero.
-    """
-    if ttl is not None and not ttl > 0:
-        raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
-    return ttl
-
-
-def last_use(status: os.stat_result, *, dated: bool) -> float:
-    """When a chunk was used last, in seconds since the epoch.
-
-    Args:
-        status: Of its file.
-        dated: Whether the mtime is the time of writing.
-    """
-    return max(status.st_atime, status.st_mtime) if dated else status.st_mtime
-
-
-def mark_used(path: str, status: os.stat_result, *, dated: bool) -> None:
-    """Let a file count as used now, unless it did within the last minute; best effort.
-
-    In a read-only folder nothing is marked, and nothing is evicted either.
-
-    Args:
-        path: The file.
-        status: Its status; what is no file is left alone.
-        dated: Whether the mtime is the time of writing and stays.
-    """
-    if not stat.S_ISREG(status.st_mode):
-        return
-    if abs(time.time() - last_use(status, dated=dated)) > USED_AGAIN:
-        with suppress(OSError):
-            set_times(path, (time.time_ns(), status.st_mtime_ns) if dated else None)
-
-
-# What lies around a digest in a folder of chunks, and dropping it.
-#
-# A name that is not one of ours is left alone, and no link is followed.
-
+SUFFIX = ".safetensors"
 
 TEMPORARY = ".tmp"
 
-_FILE = re.compile(r"([0-9a-f]{64})\.(safetensors(?!-)|(?:owner|released)(?=-))(?:-[0-9a-f]{16})?")
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """What is too old for a sweep; all times in seconds since the epoch.
-
-    Attributes:
-        released: Chunks go whose last owner let go then or before.
-        temporary: Unfinished files go that were last written then or before.
-        written: Chunks go that were written then or before; None for none.
-        future: A file dated later than this is of a clock that was wrong.  It counts as of now,
-            and is dated so, for else it would never become old.
-    """
-
-    released: float
-    temporary: float
-    written: float | None
-    future: float
-
-    def is_expired(self, written: float) -> bool:
-        """Whether a chunk written then has to go."""
-        return self.written is not None and written <= self.written
-
-
-@dataclass
-class Entry:
-    """What lies around one digest in one folder.
-
-    Attributes:
-        path: The chunk's file, "" when there is none.
-        written: Its mtime.
-        used: When it was used last.
-        size: Its bytes.
-        claimed: Whether an owner uses it.
-        tombstones: Time and path of every release.
-    """
-
-    path: str = ""
-    written: float = 0.0
-    used: float = 0.0
-    size: int = 0
-    claimed: bool = False
-    tombstones: list[tuple[float, str]] = field(default_factory=list)
-
-    def is_released(self, latest: float) -> bool:
-        """Whether the last owner let go at `latest` or before."""
-        return (
-            not self.claimed
-            and bool(self.tombstones)
-            and all(mtime <= latest for mtime, _ in self.tombstones)
-        )
-
-
-def folders(path: str, levels: tuple[re.Pattern[str], ...]) -> Iterator[str]:
-    """Folders below `path` whose names, level by level, are of the given forms."""
-    if not levels:
-        yield path
-        return
-    with suppress(OSError), os.scandir(path) as found:
-        for entry in found:
-            if levels[0].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield from folders(entry.path, levels[1:])
-
-
-def scan(folder: str, when: Deadlines) -> dict[str, Entry]:
-    """What lies around each digest in a folder; unfinished files that are too old are dropped."""
-    entries: dict[str, Entry] = {}
-    with suppress(OSError), os.scandir(folder) as found:
-        for item in found:
-            with suppress(OSError):
-                _note(item, entries, when)
-    return entries
-
-
-def _note(item: os.DirEntry[str], entries: dict[str, Entry], when: Deadlines) -> None:
-    match = _FILE.fullmatch(item.name)
-    unfinished = item.name.startswith(TEMPORARY)
-    if match is None and not unfinished:
-        return
-    status = item.stat(follow_symlinks=False)
-    if status.st_mtime > when.future:
-        set_times(item.path)
-        status = os.lstat(item.path)
-    if match is None:
-        if status.st_mtime <= when.temporary:
-            unlink(item.path)
-        return
-    entry = entries.setdefault(match[1], Entry())
-    if match[2] == "owner":
-        entry.claimed = True
-    elif match[2] == "released":
-        entry.tombstones.append((status.st_mtime, item.path))
-    else:
-        used = min(last_use(status, dated=when.written is not None), when.future)
-        entry.path, entry.size = item.path, status.st_size
-        entry.written, entry.used = status.st_mtime, used
-
-
-def unlink(path: str) -> bool:
-    """Remove a file; False when there is none or it cannot be removed."""
-    with suppress(OSError):
-        os.unlink(path)
-        return True
-    return False
-
-
-def remove(path: str, failures: list[OSError]) -> int:
-    """Remove a file, a link or a folder with all it holds; a link is not followed.
-
-    Args:
-        path: What to remove; it may be gone already.
-        failures: What could not be removed is noted here; the rest goes.
-
-    Returns:
-        How many files of chunks were removed.
-    """
-    removed = 0
-    try:
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            removed = sum(remove(f"{path}/{name}", failures) for name in os.listdir(path))
-            os.rmdir(path)
-        else:
-            os.unlink(path)
-            removed = int(_is_chunk(path))
-    except FileNotFoundError:
-        return removed
-    except OSError as error:
-        failures.append(error)
-    return removed
-
-
-def _is_chunk(path: str) -> bool:
-    match = _FILE.fullmatch(os.path.basename(path))
-    return match is not None and match[2] == "safetensors"
-
-
-# The folders of a store on disk: where a chunk lies, what lies around, and what has to go.
-#
-#     root/<namespace digest>/epoch                        touched when the namespace is deleted
-#     root/<namespace digest>/sweep.lock
-#     root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
-#     root/<namespace digest>/locks/<00..ff>.lock
-#     root/<namespace digest>/quarantine/<time>-<digest>
-#     root/<namespace digest>/<spec[:16]>/<digest[:2]>/<digest>.safetensors
-#                                                      <digest>.owner-<id>  <digest>.released-<id>
-#                                                      .tmp*
-#
-# Only names of these forms are ever touched; nothing else in the root is ours. Below the root no
-# link is followed: a link or a file in place of a folder is refused.
-
-
-SUFFIX = ".safetensors"
-
 DELETED = ".deleted-"
+
+QUARANTINE = "quarantine"
+
+EPOCH = "epoch"
+
+MANIFEST = "spec.json"
 
 MAX_QUARANTINED = 4  # per namespace
 
+MAX_MANIFEST = 64 << 10  # bytes
+
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
-_CHUNKS = (re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{2}"))
+_SPEC = re.compile(r"[0-9a-f]{16}")
 
-_ALWAYS = 0
+_STRIPE = re.compile(r"[0-9a-f]{2}")
 
-for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
-    _ALWAYS |= getattr(os, _flag, 0)
+_OWNER = re.compile(r"[0-9a-f]{16}")
 
-# O_NONBLOCK: a pipe in place of a file must not stop the reader.
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-
-WRITE = os.O_RDWR
-
-FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-
-# What opening or reading a link, a socket or a folder says.
-NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+_FILE = re.compile(
+    r"(?P<digest>[0-9a-f]{64})\.(?:safetensors|(?P<mark>owner|released)-(?P<owner>[0-9a-f]{16}))"
+)
 
 
-@contextmanager
-def opened(path: str, flags: int) -> Iterator[int]:
-    """A descriptor of what is at `path` itself: no link is followed."""
-    descriptor = open_itself(path, flags)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def open_itself(path: str, flags: int) -> int:
-    """A descriptor of what is at `path` itself, which the caller closes."""
-    return os.open(path, flags | _ALWAYS, 0o600)
-
-
+# ---------------------------------------------------------------------- paths
 def namespace_digest(namespace: str) -> str:
     """Name of the folder of a namespace."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:32]
@@ -310,6 +98,82 @@ def lock_path(root: str, key: ChunkKey) -> str:
     """Lock file of the key's stripe; 256 per namespace."""
     check_key(key)
     return f"{namespace_folder(root, key.namespace)}/locks/{key.digest[:2]}.lock"
+
+
+def identity(owner: str) -> str:
+    """The 16 hexadecimal digits by which an owner is known on disk."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:16]
+
+
+def owner_mark(owner: str) -> str:
+    """The same, of an owner's name or of such digits themselves, as people copy them."""
+    return owner if _OWNER.fullmatch(owner) else identity(owner)
+
+
+class FileName(NamedTuple):
+    """What the name of a file in a folder of chunks means.
+
+    Attributes:
+        digest: The chunk it belongs to.
+        mark: "owner" or "released" for the mark of an owner, "" for the chunk itself.
+        owner: Whose mark it is, "" for the chunk itself.
+    """
+
+    digest: str
+    mark: str
+    owner: str
+
+    @classmethod
+    def parsed(cls, name: str) -> FileName | None:
+        """None if it is not one of ours."""
+        match = _FILE.fullmatch(name)
+        return None if match is None else cls(*match.groups(""))
+
+
+# ---------------------------------------------------------------------- opening and making
+_ALWAYS = 0
+
+for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
+    _ALWAYS |= getattr(os, _flag, 0)
+
+# O_NONBLOCK: a pipe in place of a file must not stop the reader.
+READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+
+WRITE = os.O_RDWR
+
+FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+# What opening or reading a link, a socket or a folder says.
+NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+
+
+@contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """A descriptor of what is at `path` itself: no link is followed."""
+    descriptor = open_itself(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_itself(path: str, flags: int) -> int:
+    """A descriptor of what is at `path` itself, which the caller closes."""
+    return os.open(path, flags | _ALWAYS, 0o600)
+
+
+def sync_folder(path: str) -> None:
+    """Have the names in a folder on the medium, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        with opened(path, FOLDER) as descriptor:
+            os.fsync(descriptor)
+
+
+def temporary_path(folder: str) -> str:
+    """A name in `folder` for what is not finished."""
+    return f"{folder}/{TEMPORARY}-{secrets.token_hex(16)}"
 
 
 def check_folder(root: str, path: str) -> None:
@@ -349,182 +213,531 @@ def _check_one(path: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, reason, path)
 
 
-def quarantine(root: str, key: ChunkKey, found: os.stat_result) -> None:
-    """Put the key's file aside, unless another one took its place since `found`; best effort.
-
-    A link or a folder in its place is moved as such.  The newest few stay to be looked at.
-    """
-    path = stem_path(root, key) + SUFFIX
-    folder = f"{namespace_folder(root, key.namespace)}/quarantine"
+def unlink(path: str) -> bool:
+    """Remove a file; False when there is none or it cannot be removed."""
     with suppress(OSError):
-        now = os.lstat(path)
-        if (now.st_dev, now.st_ino) != (found.st_dev, found.st_ino):
-            return
-        make_folder(root, folder)
-        os.replace(path, f"{folder}/{time.time_ns():020d}-{key.digest}")
-        for name in sorted(os.listdir(folder))[:-MAX_QUARANTINED]:
-            remove(f"{folder}/{name}", [])
+        os.unlink(path)
+        return True
+    return False
 
 
-@contextmanager
-def quarantining(root: str, key: ChunkKey, found: os.stat_result) -> Iterator[None]:
-    """Put the key's file aside when what reads it finds that it is damaged, or no file at all."""
+def remove(path: str, failures: list[OSError]) -> int:
+    """Remove a file, a link or a folder with all it holds; a link is not followed.
+
+    Args:
+        path: What to remove; it may be gone already.
+        failures: What could not be removed is noted here; the rest goes.
+
+    Returns:
+        How many files of chunks were removed.
+    """
+    removed = 0
     try:
-        yield
-    except CorruptChunkError:
-        quarantine(root, key, found)
-        raise
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            removed = sum(remove(f"{path}/{name}", failures) for name in os.listdir(path))
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+            name = FileName.parsed(os.path.basename(path))
+            removed = int(name is not None and not name.mark)
+    except FileNotFoundError:
+        return removed
     except OSError as error:
-        if error.errno not in NOT_A_FILE:  # a folder can be opened, not read
-            raise
-        quarantine(root, key, found)
-        raise CorruptChunkError(f"it is not a file: {error}") from None
+        failures.append(error)
+    return removed
 
 
-def namespaces(root: str) -> list[str]:
-    """Folders of all namespaces."""
-    return list(folders(root, (_NAMESPACE,)))
+# ---------------------------------------------------------------------- times
+# The mtime of a chunk's file is its last use.  A store with a `ttl` has to know when a chunk was
+# written; it leaves the mtime at that, and notes the use in the atime, which is what the two names
+# mean.
+
+USED_AGAIN = 60.0  # seconds: a file that was marked within them is not marked again
+
+_FOLLOW = os.utime not in os.supports_follow_symlinks  # where it cannot be avoided
+
+
+def set_times(path: str, times: tuple[int, int] | None = None) -> None:
+    """Set the times of what is at `path` itself, to now or to (atime, mtime) in nanoseconds.
+
+    Raises:
+        OSError: If it cannot be done.
+    """
+    if times is None:
+        os.utime(path, follow_symlinks=_FOLLOW)
+    else:
+        os.utime(path, ns=times, follow_symlinks=_FOLLOW)
+
+
+def last_use(status: os.stat_result, *, dated: bool) -> float:
+    """When a chunk was used last, in seconds since the epoch.
+
+    Args:
+        status: Of its file.
+        dated: Whether the mtime is the time of writing.
+    """
+    return max(status.st_atime, status.st_mtime) if dated else status.st_mtime
+
+
+def mark_used(path: str, status: os.stat_result, *, dated: bool) -> None:
+    """Let a file count as used now, unless it did within the last minute; best effort.
+
+    In a read-only folder nothing is marked, and nothing is evicted either.
+
+    Args:
+        path: The file.
+        status: Its status; what is no file is left alone.
+        dated: Whether the mtime is the time of writing and stays.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return
+    if abs(time.time() - last_use(status, dated=dated)) > USED_AGAIN:
+        with suppress(OSError):
+            set_times(path, (time.time_ns(), status.st_mtime_ns) if dated else None)
+
+
+# ---------------------------------------------------------------------- the walk
+# Streamed: one of the 256 folders of a spec is held at a time.  What vanishes while it is looked at
+# was not there.
+
+
+@dataclass
+class StoredFile:
+    """All that belongs to one digest: a chunk's file, marks of its owners, or marks alone.
+
+    Attributes:
+        stem: Path without suffix.
+        is_held: Whether there is a file at all; owners may claim a chunk before it is there.
+        nbytes: Size of the file.
+        written: Its mtime, in seconds since the epoch.
+        used: When it was last used; without `dated`, and in a store that keeps chunks for a time
+            only (`ttl`), when it was written.
+        owners: Ids of those who claim it, with the time of the mark.
+        released: Ids of those who released it, with the time when they did.
+    """
+
+    stem: str
+    is_held: bool = False
+    nbytes: int = 0
+    written: float = 0.0
+    used: float = 0.0
+    owners: dict[str, float] = field(default_factory=dict)
+    released: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """The chunk's digest."""
+        return os.path.basename(self.stem)
+
+    @property
+    def path(self) -> str:
+        """Where its file is or would be."""
+        return self.stem + SUFFIX
+
+    def note(self, name: FileName, status: os.stat_result, *, dated: bool) -> None:
+        """Take in one file; `dated` says that an mtime is the time of writing, not of the use."""
+        if name.mark:
+            marks = self.owners if name.mark == "owner" else self.released
+            marks[name.owner] = status.st_mtime
+        else:
+            self.is_held, self.nbytes = True, status.st_size
+            self.written, self.used = status.st_mtime, last_use(status, dated=dated)
+
+    def is_released(self, latest: float) -> bool:
+        """Whether the last owner released it at `latest` or before."""
+        moments = self.released.values()
+        return not self.owners and bool(moments) and all(moment <= latest for moment in moments)
+
+    def release(self, owner: str) -> bool:
+        """Turn the claim of an owner, known by `identity`, into a tombstone of this moment.
+
+        Returns:
+            False if there is no claim any more, or one that was made since this was listed.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        try:
+            if os.lstat(claim_path(self.stem, owner)).st_mtime != self.owners.get(owner):
+                return False
+            release(self.stem, owner)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def restore(self, owner: str) -> None:
+        """Undo `release`.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        with suppress(FileNotFoundError):
+            os.replace(tombstone_path(self.stem, owner), claim_path(self.stem, owner))
 
 
 @dataclass(frozen=True)
-class Swept:
-    """What a sweep did.
+class Leftover:
+    """A file that no reader will open: unfinished, quarantined or of an interrupted deletion.
 
     Attributes:
-        dropped: How many chunks went.
-        kept: Last use, bytes and path of those that stay.
+        path: Where it is.
+        nbytes: Its size.
+        written: When it was last written, in seconds since the epoch.
     """
 
-    dropped: int
-    kept: list[tuple[float, int, str]]
+    path: str
+    nbytes: int
+    written: float
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the chunks that stay."""
-        return sum(size for _, size, _ in self.kept)
+    def remove(self) -> bool:
+        """Remove it; False if it is gone already.
+
+        Raises:
+            OSError: If it cannot be removed.
+        """
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+            return True
+        return False
 
 
-def sweep(folder: str, when: Deadlines, *, limit: int | None, room: int) -> Swept:
-    """Drop what has to go in one namespace; readers that have a file open keep what they read.
+@dataclass(frozen=True)
+class Stripe:
+    """What lies in one folder of chunks.
 
-    Args:
-        folder: The namespace's folder.
-        when: What is too old.
-        limit: Bytes of chunks that may stay; when there are more, the least recently used go.
-        room: How far below the limit to go then, in bytes.
+    Attributes:
+        files: One per digest.
+        unfinished: Files that were never finished.
     """
-    dropped = 0
-    kept: list[tuple[float, int, str]] = []
-    for place in folders(folder, _CHUNKS):
-        for entry in scan(place, when).values():
-            released = entry.is_released(when.released)
-            gone = not entry.path
-            if entry.path and (released or when.is_expired(entry.written)):
-                gone = unlink(entry.path)
-                dropped += gone
-            elif entry.path:
-                kept.append((entry.used, entry.size, entry.path))
-            # Last: without a tombstone a chunk that is still there would never go.
-            for _, path in entry.tombstones if released and gone else ():
-                unlink(path)
-    _clear(folder, when)
-    swept = Swept(dropped, kept)
-    return swept if limit is None else evict(swept, limit, room)
+
+    files: list[StoredFile]
+    unfinished: list[Leftover]
+
+    @classmethod
+    def at(cls, folder: str, *, dated: bool) -> Stripe:
+        """Look at a folder; `dated` as for `StoredFile.note`."""
+        files: dict[str, StoredFile] = {}
+        unfinished = []
+        for item in _scan(folder):
+            with suppress(OSError):
+                if item.name.startswith(TEMPORARY):
+                    unfinished += _leftover(item)
+                elif name := FileName.parsed(item.name):
+                    status = item.stat(follow_symlinks=False)
+                    file = files.setdefault(name.digest, StoredFile(f"{folder}/{name.digest}"))
+                    file.note(name, status, dated=dated)
+        return cls([*files.values()], unfinished)
 
 
-def evict(swept: Swept, limit: int, room: int) -> Swept:
-    """Drop the least recently used of `swept.kept` when they are above `limit` bytes together.
+@dataclass(frozen=True)
+class SpecFolder:
+    """The chunks of one model, dtype, codec and prefix.
 
-    Args:
-        swept: What is there.
-        limit: Bytes that may stay.
-        room: How far below the limit to go then, in bytes.
+    Attributes:
+        name: First 16 digits of the spec's digest.
+        path: The folder.
     """
-    nbytes = swept.nbytes
-    if nbytes <= limit:
-        return swept
-    dropped, gone = swept.dropped, 0
-    ordered = sorted(swept.kept)
-    for _, size, path in ordered:
-        if nbytes <= limit - room:
-            break
-        # Gone either way: another process may have been faster.
-        dropped += unlink(path)
-        nbytes -= size
-        gone += 1
-    return Swept(dropped, ordered[gone:])
+
+    name: str
+    path: str
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What `spec.json` says; empty without one."""
+        return read_manifest(self.path)
+
+    def stripes(self, *, dated: bool = False) -> Iterator[Stripe]:
+        """Its folders of chunks, and before them what is unfinished beside them: manifests."""
+        yield Stripe([], Stripe.at(self.path, dated=dated).unfinished)
+        for found in _subfolders(self.path, _STRIPE):
+            yield Stripe.at(found.path, dated=dated)
+
+    def chunks(self) -> Iterator[StoredFile]:
+        """Chunks and claims."""
+        for stripe in self.stripes():
+            yield from stripe.files
+
+    def unfinished(self) -> Iterator[Leftover]:
+        """Files that were never finished."""
+        for stripe in self.stripes():
+            yield from stripe.unfinished
 
 
-def _clear(folder: str, when: Deadlines) -> None:
-    """Drop unfinished manifests, what an interrupted deletion left, and what was aside too long."""
-    for place in folders(folder, _CHUNKS[:1]):
-        scan(place, when)
+@dataclass(frozen=True)
+class NamespaceFolder:
+    """The chunks of one tenant.
+
+    Attributes:
+        name: First 32 digits of the digest of the tenant's name.
+        path: The folder.
+    """
+
+    name: str
+    path: str
+
+    def specs(self) -> Iterator[SpecFolder]:
+        """Its specs, by name."""
+        for found in _subfolders(self.path, _SPEC):
+            yield SpecFolder(found.name, found.path)
+
+    def quarantined(self) -> Iterator[Leftover]:
+        """Files that are in quarantine because they were not what they should be."""
+        for item in _scan(f"{self.path}/{QUARANTINE}"):
+            yield from _leftover(item)
+
+    def quarantine_times(self) -> list[tuple[str, float]]:
+        """All that is in quarantine, a folder as such, and when it was written."""
+        found = []
+        for item in _scan(f"{self.path}/{QUARANTINE}"):
+            with suppress(OSError):
+                found.append((item.path, item.stat(follow_symlinks=False).st_mtime))
+        return found
+
+    def deletions(self) -> list[str]:
+        """What an interrupted deletion of the namespace renamed away; the next sweep drops it."""
+        return [item.path for item in _scan(self.path) if item.name.startswith(DELETED)]
+
+    def deleted(self) -> Iterator[Leftover]:
+        """The files in `deletions`."""
+        for path in self.deletions():
+            yield from _below(path)
+
+
+def namespaces(root: str | os.PathLike[str]) -> Iterator[NamespaceFolder]:
+    """The namespaces of a store's folder, by name; none if there is no such folder."""
+    for found in _subfolders(os.path.realpath(root), _NAMESPACE):
+        yield NamespaceFolder(found.name, found.path)
+
+
+def _scan(path: str) -> Iterator[os.DirEntry[str]]:
+    # A link in place of the folder would lead out of the store.
     with suppress(OSError):
-        for name in os.listdir(folder):
-            if name.startswith(DELETED):
-                remove(f"{folder}/{name}", [])
-    aside = f"{folder}/quarantine"
+        if os.path.islink(path):
+            return
+        with os.scandir(path) as found:
+            yield from found
+
+
+def _subfolders(path: str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
+    found = []
+    for item in _scan(path):
+        with suppress(OSError):
+            if name.fullmatch(item.name) and item.is_dir(follow_symlinks=False):
+                found.append(item)
+    return sorted(found, key=lambda item: item.name)
+
+
+def _leftover(item: os.DirEntry[str]) -> list[Leftover]:
+    """A file that is left over; nothing for a folder or what vanished."""
     with suppress(OSError):
-        _check_one(aside)
-        for name in os.listdir(aside):
-            if when.is_expired(os.lstat(f"{aside}/{name}").st_mtime):
-                remove(f"{aside}/{name}", [])
+        if not item.is_dir(follow_symlinks=False):
+            status = item.stat(follow_symlinks=False)
+            return [Leftover(item.path, status.st_size, status.st_mtime)]
+    return []
 
 
-# Who uses a chunk on disk: empty marker files beside it.
-#
-# `<digest>.owner-<id>` says that an owner uses the chunk, `<digest>.released-<id>` that it stopped
-# at the marker's mtime; `<id>` is a digest of the owner's name. One rename turns one into the
-# other, so an owner never has both for good.
+def _below(path: str) -> Iterator[Leftover]:
+    for item in _scan(path):
+        with suppress(OSError):
+            if item.is_dir(follow_symlinks=False):
+                yield from _below(item.path)
+            else:
+                yield from _leftover(item)
+
+
+# ---------------------------------------------------------------------- owners
+# Who uses a chunk: empty files beside it.  One says that an owner uses the chunk, the other that it
+# stopped at the mark's mtime.  One rename turns one into the other, so an owner never has both for
+# good.
+
+
+def claim_path(stem: str, owner: str) -> str:
+    """The mark of an owner, known by `identity`, that it uses a chunk."""
+    return f"{stem}.owner-{owner}"
+
+
+def tombstone_path(stem: str, owner: str) -> str:
+    """The mark of an owner that it no longer uses a chunk."""
+    return f"{stem}.released-{owner}"
 
 
 def claim(stem: str, owner: str, check: Callable[[], None]) -> None:
-    """Mark the chunk at path `stem` (without suffix) as used by `owner`; its folder must exist.
+    """Mark the chunk at path `stem` (without suffix) as used; its folder must exist.
 
     Args:
         stem: Path of the chunk.
-        owner: Who uses it.
+        owner: Who uses it, known by `identity`.
         check: Called before the mark is published; raises when it must not be any more.
 
     Raises:
-        OSError: If the marker cannot be made.
+        OSError: If the mark cannot be made.
     """
-    mark = identity(owner)
-    temporary = f"{os.path.dirname(stem)}/{TEMPORARY}-{secrets.token_hex(16)}"
+    temporary = temporary_path(os.path.dirname(stem))
     # Renamed, not opened: a link in the place of the mark is replaced and not followed.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.close(os.open(temporary, _NEW, 0o600))
     try:
         check()
-        os.replace(temporary, f"{stem}.owner-{mark}")
+        os.replace(temporary, claim_path(stem, owner))
     except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
+        unlink(temporary)
         raise
     # The claim is made before the release is undone, so a sweep in between sees a claim.
     with suppress(FileNotFoundError):
-        os.unlink(f"{stem}.released-{mark}")
+        os.unlink(tombstone_path(stem, owner))
 
 
 def release(stem: str, owner: str) -> None:
-    """Turn the owner's mark into a tombstone of this moment.
-
-    Raises:
-        OSError: If it cannot be done; `FileNotFoundError` if the owner has no mark.
-    """
-    release_mark(stem, identity(owner))
-
-
-def release_mark(stem: str, mark: str) -> None:
     """Turn the mark of an owner, known by `identity`, into a tombstone of this moment.
 
     Raises:
         OSError: If it cannot be done; `FileNotFoundError` if the owner has no mark.
     """
-    # Before the rename, so that no sweep sees a tombstone as old as the claim.
-    set_times(f"{stem}.owner-{mark}")
-    os.replace(f"{stem}.owner-{mark}", f"{stem}.released-{mark}")
+    path = claim_path(stem, owner)
+    set_times(path)  # before the rename, so that no sweep sees a tombstone as old as the claim
+    os.replace(path, tombstone_path(stem, owner))
 
 
-def identity(owner: str) -> str:
-    """The 16 hexadecimal digits by which an owner is known on disk."""
-    return hashlib.sha256(owner.encode()).hexdigest()[:16]
+# ---------------------------------------------------------------------- quarantine
+def quarantine(stem: str, found: os.stat_result | None = None) -> None:
+    """Move the file of a chunk into its namespace's quarantine, of which the newest few stay.
+
+    A link or a folder in its place is moved as such.
+
+    Args:
+        stem: Path of the chunk.
+        found: Its status when it was found damaged: another one in its place stays.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    path, (folder, name) = stem + SUFFIX, os.path.split(stem)
+    namespace = os.path.dirname(os.path.dirname(folder))
+    aside = f"{namespace}/{QUARANTINE}"
+    with suppress(FileNotFoundError):
+        now = os.lstat(path)
+        if found is not None and (now.st_dev, now.st_ino) != (found.st_dev, found.st_ino):
+            return
+        make_folder(os.path.dirname(namespace), aside)
+        os.replace(path, f"{aside}/{time.time_ns():020d}-{name}")
+        for old in sorted(os.listdir(aside))[:-MAX_QUARANTINED]:
+            remove(f"{aside}/{old}", [])
+
+
+@contextmanager
+def quarantining(stem: str, found: os.stat_result) -> Iterator[None]:
+    """Quarantine a chunk's file when what reads it finds that it is damaged, or no file at all."""
+    try:
+        yield
+    except CorruptChunkError:
+        with suppress(OSError):
+            quarantine(stem, found)
+        raise
+    except OSError as error:
+        if error.errno not in NOT_A_FILE:  # a folder can be opened, not read
+            raise
+        with suppress(OSError):
+            quarantine(stem, found)
+        raise CorruptChunkError(f"it is not a file: {error}") from None
+
+
+# ---------------------------------------------------------------------- manifests
+# The name of a spec's folder is a digest, which tells a machine everything and a person nothing.
+# `spec.json` names model, revision, codec and shapes; texts and names of tenants are not in it.  No
+# reader of chunks looks at it, and a store without it works as well.
+
+
+class Manifests:
+    """The manifests that this process may have to write, by folder."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: dict[str, Mapping[str, Any]] = {}
+
+    def note(self, folder: str, description: Mapping[str, Any]) -> None:
+        """Remember what the chunks of `folder` depend on; nothing is written."""
+        self._known[folder] = description
+
+    def publish(self, folder: str) -> None:
+        """Write the manifest of an existing folder unless it is there or unknown; best effort."""
+        description = self._known.get(folder)
+        if description is None or os.path.lexists(f"{folder}/{MANIFEST}"):
+            return
+        temporary = temporary_path(folder)
+        with suppress(OSError, TypeError, ValueError):  # the last two: it is no JSON
+            try:
+                with os.fdopen(os.open(temporary, _NEW, 0o600), "w", encoding="ascii") as file:
+                    values = {**description, "created": int(time.time())}
+                    json.dump(values, file, indent=1, sort_keys=True)
+                    file.write("\n")
+                os.replace(temporary, f"{folder}/{MANIFEST}")
+            finally:
+                unlink(temporary)
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """The manifest of a folder of chunks; empty if there is none or it cannot be read."""
+    try:
+        with opened(f"{folder}/{MANIFEST}", READ) as descriptor:
+            found = json.loads(os.read(descriptor, MAX_MANIFEST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What of a spec a person wants to know.
+
+    Args:
+        spec: The dictionary that `spec_digest` is taken of, as `Prefiller.of` makes it.
+        name: What the model was loaded as; of a folder only the last two parts are kept, since
+            where it lies on one machine is nobody's business on another.
+    """
+    model = spec.get("model", {})
+    prefix = spec.get("prefix", [])
+    folder = "/".join(name.replace("\\", "/").split("/")[-2:])
+    kept = ("codec", "compute_dtype", "stored_dtype", "format")
+    return {
+        **{field: spec[field] for field in kept if field in spec},
+        "model": model.get("id") or folder or model.get("type"),
+        "revision": model.get("revision") or model.get("weights"),
+        "type": model.get("type"),
+        "quantization": model.get("quantization"),
+        "groups": [
+            {
+                "layers": len(group["layers"]),
+                "key_shape": group["key_shape"],
+                "value_shape": group["value_shape"],
+            }
+            for group in spec.get("groups", [])
+        ],
+        "prefix_tokens": len(prefix),
+        "prefix_digest": digest("kvcache-rag-prefix", json.dumps(prefix).encode())[:16],
+    }
+
+
+# ---------------------------------------------------------------------- epochs
+# The file `epoch` is touched by every deletion of the namespace; its time and length are the epoch.
+# How that keeps a deleted namespace from coming back is told at `eviction.delete_namespace`.
+
+
+def epoch(folder: str) -> int:
+    """A number that grows with every deletion of the namespace of this folder, at first 0.
+
+    It is about the time of the last deletion in nanoseconds, so that folders can be compared.
+    """
+    with suppress(OSError):
+        status = os.lstat(f"{folder}/{EPOCH}")
+        if stat.S_ISREG(status.st_mode):
+            # Some file systems keep whole seconds: the length grows at any rate.
+            return status.st_mtime_ns + status.st_size
+    return 0
+
+
+def check_epoch(folder: str, expected: int) -> None:
+    """Refuse what was begun before a deletion.
+
+    Raises:
+        OSError: If the namespace was deleted since its epoch was `expected`.
+    """
+    if epoch(folder) != expected:
+        raise OSError("the namespace was deleted meanwhile; what was made before is not kept")

@@ -1,14 +1,15 @@
-"""The file of a chunk in its folder: published in one step, read with its own descriptor."""
+"""Chunks on disk, one safetensors file each, shared by every process that opens the folder.
+
+The file system is the truth: there is no index, and nothing in memory but counters.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +19,18 @@ from safetensors import SafetensorError
 from kvcache_rag.codecs import Codec, Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.stores.base import (
+    LEAST_PAUSE,
     ChunkStore,
     Counters,
     Hit,
     StoreStats,
     check_chunk,
-    check_key,
     check_out,
+    check_ttl,
 )
 from kvcache_rag.stores.device import wipe
-from kvcache_rag.stores.disk import folders, namespaces
-from kvcache_rag.stores.disk.eviction import LEAST_PAUSE, Limits, Quota, Sweeper
+from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
 from kvcache_rag.stores.disk.file import (
     ALIGNMENT,
     FileSpec,
@@ -41,9 +43,7 @@ from kvcache_rag.stores.disk.file import (
     read_file,
     write_file,
 )
-from kvcache_rag.stores.disk.folders import check_ttl, mark_used
-from kvcache_rag.stores.disk.locks import hold_files
-from kvcache_rag.stores.disk.manifest import Manifests
+from kvcache_rag.stores.locks import HeldEpochs, hold_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,209 +51,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
-
-
-def load(
-    root: str,
-    key: ChunkKey,
-    spec: FileSpec,
-    codec: Codec,
-    out: ChunkKV,
-    check: Callable[[os.stat_result], None],
-) -> os.stat_result:
-    """Read the chunk of `key` into `out`; put its file aside when it is not that chunk.
-
-    Args:
-        root: The store's folder.
-        key: Its address.
-        spec: What its file must hold.
-        codec: The codec it was written with.
-        out: Memory of the chunk's layout and length; undefined after an error.
-        check: Called with the status of the open file; raises `OSError` when it must not be read.
-
-    Returns:
-        Status of the file.
-
-    Raises:
-        CorruptChunkError: If there is something else; it was put aside.
-        OSError: If there is no file, or it cannot be read.
-    """
-    descriptor, status = begin(root, key, check)
-    try:
-        with folders.quarantining(root, key, status):
-            read_file(positional(descriptor), status.st_size, spec, codec, out)
-    finally:
-        os.close(descriptor)
-    return status
-
-
-def begin(
-    root: str, key: ChunkKey, check: Callable[[os.stat_result], None]
-) -> tuple[int, os.stat_result]:
-    """Open the file of `key`; put aside what is no file.
-
-    Args:
-        root: The store's folder.
-        key: Its address.
-        check: Called with its status; raises `OSError` when it must not be read.
-
-    Returns:
-        Descriptor, which the caller closes, and status.
-
-    Raises:
-        CorruptChunkError: If there is something else; it was put aside.
-        OSError: If there is no file, or it cannot be read.
-    """
-    path = folders.stem_path(root, key) + folders.SUFFIX
-    folders.check_folder(root, os.path.dirname(path))
-    try:
-        descriptor = folders.open_itself(path, folders.READ)
-    except OSError as error:
-        if error.errno not in folders.NOT_A_FILE:
-            raise
-        folders.quarantine(root, key, os.lstat(path))
-        raise CorruptChunkError(f"it is not a file: {error}") from None
-    try:
-        status = os.fstat(descriptor)
-        check(status)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, status
-
-
-def publish(
-    path: str,
-    chunk: ChunkKV,
-    spec: FileSpec,
-    codec: Codec,
-    *,
-    durable: bool,
-    check: Callable[[], None],
-) -> int:
-    """Write the file of a chunk into an existing folder, under its name only when it is complete.
-
-    Args:
-        path: Its name.
-        chunk: What to write.
-        spec: What the file must hold.
-        codec: How the tensors are encoded.
-        durable: Whether it is on the medium when this returns.
-        check: Called when the file is complete; raises `OSError` when it must not be published.
-
-    Returns:
-        Bytes of the file.
-
-    Raises:
-        OSError: If it cannot be written; also `SafetensorError`, as on a full disk.
-        CorruptChunkError: If safetensors wrote another header than readers expect.
-    """
-    folder = os.path.dirname(path)
-    temporary = f"{folder}/{folders.TEMPORARY}-{secrets.token_hex(16)}"
-    try:
-        write_file(temporary, chunk, spec, codec)
-        size = _finish(temporary, spec, durable=durable)
-        check()
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
-    if durable and hasattr(os, "O_DIRECTORY"):
-        with folders.opened(folder, folders.FOLDER) as descriptor:
-            os.fsync(descriptor)
-    return size
-
-
-def _finish(temporary: str, spec: FileSpec, *, durable: bool) -> int:
-    with folders.opened(temporary, folders.WRITE) as descriptor:
-        # What this version of safetensors wrote has to be what every reader expects.
-        size = os.fstat(descriptor).st_size
-        check_header(positional(descriptor), size, spec)
-        if hasattr(os, "fchmod"):
-            os.fchmod(descriptor, 0o600)
-        if durable:
-            os.fsync(descriptor)
-    return size
-
-
-# How `DiskStore` reads chunks: whole or layer by layer, always checked, always counted.
-
-
-@dataclass(frozen=True, eq=False)
-class FileReading:
-    """Reads the files of one folder.
-
-    Attributes:
-        root: The folder.
-        codec: The codec of its files.
-        counters: Where every reading is counted.
-        tier: Name under which hits are counted.
-        ttl: Seconds from the writing of a chunk to its end, None for no end.
-    """
-
-    root: str
-    codec: Codec
-    counters: Counters
-    tier: str
-    ttl: float | None
-
-    def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None) -> Hit:
-        """As `ChunkStore.get`."""
-        started = time.perf_counter()
-        spec = file_spec(check_key(key), layout, self.codec)
-        if out is None:
-            out = empty_chunk(key, layout)
-        else:
-            check_out(key, layout, out)
-        with self._counted(key):
-            status = load(self.root, key, spec, self.codec, out, self.check_age)
-        self._found(key, status, time.perf_counter() - started)
-        return Hit(out, self.tier)
-
-    def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
-        """As `ChunkStore.reader`."""
-        started = time.perf_counter()
-        spec = file_spec(check_key(key), layout, self.codec)
-        if not is_layered(layout, self.codec):
-            return None
-        with self._counted(key):
-            descriptor, status = begin(self.root, key, self.check_age)
-            opening = time.perf_counter() - started
-
-            @contextmanager
-            def guard() -> Iterator[None]:
-                with self._counted(key), folders.quarantining(self.root, key, status):
-                    yield
-
-            with folders.quarantining(self.root, key, status):
-                return LayerFile(
-                    descriptor,
-                    status.st_size,
-                    spec,
-                    self.tier,
-                    guard,
-                    lambda seconds: self._found(key, status, opening + seconds),
-                )
-
-    def check_age(self, status: os.stat_result) -> None:
-        """Raise `FileNotFoundError` for a file that is too old."""
-        if self.ttl is not None and status.st_mtime <= time.time() - self.ttl:
-            raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
-
-    def _counted(self, key: ChunkKey) -> AbstractContextManager[None]:
-        return self.counters.reading(
-            f"the file of chunk {key.digest} was put aside", f"chunk {key.digest} is not on disk"
-        )
-
-    def _found(self, key: ChunkKey, status: os.stat_result, seconds: float) -> None:
-        path = folders.stem_path(self.root, key) + folders.SUFFIX
-        mark_used(path, status, dated=self.ttl is not None)
-        self.counters.hit(self.tier, status.st_size, seconds)
-
-
-# Chunks on disk, one safetensors file each, shared by every process that opens the folder.
-#
-# The file system is the truth: there is no index, and nothing in memory but counters.
 
 
 class DiskStore(ChunkStore):
@@ -312,11 +109,11 @@ class DiskStore(ChunkStore):
         self._codec = codec or Native()
         self._root = str(self.root)
         self._counters = Counters()
-        self._reading = FileReading(self._root, self._codec, self._counters, tier, self.ttl)
-        self._limits = Limits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
+        self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
+        self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
-        self._epochs = namespaces.Epochs()
-        self._manifests = Manifests()
+        self._epochs: HeldEpochs[int] = HeldEpochs()
+        self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
         # When released and old chunks are looked for again: by namespace, and at first.
         self._dues: dict[str, float] = {}
@@ -348,34 +145,67 @@ class DiskStore(ChunkStore):
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Read a chunk, into `out` without a copy when that lies in main memory."""
-        self._folder(check_key(key).namespace)
-        return self._reading.get(key, layout, out)
+        started = time.perf_counter()
+        stem = self._stem(key)
+        spec = file_spec(key, layout, self._codec)
+        if out is None:
+            out = empty_chunk(key, layout)
+        else:
+            check_out(key, layout, out)
+        with self._counted(key):
+            descriptor, status = self._open(stem)
+            try:
+                with folders.quarantining(stem, status):
+                    read_file(positional(descriptor), status.st_size, spec, self._codec, out)
+            finally:
+                os.close(descriptor)
+        self._found(stem, status, time.perf_counter() - started)
+        return Hit(out, self.tier)
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
         """The open file, if it is in the order of the layers: no decoding, one shape."""
-        self._folder(check_key(key).namespace)
-        return self._reading.reader(key, layout)
+        started = time.perf_counter()
+        stem = self._stem(key)
+        spec = file_spec(key, layout, self._codec)
+        if not is_layered(layout, self._codec):
+            return None
+        with self._counted(key):
+            descriptor, status = self._open(stem)
+            opening = time.perf_counter() - started
+
+            @contextmanager
+            def guard() -> Iterator[None]:
+                with self._counted(key), folders.quarantining(stem, status):
+                    yield
+
+            with folders.quarantining(stem, status):
+                return LayerFile(
+                    descriptor,
+                    status.st_size,
+                    spec,
+                    self.tier,
+                    guard,
+                    lambda seconds: self._found(stem, status, opening + seconds),
+                )
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Write a chunk and publish it in one step, unless its namespace is deleted meanwhile.
 
         Under `locked`, "meanwhile" is since the lock was taken.
         """
-        check_chunk(check_key(key), chunk)
         stem = self._stem(key)
+        check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        least, limit = spec.payload + ALIGNMENT, self._limits.largest(key.namespace)
-        if limit is not None and least > limit:
-            name = "max_bytes" if limit == self.max_bytes else "quota"
-            self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
+        if self._is_limited and not self._fits(spec.payload + ALIGNMENT, key.namespace):
             return False
         try:
-            size = self._write(stem, key.namespace, chunk, spec)
+            size = self._write(stem, chunk, spec)
         except (OSError, SafetensorError, CorruptChunkError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         self._counters.kept(self.tier, size)
-        self._counters.add("evictions", self._sweeper.written(key.namespace, size))
+        if self._is_limited:
+            self._counters.add("evictions", self._sweeper.written(key.namespace, size))
         if self.ttl is not None:
             self._sweep_when_due(key.namespace)
         return True
@@ -384,7 +214,7 @@ class DiskStore(ChunkStore):
         """Whether there is a file for the key that is not too old; it is not opened."""
         with suppress(OSError):
             status = os.lstat(self._checked(key) + folders.SUFFIX)
-            self._reading.check_age(status)
+            self._check_age(status)
             return stat.S_ISREG(status.st_mode)
         return False
 
@@ -392,7 +222,7 @@ class DiskStore(ChunkStore):
         """Mark the file as used now, unless it was within the last minute."""
         with suppress(OSError):
             path = self._checked(key) + folders.SUFFIX
-            mark_used(path, os.lstat(path), dated=self.ttl is not None)
+            folders.mark_used(path, os.lstat(path), dated=self.ttl is not None)
 
     def delete(self, key: ChunkKey) -> bool:
         """Unlink the file; False when there is none or it cannot be removed."""
@@ -413,42 +243,44 @@ class DiskStore(ChunkStore):
         """
         folder = self._folder(namespace)
         folders.make_folder(self._root, folder)
-        dropped = namespaces.delete(folder, durable=self.durable)
+        dropped = delete_namespace(folder, durable=self.durable)
         wipe()
         return dropped
 
     def epoch(self, namespace: str) -> int:
         """Grows with every deletion of the namespace, by any process; at first 0."""
-        return namespaces.epoch(self._folder(namespace))
+        return folders.epoch(self._folder(namespace))
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
         """Note what `spec` stands for; it is written beside the first chunk that is put."""
-        self._folder(namespace)
+        self._check_namespace(namespace)
         self._manifests.note(folders.spec_path(self._root, namespace, spec), description)
 
     @contextmanager
     def locked(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Hold the lock files of the keys' stripes, 256 per namespace."""
         keys = list(keys)
-        places = [self._folder(key.namespace) for key in keys]
+        places = {self._folder(key.namespace) for key in keys}
         paths = {folders.lock_path(self._root, key) for key in keys}
-        prepare = partial(folders.make_folder, self._root)
-        with hold_files(paths, prepare), self._epochs.hold(places):
+        with (
+            hold_files(paths, partial(folders.make_folder, self._root)),
+            self._epochs.hold({place: folders.epoch(place) for place in places}),
+        ):
             yield
 
     def claim(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` uses the key; best effort."""
-        stem, folder = self._stem(key), self._folder(key.namespace)
-        check = partial(namespaces.check_epoch, folder, self._epochs.of(folder))
+        stem = self._stem(key)
+        check = self._epoch_check(stem)
         with suppress(OSError):
             folders.make_folder(self._root, os.path.dirname(stem))
-            folders.claim(stem, owner, check)
+            folders.claim(stem, folders.identity(owner), check)
         self._sweep_when_due(key.namespace)
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` no longer uses the key; best effort."""
         with suppress(OSError):
-            folders.release(self._checked(key), owner)
+            folders.release(self._checked(key), folders.identity(owner))
         self._sweep_when_due(key.namespace)
 
     def sweep(self) -> int:
@@ -461,16 +293,19 @@ class DiskStore(ChunkStore):
         """Counters of this store in this process."""
         return self._counters.stats()
 
-    def _folder(self, namespace: str) -> str:
+    def _check_namespace(self, namespace: str) -> None:
         if self.namespace is not None and namespace != self.namespace:
             raise InvalidInputError(
                 f"the store serves the namespace {self.namespace!r}, not {namespace!r}; open "
                 "another one for that"
             )
+
+    def _folder(self, namespace: str) -> str:
+        self._check_namespace(namespace)
         return folders.namespace_folder(self._root, namespace)
 
     def _stem(self, key: ChunkKey) -> str:
-        self._folder(key.namespace)
+        self._check_namespace(key.namespace)
         return folders.stem_path(self._root, key)
 
     def _checked(self, key: ChunkKey) -> str:
@@ -479,14 +314,94 @@ class DiskStore(ChunkStore):
         folders.check_folder(self._root, os.path.dirname(stem))
         return stem
 
-    def _write(self, stem: str, namespace: str, chunk: ChunkKV, spec: FileSpec) -> int:
-        folder = self._folder(namespace)
-        check = partial(namespaces.check_epoch, folder, self._epochs.of(folder))
-        folders.make_folder(self._root, os.path.dirname(stem))
+    def _open(self, stem: str) -> tuple[int, os.stat_result]:
+        """Open a chunk's file; quarantine what is no file.
+
+        Returns:
+            Descriptor, which the caller closes, and status.
+
+        Raises:
+            CorruptChunkError: If there is something else; it is in quarantine.
+            OSError: If there is no file, it is too old, or it cannot be read.
+        """
         path = stem + folders.SUFFIX
-        size = publish(path, chunk, spec, self._codec, durable=self.durable, check=check)
-        self._manifests.publish(os.path.dirname(os.path.dirname(stem)))
+        folders.check_folder(self._root, os.path.dirname(path))
+        try:
+            descriptor = folders.open_itself(path, folders.READ)
+        except OSError as error:
+            if error.errno not in folders.NOT_A_FILE:
+                raise
+            with folders.quarantining(stem, os.lstat(path)):
+                raise
+        try:
+            status = os.fstat(descriptor)
+            self._check_age(status)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, status
+
+    def _check_age(self, status: os.stat_result) -> None:
+        if self.ttl is not None and status.st_mtime <= time.time() - self.ttl:
+            raise FileNotFoundError(f"it was written more than {self.ttl} seconds ago")
+
+    def _counted(self, key: ChunkKey) -> AbstractContextManager[None]:
+        return self._counters.reading(
+            f"the file of chunk {key.digest} was put aside", f"chunk {key.digest} is not on disk"
+        )
+
+    def _found(self, stem: str, status: os.stat_result, seconds: float) -> None:
+        folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
+        self._counters.hit(self.tier, status.st_size, seconds)
+
+    def _fits(self, least: int, namespace: str) -> bool:
+        """Whether a file of `least` bytes may be kept at all; counted if not."""
+        limit = self._limits.largest(namespace)
+        if limit is None or least <= limit:
+            return True
+        name = "max_bytes" if limit == self.max_bytes else "quota"
+        self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
+        return False
+
+    def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec) -> int:
+        """Write the file of a chunk, under its name only when it is complete; its bytes.
+
+        Raises:
+            OSError: If it cannot be written; also `SafetensorError`, as on a full disk.
+            CorruptChunkError: If safetensors wrote another header than readers expect.
+        """
+        check = self._epoch_check(stem)
+        folder = os.path.dirname(stem)
+        folders.make_folder(self._root, folder)
+        temporary = folders.temporary_path(folder)
+        try:
+            write_file(temporary, chunk, spec, self._codec)
+            size = self._finish(temporary, spec)
+            check()
+            os.replace(temporary, stem + folders.SUFFIX)
+        finally:
+            folders.unlink(temporary)
+        if self.durable:
+            folders.sync_folder(folder)
+        self._manifests.publish(os.path.dirname(folder))
         return size
+
+    def _finish(self, temporary: str, spec: FileSpec) -> int:
+        with folders.opened(temporary, folders.WRITE) as descriptor:
+            # What this version of safetensors wrote has to be what every reader expects.
+            size = os.fstat(descriptor).st_size
+            check_header(positional(descriptor), size, spec)
+            if hasattr(os, "fchmod"):
+                os.fchmod(descriptor, 0o600)
+            if self.durable:
+                os.fsync(descriptor)
+        return size
+
+    def _epoch_check(self, stem: str) -> Callable[[], None]:
+        """What refuses, just before it is published, what was begun before a deletion."""
+        folder = os.path.dirname(os.path.dirname(os.path.dirname(stem)))
+        begun = self._epochs.of(folder, folders.epoch)
+        return lambda: folders.check_epoch(folder, begun)
 
     def _sweep_when_due(self, namespace: str) -> None:
         """Sweep the namespace in the background, once per pause."""

@@ -8,14 +8,14 @@ Every function takes a file system of fsspec and raises whatever that raises.
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores.disk.folders import FileName
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
@@ -25,12 +25,9 @@ _EPOCH_DIGITS = 20
 
 _LEFT_OVER = 3600.0  # seconds after which an unfinished file is of a killed writer
 
-_OURS = re.compile(
-    r"(?P<stem>[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}/(?P<digest>[0-9a-f]{64}))"
-    r"\.(?P<kind>safetensors(?!-)|(?:owner|released)(?=-))(?:-[0-9a-f]{16})?"
-)
+_STRIPE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}")
 
-_UNFINISHED = re.compile(r"(?:[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}/)?\.tmp-[0-9a-f]{32}")
+_UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,13 @@ class Objects:
         """Where the chunk of `key` is or would be."""
         return folders.stem_path(self.root, key) + folders.SUFFIX
 
-    def marker(self, key: ChunkKey, kind: str, identity: str) -> str:
-        """Where an owner's marker is or would be; `kind` is `owner` or `released`."""
-        return f"{folders.stem_path(self.root, key)}.{kind}-{identity}"
-
     def publish(self, fs: Any, path: str, data: bytes) -> None:
         """Write an object that others see whole or not at all."""
         if not self.renames:
             fs.pipe_file(path, data)
             return
         folder = path.rpartition("/")[0]
-        temporary = f"{folder}/.tmp-{secrets.token_hex(16)}"
+        temporary = folders.temporary_path(folder)
         fs.makedirs(folder, exist_ok=True)
         try:
             fs.pipe_file(temporary, data)
@@ -83,14 +76,16 @@ class Objects:
 
     def claim(self, fs: Any, key: ChunkKey, identity: str) -> None:
         """Mark the chunk as used; made before the release is undone, as a sweep may run now."""
-        self.publish(fs, self.marker(key, "owner", identity), b"")
-        remove(fs, self.marker(key, "released", identity))
+        stem = folders.stem_path(self.root, key)
+        self.publish(fs, folders.claim_path(stem, identity), b"")
+        remove(fs, folders.tombstone_path(stem, identity))
 
     def release(self, fs: Any, key: ChunkKey, identity: str) -> None:
         """Turn an owner's mark into a tombstone of this moment; nothing where there is no mark."""
-        mark = self.marker(key, "owner", identity)
+        stem = folders.stem_path(self.root, key)
+        mark = folders.claim_path(stem, identity)
         if holds(fs, mark):
-            self.publish(fs, self.marker(key, "released", identity), b"")
+            self.publish(fs, folders.tombstone_path(stem, identity), b"")
             remove(fs, mark)
 
     def epoch(self, fs: Any, namespace: str) -> int:
@@ -124,35 +119,39 @@ class Objects:
         return len(chunks)
 
     def sweep(self, fs: Any, released: float) -> int:
-        """Drop chunks whose last owner let go at `released` or before, and unfinished files.
+        """Drop chunks whose last owner released them at `released` or before, and unfinished files.
 
         Returns:
             How many chunks were dropped.
         """
         dropped = 0
-        entries = self._entries(fs)
-        for entry in entries.values():
-            if entry.claimed or not entry.tombstones:
+        for paths in self._files(fs).values():
+            if "owner" in paths or "released" not in paths:
                 continue
-            times = [_modified(fs, path) for path in entry.tombstones]
-            if all(moment is not None and moment <= released for moment in times):
-                dropped += bool(entry.chunk) and remove(fs, entry.chunk)
-                for path in entry.tombstones:
+            moments = [_modified(fs, path) for path in paths["released"]]
+            if all(moment is not None and moment <= released for moment in moments):
+                dropped += sum(remove(fs, path) for path in paths.get("", ()))
+                for path in paths["released"]:
                     remove(fs, path)
         return dropped
 
-    def _entries(self, fs: Any) -> dict[str, _Entry]:
-        entries: dict[str, _Entry] = {}
+    def _files(self, fs: Any) -> dict[str, dict[str, list[str]]]:
+        """Paths of all that belongs to each digest, by its stem and by the kind of mark.
+
+        Unfinished files that are left over are removed.
+        """
+        found: dict[str, dict[str, list[str]]] = {}
         for path in listed(fs, self.root):
-            name = path.removeprefix(f"{self.root}/")
-            match = _OURS.fullmatch(name)
-            if match:
-                entries.setdefault(match["stem"], _Entry()).note(match["kind"], path)
-            elif _UNFINISHED.fullmatch(name):
+            place, _, name = path.removeprefix(f"{self.root}/").rpartition("/")
+            is_stripe = _STRIPE.fullmatch(place) is not None
+            if is_stripe and (file := FileName.parsed(name)):
+                kinds = found.setdefault(f"{place}/{file.digest}", {})
+                kinds.setdefault(file.mark, []).append(path)
+            elif (is_stripe or not place) and _UNFINISHED.fullmatch(name):
                 written = _modified(fs, path)
                 if written is not None and written <= time.time() - _LEFT_OVER:
                     remove(fs, path)
-        return entries
+        return found
 
     def _grow(self, fs: Any, namespace: str) -> None:
         number = max(self.epoch(fs, namespace) + 1, time.time_ns())
@@ -160,23 +159,6 @@ class Objects:
 
     def _epoch_path(self, namespace: str) -> str:
         return folders.namespace_folder(self.root, namespace) + ".epoch"
-
-
-@dataclass
-class _Entry:
-    """What lies around one digest."""
-
-    chunk: str = ""
-    claimed: bool = False
-    tombstones: list[str] = field(default_factory=list)
-
-    def note(self, kind: str, path: str) -> None:
-        if kind == "owner":
-            self.claimed = True
-        elif kind == "released":
-            self.tombstones.append(path)
-        else:
-            self.chunk = path
 
 
 def holds(fs: Any, path: str) -> bool:

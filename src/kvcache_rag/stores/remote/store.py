@@ -37,7 +37,7 @@ from kvcache_rag.stores.disk.file import (
     write_file,
 )
 from kvcache_rag.stores.disk.folders import identity
-from kvcache_rag.stores.disk.locks import ThreadLocks
+from kvcache_rag.stores.locks import ThreadLocks
 from kvcache_rag.stores.remote import objects
 from kvcache_rag.stores.remote.transport import Transport
 

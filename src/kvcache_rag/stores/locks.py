@@ -1,4 +1,4 @@
-"""Locks by name: within a process, and across the processes of a machine.
+"""Locks by name, within a process and across the processes of a machine; epochs of their holders.
 
 A file lock alone is not enough: on some file systems (NFS) it excludes processes but not threads.
 """
@@ -9,15 +9,17 @@ import os
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+
+T = TypeVar("T")
 
 _ALL: weakref.WeakSet[ThreadLocks] = weakref.WeakSet()
 
@@ -68,8 +70,8 @@ _PROCESS = ThreadLocks()
 
 
 def _in_child() -> None:
-    for one in _ALL:
-        one.forget()
+    for locks in _ALL:
+        locks.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -112,3 +114,30 @@ def try_file(path: str) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
+
+
+class HeldEpochs(Generic[T]):
+    """The epochs at which threads took their locks: a lock's holder cannot undo a deletion.
+
+    What a thread computes under `locked` belongs to the epoch at which it took the lock, however
+    long it takes.
+    """
+
+    def __init__(self) -> None:
+        """No thread holds a lock."""
+        self._threads = threading.local()
+
+    @contextmanager
+    def hold(self, epochs: Mapping[str, T]) -> Iterator[None]:
+        """Note the epochs of namespaces for the length of a block."""
+        outer: dict[str, T] = getattr(self._threads, "epochs", {})
+        self._threads.epochs = {**epochs, **outer}
+        try:
+            yield
+        finally:
+            self._threads.epochs = outer
+
+    def of(self, name: str, now: Callable[[str], T]) -> T:
+        """The epoch that this thread works for: that of `now` without a lock."""
+        epochs: dict[str, T] = getattr(self._threads, "epochs", {})
+        return epochs[name] if name in epochs else now(name)
