@@ -282,6 +282,7 @@ def test_a_failed_call_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_hung_calls_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_AT_ONCE", 8)
     store = RemoteStore(f"file://{tmp_path}", timeout=0.05, pause=0)
     release = threading.Event()
     with monkeypatch.context() as patch:
