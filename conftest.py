@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports transformers, tokenizers or chromadb.
+# Before anything imports numpy, transformers, tokenizers or chromadb; processes begun here get it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["ANONYMIZED_TELEMETRY"] = "False"
+# Workers run side by side: one thread each is faster than all threads for each, which spin.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import ipaddress
 import random
@@ -20,7 +22,6 @@ import torch
 # A module of inherited tests shows the values of its asserts too.
 pytest.register_assert_rewrite("tests.contracts")
 
-# Workers run side by side: one thread each is faster than all threads for each.
 torch.set_num_threads(1)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from laws import (
@@ -110,7 +111,7 @@ def reference_model(name: str) -> Any:
     has_experts = name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
     model = build(name, dtype=torch.float32 if has_experts else torch.float64)
     model.set_attn_implementation(REFERENCE)
-    assert model.config._attn_implementation == REFERENCE
+    assert access.attention(model.config) == REFERENCE
     return model
 
 
@@ -295,23 +296,23 @@ def test_stored_chunks_that_stand_at_position_0_are_placed_alike(tmp_path: Path)
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
 def test_the_models_own_attention_comes_back(name: str) -> None:
     engine = engine_of(name)
-    own = engine.model.config._attn_implementation
+    own = access.attention(engine.model.config)
     before = engine.logits(QUESTION, TEXTS)
 
     def fails(ids: Tensor, scores: Tensor) -> Tensor:
-        assert engine.model.config._attn_implementation != own
+        assert access.attention(engine.model.config) != own
         raise RuntimeError("midway")
 
     with pytest.raises(RuntimeError, match="midway"):
         engine.generate(QUESTION, TEXTS, policy=Ape(), logits_processor=[fails])
-    assert engine.model.config._attn_implementation == own
+    assert access.attention(engine.model.config) == own
     cancelled = threading.Event()
     cancelled.set()
     engine.generate(QUESTION, TEXTS, policy=Ape(), cancelled=cancelled, max_new_tokens=50)
     with engine.stream(QUESTION, TEXTS, policy=Ape(), max_new_tokens=200) as stream:
         next(iter(stream))
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).token_ids
-    assert engine.model.config._attn_implementation == own
+    assert access.attention(engine.model.config) == own
     assert torch.equal(engine.logits(QUESTION, TEXTS), before)
 
 

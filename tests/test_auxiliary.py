@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import access
 import pytest
 import torch
 from tokenizers_zoo import byte_level, encode, word_pieces
@@ -122,7 +123,7 @@ def test_the_model_itself_is_left_alone() -> None:
     before = {
         name: id(part.config) for name, part in model.named_modules() if hasattr(part, "config")
     }
-    implementation = model.config._attn_implementation
+    implementation = access.attention(model.config)
     expected = engine.logits(QUESTION, TEXTS, policy=Reuse())
     auxiliary = Auxiliary(engine)
     auxiliary.scores(QUESTION, TEXTS)
@@ -130,7 +131,7 @@ def test_the_model_itself_is_left_alone() -> None:
         name: id(part.config) for name, part in model.named_modules() if hasattr(part, "config")
     }
     assert after == before
-    assert model.config._attn_implementation == implementation
+    assert access.attention(model.config) == implementation
     assert not any(part._forward_hooks for part in model.modules())
     assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected)
     assert auxiliary._attention.model.model.lm_head.weight is model.lm_head.weight

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from building_traps import Trapped, alive, computed, saved_model, wait_for, write_lines
+from forks import forkserver
 
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.corpus import processes
@@ -59,6 +60,12 @@ class Place:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that import nothing anew; those of the first test begin as a user's do."""
+    monkeypatch.setattr(processes.multiprocessing, "get_context", forkserver)
+
+
+@pytest.fixture
 def place(tmp_path: Path, model: str) -> Place:
     return Place(tmp_path, model)
 
@@ -75,6 +82,7 @@ def test_several_workers_share_a_corpus_and_compute_each_text_once(place: Place)
     assert (answer.metrics.misses, answer.metrics.prefilled_tokens) == (0, 0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_text_that_kills_workers_is_named_and_the_rest_is_built(place: Place) -> None:
     build = place.build(place.settings(fatal="chunk 5 "), workers=1)
     (failure,) = build.tally.failures
@@ -86,6 +94,7 @@ def test_a_text_that_kills_workers_is_named_and_the_rest_is_built(place: Place) 
     assert (again.tally.prefilled, again.tally.there) == (1, 23)
 
 
+@pytest.mark.usefixtures("forked")
 def test_workers_that_die_of_everything_end_the_build(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,12 +103,14 @@ def test_workers_that_die_of_everything_end_the_build(
         place.build(place.settings(fatal="chunk"), workers=1)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_cannot_be_loaded_is_said_by_nobody_else(place: Place) -> None:
     place.model = str(place.notes)
     with pytest.raises(InvalidInputError, match="cannot load the model"):
         place.build(place.settings(), workers=2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_to_do_takes_one_worker(place: Place) -> None:
     place.build(place.settings())
     pool = Processes(place.settings(), 4)
@@ -118,10 +129,13 @@ COMMAND = """
 import signal, sys
 sys.path[:0] = sys.argv[1].split(":")
 from building_traps import Trapped
+from forks import forkserver
+from kvcache_rag.corpus import processes
 from kvcache_rag.corpus.texts import JsonLines
 from kvcache_rag.corpus.run import Build, ProcessPool
 
 if __name__ == "__main__":
+    processes.multiprocessing.get_context = forkserver
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     model, store, notes, corpus = sys.argv[2:]
     settings = Trapped(model, store, notes=notes, slow=1.0, together=2)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine
@@ -63,7 +64,7 @@ def pair(**options: Any) -> tuple[Engine, Engine]:
 
 def test_engines_over_one_model_take_turns() -> None:
     first, second = pair(rotation="deferred")
-    own = first.model.config._attn_implementation
+    own = access.attention(first.model.config)
     expected = [
         one.generate(QUESTION, TEXTS, max_new_tokens=6).token_ids for one in (first, second)
     ]
@@ -90,7 +91,7 @@ def test_engines_over_one_model_take_turns() -> None:
     left.set()
     thread.join()
     assert [answer.token_ids, *found] == expected
-    assert first.model.config._attn_implementation == own
+    assert access.attention(first.model.config) == own
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral window", "gpt_oss", "cohere2"])
@@ -147,7 +148,7 @@ def test_an_auxiliary_over_the_very_engine_may_score_meanwhile() -> None:
 
 def test_an_answer_that_fails_leaves_the_model_as_it_was() -> None:
     engine = make_engine("qwen2", rotation="deferred")
-    own = engine.model.config._attn_implementation
+    own = access.attention(engine.model.config)
     expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4).token_ids
 
     def fail() -> None:
@@ -156,7 +157,7 @@ def test_an_answer_that_fails_leaves_the_model_as_it_was() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no more"):
             engine.generate(QUESTION, TEXTS, logits_processor=[Meanwhile(fail)])
-        assert engine.model.config._attn_implementation == own
+        assert access.attention(engine.model.config) == own
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=4).token_ids == expected
     full = engine.logits(QUESTION, TEXTS, policy=FullRecompute())
     assert error(full, make_engine("qwen2").logits(QUESTION, TEXTS, policy=FullRecompute())) < 1e-4

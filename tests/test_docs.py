@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -22,19 +21,18 @@ BLOCKS = [match.groups() for match in BLOCK.finditer(README)]
 def test_readme_block_runs_and_prints_what_it_says(
     code: str, output: str | None, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    status, printed, errors = forks.run(code, tmp_path)
+    assert status == 0, errors
     if output is not None:
-        assert done.stdout == output
+        assert printed == output
 
 
 def test_readme_has_blocks_that_run() -> None:
     assert sum(reason is None for reason, *_ in BLOCKS) >= 2
 
 
-def test_support_table_is_what_the_laws_find() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "support_table.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
+    tool = str(ROOT / "tools" / "support_table.py")
+    run = f"runpy.run_path({tool!r}, run_name='__main__')"
+    status, _, errors = forks.run(f"import runpy, sys; sys.argv = ['', '--check']; {run}", tmp_path)
+    assert status == 0, errors

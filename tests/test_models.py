@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import access
 import pytest
 import torch
 from zoo import FAMILIES, REFUSED, build, byte_tokenizer
@@ -114,9 +115,9 @@ def test_packed_attention_gives_the_same_answers_as_stock() -> None:
     stock = Engine(model, byte_tokenizer(), template=TEMPLATE, packed_attention=False)
     texts = ["The cat sat on the mat.", "A dog ran away from home."]
     expected = stock.logits("Who?", texts)
-    assert model.config._attn_implementation == "sdpa"
+    assert access.attention(model.config) == "sdpa"
     packed = Engine(model, byte_tokenizer(), template=TEMPLATE)
-    assert model.config._attn_implementation == PACKED
+    assert access.attention(model.config) == PACKED
     assert float((packed.logits("Who?", texts) - expected).abs().max()) < 1e-4
 
 

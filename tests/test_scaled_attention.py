@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import access
 import pytest
 import torch
 from torch import Tensor
@@ -238,13 +239,13 @@ def test_far_apart_scores_are_neither_lost_nor_infinite() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_but_those_with_attention_of_their_own(name: str, dtype: torch.dtype) -> None:
     model = TransformersModel(build(name, dtype=dtype))
-    before = model.model.config._attn_implementation
+    before = access.attention(model.model.config)
     if name == "falcon":
         with pytest.raises(UnsupportedModelError, match="falcon: its attention does not go"):
             ensure_weighable(model)
     else:
         ensure_weighable(model)
-    assert model.model.config._attn_implementation == before
+    assert access.attention(model.model.config) == before
 
 
 def test_a_model_that_attends_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_the_models_own_attention_comes_back_after_an_error(name: str) -> None:
     model = TransformersModel(build(name))
     ids, places = torch.arange(5, 25)[None], torch.arange(20)
     before = model.forward(ids, None, places)
-    own = model.model.config._attn_implementation
+    own = access.attention(model.model.config)
 
     def fails() -> None:
         with weighed_chunks(model, 0.5, 0.9, [(3, 9)]):
@@ -272,7 +273,7 @@ def test_the_models_own_attention_comes_back_after_an_error(name: str) -> None:
 
     with pytest.raises(RuntimeError, match="midway"):
         fails()
-    assert model.model.config._attn_implementation == own
+    assert access.attention(model.model.config) == own
     assert module.IN_FORCE.get() is None
     assert torch.equal(model.forward(ids, None, places), before)
 

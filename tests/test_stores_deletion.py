@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forks
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
@@ -316,7 +316,7 @@ def write_generations(root: str, worker: int, shared: Any, paused: Any) -> None:
 
 
 def test_nothing_older_than_a_deletion_is_left_by_two_writers(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forks.forkserver()
     shared, paused = context.Array("i", [1, 0]), context.Array("i", [0, 0])
     arguments = [(str(tmp_path), worker, shared, paused) for worker in range(2)]
     writers = [context.Process(target=write_generations, args=one) for one in arguments]

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import errno
 import json
-import multiprocessing
 import os
 import stat
 import struct
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forks
 import pytest
 import torch
 import xxhash
@@ -470,7 +470,7 @@ def compute_once(root: str, report: Any) -> None:
 
 
 def test_two_processes_compute_a_chunk_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forks.forkserver()
     report = context.Queue()
     workers = [context.Process(target=compute_once, args=(str(tmp_path), report)) for _ in range(2)]
     for worker in workers:

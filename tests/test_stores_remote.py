@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forks
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -282,6 +284,7 @@ def test_a_failed_call_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_hung_calls_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_AT_ONCE", 8)
     store = RemoteStore(f"file://{tmp_path}", timeout=0.05, pause=0)
     release = threading.Event()
     with monkeypatch.context() as patch:
@@ -394,10 +397,10 @@ def test_it_says_how_it_was_made(tmp_path: Path) -> None:
 # A folder that two processes share.
 
 SHARE = """
-import json, sys
+import json
 from kvcache_rag import RemoteStore
 from tests.chunks import LAYOUT, key_of, make_chunk, same
-store = RemoteStore(sys.argv[1])
+store = RemoteStore(url)
 chunks = [make_chunk(seed) for seed in range(8)]
 report = []
 for round in range(5):
@@ -409,16 +412,15 @@ print(json.dumps([all(report), store.stats().corrupt, store.stats().failures]))
 
 
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARE, f"file://{tmp_path}"], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    for worker in workers:
-        out, _ = worker.communicate(timeout=200)
+    url, folders = f"file://{tmp_path}/kv", [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(forks.run, [f"url = {url!r}\n{SHARE}"] * 2, folders))
+    for status, out, errors in ends:
+        assert status == 0, errors
         assert json.loads(out) == [True, 0, 0]
-    store = RemoteStore(f"file://{tmp_path}")
+    store = RemoteStore(url)
     assert all(store.contains(key_of(make_chunk(seed))) for seed in range(8))
     assert not list(tmp_path.rglob(".tmp*"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import numpy as np
 from langchain_core.documents import Document
@@ -51,7 +52,7 @@ def memory_store(embedding: Embeddings | None = None, **options: Any) -> KVCache
 
 def metadata_of(store: KVCacheChroma, id_: str) -> dict[str, Any]:
     """A row's metadata as it is stored, references included."""
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     found = raw.collection.get(ids=[id_])["metadatas"]
     return dict(found[0] or {})
 

@@ -8,6 +8,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import numpy as np
 import pytest
@@ -244,9 +245,9 @@ def test_what_is_written_is_what_the_stock_store_writes(
 def test_it_is_a_stock_store(llm: ChatKVCache) -> None:
     ours = memory_store(llm=llm, collection_metadata={"made": "here"})
     assert isinstance(ours, Chroma)
-    assert ours._collection.metadata == {"made": "here"}
-    assert ours._collection.count() == 0
-    assert isinstance(ours._client.heartbeat(), int)
+    assert access.collection(ours).metadata == {"made": "here"}
+    assert access.collection(ours).count() == 0
+    assert isinstance(access.client(ours).heartbeat(), int)
     assert isinstance(ours.embeddings, Geometry)
     with pytest.raises(ValueError, match="Only one of"):
         KVCacheChroma("docs", persist_directory="x", host="h", llm=llm)
@@ -257,13 +258,13 @@ def test_it_is_a_stock_store(llm: ChatKVCache) -> None:
     with pytest.raises(NotImplementedError):
         ours.hybrid_search(chromadb.Search())
     assert memory_store(relevance_score_fn=lambda _: 0.5, llm=llm).override_relevance_score_fn
-    assert copy.copy(ours)._collection.name == ours._collection.name
+    assert access.collection(copy.copy(ours)).name == access.collection(ours).name
 
 
 def test_stock_store_reads_what_was_written_here(llm: ChatKVCache) -> None:
     ours = memory_store(llm=llm)
     ours.add_documents(library())
-    stock = Chroma(ours._collection.name, Geometry(), client=chromadb.EphemeralClient())
+    stock = Chroma(access.collection(ours).name, Geometry(), client=chromadb.EphemeralClient())
     found = stock.similarity_search("red fox", k=9)
     assert {one.id: one.page_content for one in found} == texts_of(ours)
     # And what it hands on can be added again, without the references of those rows.
@@ -303,7 +304,7 @@ def test_delete_of_nothing_in_particular_deletes_all(llm: ChatKVCache) -> None:
     ours = memory_store(llm=llm)
     ours.add_documents(library())
     with pytest.raises(InvalidInputError, match="say which"):
-        ours._collection.delete()
+        access.collection(ours).delete()
     ours.delete()
     ours.delete(None, where=None)
     assert texts_of(ours) == {}
@@ -368,19 +369,19 @@ def test_more_texts_than_chroma_takes_at_once() -> None:
         Chroma("stock", Geometry(), client=chromadb.EphemeralClient()).add_texts(["x"] * count)
     ids = [str(at) for at in range(count)]
     assert ours.add_texts(["text"] * count, ids=ids) == ids
-    assert ours._collection.count() == count
+    assert access.collection(ours).count() == count
     assert len(ours.get_by_ids(ids)) == count
     ours.update_documents(ids, [Document("new", metadata={"page": 1})] * count)
     assert len(ours.get(where={"page": 1})["ids"]) == count
     ours.delete(ids[:5500])
-    assert ours._collection.count() == 100
+    assert access.collection(ours).count() == 100
     ours.delete()
-    assert ours._collection.count() == 0
+    assert access.collection(ours).count() == 0
     documents = [Document("text", metadata={"page": 1})] * count
     copied = KVCacheChroma.from_documents(
         documents, Geometry(), client=chromadb.EphemeralClient(), collection_name=uuid.uuid4().hex
     )
-    assert copied._collection.count() == count
+    assert access.collection(copied).count() == count
 
 
 def test_rows_deleted_by_another_process_are_dropped(tmp_path: Path, llm: ChatKVCache) -> None:
@@ -393,7 +394,7 @@ def test_rows_deleted_by_another_process_are_dropped(tmp_path: Path, llm: ChatKV
     )
     subprocess.run([sys.executable, "-c", other, str(tmp_path)], check=True)
     # This process's index still has them, without document and metadata.
-    raw: Any = ours._collection
+    raw: Any = access.collection(ours)
     hits = raw.collection.query(query_embeddings=[NEAR], n_results=9)
     assert (None, None) in list(zip(hits["documents"][0], hits["metadatas"][0], strict=True))
     for search in (ours.similarity_search, ours.max_marginal_relevance_search):
@@ -401,7 +402,9 @@ def test_rows_deleted_by_another_process_are_dropped(tmp_path: Path, llm: ChatKV
     assert len(ours.similarity_search_with_vectors("red fox", k=9)) == 4
     # The nearest two are alive, though the nearest of all is not.
     assert len(ours.max_marginal_relevance_search("red fox", k=2)) == 2
-    bare = ours._collection.query(query_embeddings=[NEAR], n_results=9, include=["distances"])
+    bare = access.collection(ours).query(
+        query_embeddings=[NEAR], n_results=9, include=["distances"]
+    )
     assert len(bare["ids"][0]) == 6
 
 

@@ -6,6 +6,7 @@ import copy
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import pytest
 from chromadb.api.types import SearchResult
@@ -38,7 +39,7 @@ def vectors(count: int) -> list[list[float]]:
 def test_add_leaves_existing_rows_as_they_are(
     store: KVCacheChroma, prefilled: Callable[[], int]
 ) -> None:
-    collection: Any = store._collection
+    collection: Any = access.collection(store)
     collection.add(ids=["a"], documents=["one"], embeddings=vectors(1), metadatas=[{"x": 1}])
     collection.add(ids=["a", "b"], documents=["two", "three"], embeddings=vectors(2))
     assert texts_of(store) == {"a": "one", "b": "three"}
@@ -52,7 +53,7 @@ def test_add_leaves_existing_rows_as_they_are(
 def test_update_of_texts_alone_keeps_metadata(store: KVCacheChroma, engine: Engine) -> None:
     held = survivors(engine)
     store.add_texts(["a"], [{"x": 1}], ["1"])
-    collection: Any = store._collection
+    collection: Any = access.collection(store)
     collection.update(ids=["1", "2"], documents=["b", "c"], embeddings=vectors(2))
     assert store.get()["metadatas"] == [{"x": 1}]
     assert texts_of(store) == {"1": "b"}
@@ -62,7 +63,7 @@ def test_update_of_texts_alone_keeps_metadata(store: KVCacheChroma, engine: Engi
 def test_what_has_no_text_is_chromas_own(
     store: KVCacheChroma, prefilled: Callable[[], int]
 ) -> None:
-    collection: Any = store._collection
+    collection: Any = access.collection(store)
     collection.upsert(ids=["a"], embeddings=vectors(1), metadatas=[{"x": 1}])
     collection.add(ids=["b"], embeddings=vectors(1), metadatas=[{"x": 2}], uris=["file:b"])
     assert prefilled() == 0
@@ -80,7 +81,7 @@ def test_what_has_no_text_is_chromas_own(
 def test_client_makes_collections_that_prefill(
     store: KVCacheChroma, engine: Engine, prefilled: Callable[[], int]
 ) -> None:
-    held, client, name = survivors(engine), store._client, f"c-{uuid.uuid4().hex}"
+    held, client, name = survivors(engine), access.client(store), f"c-{uuid.uuid4().hex}"
     made: Any = client.create_collection(name, embedding_function=None)
     made.upsert(ids=["1"], documents=["a"], embeddings=vectors(1))
     assert prefilled() == 1
@@ -94,7 +95,7 @@ def test_client_makes_collections_that_prefill(
 
 def test_copies_are_not_endless(store: KVCacheChroma) -> None:
     missing = "nothing_like_it"
-    for one in (store._client, store._collection):
+    for one in (access.client(store), access.collection(store)):
         twin = copy.copy(one)
         assert vars(twin) == vars(one)
         with pytest.raises(AttributeError, match=missing):
@@ -116,7 +117,7 @@ def test_hybrid_search_shows_no_references(
         scores=[[0.1, 0.2]],
         select=[[]],
     )
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     monkeypatch.setattr(raw.collection, "search", lambda *_: answer)
     assert store.hybrid_search(chromadb.Search()) == [
         Document("Text.", id="a", metadata={"page": 1}),
@@ -137,7 +138,7 @@ def test_fork_prefills_too(
 ) -> None:
     held = survivors(engine)
     store.add_texts(["a"], ids=["1"])
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
 
     def fork(new_name: str) -> Any:
         """What a hosted database does; a local one has no forks."""
@@ -161,7 +162,7 @@ def test_fork_prefills_too(
 
 def test_model_that_cannot_be_loaded_is_known_before_rows_go(store: KVCacheChroma) -> None:
     store.add_texts(["a"], ids=["1"])
-    broken = memory_store(collection_name=store._collection.name, llm=ChatKVCache())
+    broken = memory_store(collection_name=access.collection(store).name, llm=ChatKVCache())
     for delete in (
         broken.delete,
         lambda: broken.delete(["1"]),

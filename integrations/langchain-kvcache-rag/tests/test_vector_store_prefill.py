@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import pytest
 from langchain_chroma import Chroma
@@ -79,7 +80,7 @@ def test_reading_tells_the_chat_model_where_the_kv_is(
     writer = memory_store(engine=engine)
     writer.add_texts(["Text."], ids=["a"])
     llm = ChatKVCache(engine=engine)
-    options: dict[str, Any] = {"collection_name": writer._collection.name, "llm": llm}
+    options: dict[str, Any] = {"collection_name": access.collection(writer).name, "llm": llm}
     reader = memory_store(**options)
     assert reader.references is llm.references
     assert llm.references.chunk("Text.", engine) == "Text."
@@ -110,7 +111,7 @@ def test_blank_text_has_no_reference(store: KVCacheChroma, prefilled: Count) -> 
 
 def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
     store.add_texts(["Old."], [{"page": 1}], ids=["a"])
-    bare = memory_store(collection_name=store._collection.name)
+    bare = memory_store(collection_name=access.collection(store).name)
     assert (bare.engine, bare.references) == (None, None)
     assert bare.get_by_ids(["a"]) == [Document("Old.", id="a", metadata={"page": 1})]
     bare.add_texts(["New."], ids=["a"])
@@ -122,9 +123,9 @@ def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
 def test_collection_without_references_needs_no_model() -> None:
     llm: Any = Unloaded()
     store = memory_store(llm=llm)
-    Chroma(store._collection.name, Geometry(), client=chromadb.EphemeralClient()).add_documents(
-        library()
-    )
+    Chroma(
+        access.collection(store).name, Geometry(), client=chromadb.EphemeralClient()
+    ).add_documents(library())
     assert len(store.similarity_search("red fox", k=9)) == 6
     store.delete(["a"])
     store.delete(where={"year": 2})
@@ -264,7 +265,7 @@ def test_released_text_is_there_for_the_grace_time(store: KVCacheChroma, prefill
 
 def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: Held) -> None:
     store.add_texts(["a"], ids=["1"])
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     raw.collection.update(ids=["1"], metadatas=[{"kv_spec": "0" * 64}])
     store.delete(["1"])
     assert held("a") == "a"
@@ -288,7 +289,7 @@ def test_text_that_is_too_long_writes_nothing(
         KVCacheChroma.from_texts(
             ["a", "x" * 5000],
             Geometry(),
-            collection_name=store._collection.name,
+            collection_name=access.collection(store).name,
             client=chromadb.EphemeralClient(),
             engine=store.engine,
         )
@@ -300,7 +301,7 @@ def test_text_that_is_too_long_writes_nothing(
 def test_long_call_fails_as_a_whole(
     engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server: Any = memory_store()._collection._client
+    server: Any = access.client(access.collection(memory_store()))
     monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
     texts = [*"abcd", "x" * 5000]
     store = memory_store(engine=engine)
@@ -308,7 +309,7 @@ def test_long_call_fails_as_a_whole(
         store.from_texts(
             texts,
             Geometry(),
-            collection_name=store._collection.name,
+            collection_name=access.collection(store).name,
             client=chromadb.EphemeralClient(),
             engine=engine,
         )
@@ -328,7 +329,7 @@ def test_write_that_fails_claims_nothing(
     def fails(**_: Any) -> None:
         raise chromadb.errors.InternalError("disk full")
 
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     with monkeypatch.context() as patch:
         patch.setattr(raw.collection, "upsert", fails)
         with pytest.raises(chromadb.errors.InternalError, match="disk full"):
@@ -343,7 +344,7 @@ def test_vectors_of_the_wrong_size_claim_nothing(store: KVCacheChroma, held: Hel
     store.add_texts(["a"])
     wrong = memory_store(
         Geometry({"b": [1.0, 2.0]}),
-        collection_name=store._collection.name,
+        collection_name=access.collection(store).name,
         engine=store.engine,
     )
     with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
@@ -356,7 +357,9 @@ def test_embedding_that_fails_prefills_nothing(store: KVCacheChroma, prefilled: 
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             raise OSError("no embedding today")
 
-    broken = memory_store(Broken(), collection_name=store._collection.name, engine=store.engine)
+    broken = memory_store(
+        Broken(), collection_name=access.collection(store).name, engine=store.engine
+    )
     with pytest.raises(OSError, match="today"):
         broken.add_texts(["a"])
     assert (texts_of(store), prefilled()) == ({}, 0)
@@ -365,11 +368,11 @@ def test_embedding_that_fails_prefills_nothing(store: KVCacheChroma, prefilled: 
 def test_failure_in_a_later_batch_keeps_rows_and_claims_in_step(
     engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server: Any = memory_store()._collection._client
+    server: Any = access.client(access.collection(memory_store()))
     monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
     store = memory_store(engine=engine)
     store.add_texts([*"abcdef"], ids=[*"123456"])
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     upsert, calls = raw.collection.upsert, []
 
     def second_fails(**values: Any) -> None:
@@ -390,7 +393,7 @@ def test_failure_in_a_later_batch_keeps_rows_and_claims_in_step(
 def test_prefill_missing_fills_a_collection_of_the_stock_store(
     store: KVCacheChroma, llm: ChatKVCache, prefilled: Count
 ) -> None:
-    name, client = store._collection.name, chromadb.EphemeralClient()
+    name, client = access.collection(store).name, chromadb.EphemeralClient()
     Chroma(name, Geometry(), client=client).add_documents(library())
     before = store.similarity_search_with_score("red fox", k=9)
     store.add_texts(["added here"], ids=["g"])
@@ -415,7 +418,7 @@ def test_references_of_another_prefix_are_rewritten(
     before = metadata_of(store, "a")
     # As many tokens as the other engine's prefix, so its length does not give it away.
     engine = make_engine(template=PromptTemplate(system="Rest.\n"))
-    other = memory_store(collection_name=store._collection.name, engine=engine)
+    other = memory_store(collection_name=access.collection(store).name, engine=engine)
     assert other.references is not None
     other.similarity_search("Text.")
     assert other.references.chunk("Text.", engine) == "Text."
@@ -429,7 +432,7 @@ def test_references_of_another_prefix_are_rewritten(
 
 # ---------------------------------------------------------------------- several stores
 def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, held: Held) -> None:
-    other = memory_store(collection_name=store._collection.name, engine=engine)
+    other = memory_store(collection_name=access.collection(store).name, engine=engine)
     assert other.owner == store.owner
     store.add_texts([*"ab"], ids=["1", "2"])
     other.add_texts(["a"], ids=["3"])
@@ -439,7 +442,7 @@ def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, he
     assert held(*"ab") == ""
     assert texts_of(store) == {}
     # A store made from another one's client prefills by its own engine.
-    third = KVCacheChroma(store._collection.name, Geometry(), client=store._client)
+    third = KVCacheChroma(access.collection(store).name, Geometry(), client=access.client(store))
     third.add_texts(["c"], ids=["4"])
     assert metadata_of(third, "4") == {}
 
@@ -455,7 +458,7 @@ def test_text_of_two_collections_is_kept_for_the_other(engine: Engine, held: Hel
 def test_rows_of_the_other_framework(store: KVCacheChroma, prefilled: Count) -> None:
     sibling = pytest.importorskip("llama_index.kvcache_rag").KVCacheVectorStore
     schema = pytest.importorskip("llama_index.core.schema")
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     theirs = sibling(raw.collection, engine=store.engine)
     assert theirs.owner == store.owner
     vector = Geometry().embed_query("Text.")

@@ -6,6 +6,7 @@ import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import pytest
 from langchain_chroma import Chroma
@@ -38,7 +39,7 @@ def store(llm: ChatKVCache) -> KVCacheChroma:
 
 def stock(store: KVCacheChroma) -> Chroma:
     """The stock store over the same collection."""
-    return Chroma(store._collection.name, Geometry(), client=chromadb.EphemeralClient())
+    return Chroma(access.collection(store).name, Geometry(), client=chromadb.EphemeralClient())
 
 
 # ---------------------------------------------------------------------- claims
@@ -64,18 +65,18 @@ def test_threads_that_write_the_same_ids_leave_no_claims(
     assert failures == []
     kept: Any = engine.store
     claimed = {key.digest for key, owners in kept._owners.items() if None in owners.values()}
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     assert claimed == {one["kv_key"] for one in raw.collection.get()["metadatas"]}
 
 
 def test_delete_that_fails_midway_releases_what_is_gone(
     engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server: Any = memory_store()._collection._client
+    server: Any = access.client(access.collection(memory_store()))
     monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
     store = memory_store(engine=engine)
     store.add_texts([*"abcd"], ids=[*"1234"])
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     delete, calls = raw.collection.delete, []
 
     def second_fails(**which: Any) -> None:
@@ -122,7 +123,7 @@ def test_prefill_missing_that_cannot_write_claims_nothing(
     def fails(**_: Any) -> None:
         raise chromadb.errors.InternalError("disk full")
 
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     with monkeypatch.context() as patch:
         patch.setattr(raw.collection, "update", fails)
         with pytest.raises(chromadb.errors.InternalError, match="disk full"):
@@ -138,7 +139,7 @@ def test_collection_deleted_while_its_rows_are_prefilled(
     add = engine.add
 
     def deleting(*args: Any, **options: Any) -> Any:
-        chromadb.EphemeralClient().delete_collection(store._collection.name)
+        chromadb.EphemeralClient().delete_collection(access.collection(store).name)
         return add(*args, **options)
 
     with monkeypatch.context() as patch:
@@ -186,7 +187,7 @@ def test_row_deleted_while_its_update_is_prefilled_stays_deleted(
 def test_collection_that_is_gone_is_known_before_prefilling(
     store: KVCacheChroma, prefilled: Count
 ) -> None:
-    chromadb.EphemeralClient().delete_collection(store._collection.name)
+    chromadb.EphemeralClient().delete_collection(access.collection(store).name)
     with pytest.raises(chromadb.errors.NotFoundError):
         store.add_texts(["a"])
     assert prefilled() == 0
@@ -197,7 +198,7 @@ def test_vectors_of_another_size_are_known_before_prefilling(
 ) -> None:
     stock(store).add_texts(["a"])
     other = memory_store(
-        Geometry({"b": [1.0, 2.0]}), collection_name=store._collection.name, engine=engine
+        Geometry({"b": [1.0, 2.0]}), collection_name=access.collection(store).name, engine=engine
     )
     with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
         other.add_texts(["b"])
@@ -214,7 +215,7 @@ def test_embedding_of_chroma_itself_fails_before_prefilling(
         __call__ = embed_query
 
     store = KVCacheChroma("plain", client=chromadb.EphemeralClient(), engine=engine)
-    raw: Any = store._collection
+    raw: Any = access.collection(store)
     monkeypatch.setattr(raw.collection, "_embedding_function", Offline())
     with pytest.raises(OSError, match="no download today"):
         store.add_texts(["a"])
@@ -245,7 +246,7 @@ def test_what_chroma_cannot_store_is_known_before_prefilling(
 def test_document_that_is_no_text(store: KVCacheChroma, prefilled: Count) -> None:
     documents: list[Any] = ["a", None]
     with pytest.raises(InvalidInputError, match="the document of '2' must be a text, not None"):
-        store._collection.upsert(["1", "2"], [[1.0, 2.0]] * 2, documents=documents)
+        access.collection(store).upsert(["1", "2"], [[1.0, 2.0]] * 2, documents=documents)
     assert prefilled() == 0
 
 

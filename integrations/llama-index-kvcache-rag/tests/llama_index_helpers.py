@@ -31,5 +31,5 @@ def settled(forwards: list[int]) -> int:
     count = -1
     while count != len(forwards):
         count = len(forwards)
-        time.sleep(0.2)
+        time.sleep(0.1)
     return count
