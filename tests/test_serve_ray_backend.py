@@ -18,17 +18,31 @@ import pytest
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, KVCacheRagError
 from kvcache_rag.ray_session import _SETTINGS, _environment, _import
-from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Source, Started, Turn, Work
+from kvcache_rag.serve.backend import (
+    BackendRequest,
+    Dequeued,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    RetrievedText,
+    Started,
+)
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.ray.backend import RETRIEVALS, RayBackend, failed_of, raised_of
+from kvcache_rag.serve.ray.backend import (
+    RETRIEVALS,
+    RayBackend,
+    RemotePrefetcher,
+    failed_of,
+    raised_of,
+)
 from kvcache_rag.serve.ray.launch import Shares, _reason
-from kvcache_rag.serve.ray.replica import Ahead
 from kvcache_rag.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-WORK = Work("w", "Who?", ("A text.",))
+WORK = BackendRequest("w", "Who?", ("A text.",))
 DONE = Finished(Answer("Ada", Metrics()))
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,7 +102,7 @@ class Handle:
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
         self.responses: list[Response] = []
-        self.works: list[Work] = []
+        self.works: list[BackendRequest] = []
 
     def options(self, *, stream: bool) -> Handle:
         assert stream
@@ -99,7 +113,7 @@ class Handle:
             raise AttributeError(name)
         return self
 
-    def remote(self, work: Work) -> Response:
+    def remote(self, work: BackendRequest) -> Response:
         self.works.append(work)
         self.responses.append(Response(self.scripts.pop(0)))
         return self.responses[-1]
@@ -232,30 +246,34 @@ async def test_a_count_is_asked_of_another_replica_and_a_mistake_is_raised(ray: 
         await backend(Handle([wrapped(ray, mistake)])).explain(WORK)
     with pytest.raises(ApiError) as caught:
         await backend(Handle(*[[died(ray)]] * 2)).count(WORK)
-    assert (caught.value.status, caught.value.retry_after) == (503, 1.0)
+    assert (caught.value.failed.status, caught.value.failed.retry_after) == (503, 1.0)
 
 
 async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> None:
     asked: list[tuple[str, int, str]] = []
 
     class Retriever:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
             asked.append((query, top_k, namespace))
             if query == "nothing":
                 raise ApiError(404, "there are no documents in the collection", code="empty")
-            return [Source("1", "One."), Source("0", "Zero."), Source("2", "Two.")]
+            return [
+                RetrievedText("1", "One."),
+                RetrievedText("0", "Zero."),
+                RetrievedText("2", "Two."),
+            ]
 
     handle = Handle([died(ray)], [Started(0.0), DONE])
     subject = backend(handle, retriever=Retriever())
-    found = await events(subject.answer(Work("w", "Q?", ("Zero.",), query="q", top_k=2)))
+    found = await events(subject.answer(BackendRequest("w", "Q?", ("Zero.",), query="q", top_k=2)))
     assert asked == [("q", 2, "")]
     assert isinstance(found[0], Started)
     assert [source.id for source in found[0].sources] == ["1", "0", "2"]
     assert [work.chunks for work in handle.works] == [("Zero.", "One.", "Two.")] * 2
     assert handle.works[0].query == ""
-    (failed,) = await events(subject.answer(Work("w", "Q?", query="nothing", top_k=2)))
+    (failed,) = await events(subject.answer(BackendRequest("w", "Q?", query="nothing", top_k=2)))
     assert failed == Failed(
-        404, "invalid_request_error", "there are no documents in the collection"
+        404, "invalid_request_error", "there are no documents in the collection", code="empty"
     )
 
 
@@ -263,13 +281,13 @@ async def test_retrievals_that_hang_hold_up_nobody_else_and_fail_in_time() -> No
     released = threading.Event()
 
     class Hanging:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
             released.wait(60)
             return []
 
     subject = backend(Handle(), retriever=Hanging(), retrieval=0.2)
     try:
-        asked = Work("w", "Q?", query="q", top_k=2)
+        asked = BackendRequest("w", "Q?", query="q", top_k=2)
         tasks = [asyncio.create_task(events(subject.answer(asked))) for _ in range(100)]
         await asyncio.sleep(0)
         assert await subject.ready()
@@ -316,7 +334,7 @@ async def test_a_cluster_that_does_not_say_has_no_replica(
 async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_not() -> None:
     computed, generated = asyncio.Event(), asyncio.Event()
     generator = Handle([generated, True])
-    ahead = Ahead(generator, after=0.0)
+    ahead = RemotePrefetcher(generator, after=0.0)
     subject = backend(Handle([computed, Started(0.0), DONE]), ahead=ahead)
     task = asyncio.create_task(events(subject.answer(WORK)))
     while not generator.works:
@@ -328,7 +346,7 @@ async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_no
     started = (await task)[0]
     assert isinstance(started, Started)
     assert started.prefetched
-    quick = backend(Handle([Started(0.0), DONE]), ahead=Ahead(generator, after=3600.0))
+    quick = backend(Handle([Started(0.0), DONE]), ahead=RemotePrefetcher(generator, after=3600.0))
     started = (await events(quick.answer(WORK)))[0]
     assert isinstance(started, Started)
     assert not started.prefetched
@@ -338,8 +356,8 @@ async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_no
 async def test_what_is_prefetched_after_the_turn_came_too_late(ray: Any) -> None:
     turn, generated, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
     generator = Handle([generated, True])
-    ahead = Ahead(generator, after=0.0)
-    handle = Handle([turn, Turn(), died(ray)], [Turn(), answered, Started(0.0), DONE])
+    ahead = RemotePrefetcher(generator, after=0.0)
+    handle = Handle([turn, Dequeued(), died(ray)], [Dequeued(), answered, Started(0.0), DONE])
     task = asyncio.create_task(events(backend(handle, ahead=ahead).answer(WORK)))
     while not generator.works:
         await asyncio.sleep(0)
@@ -360,7 +378,7 @@ async def test_a_prefetch_ends_when_the_request_begins_or_goes_and_its_failure_c
 ) -> None:
     never, begins = asyncio.Event(), asyncio.Event()
     generator = Handle([never], [died(ray)])
-    ahead = Ahead(generator, after=0.0, at_once=1)
+    ahead = RemotePrefetcher(generator, after=0.0, at_once=1)
     first = backend(Handle([begins, Started(0.0), DONE]), ahead=ahead)
     task = asyncio.create_task(events(first.answer(WORK)))
     while not generator.works:
@@ -398,7 +416,7 @@ async def test_it_is_ready_when_all_are_and_stays_so_while_one_is_left() -> None
 
 async def test_counters_of_those_replicas_that_answer(ray: Any) -> None:
     handle = Handle([[{"replica": "a", "waiting": 1}, died(ray)]], [died(ray)], [ValueError("x")])
-    subject = backend(handle, ahead=Ahead(Handle(), after=1.0))
+    subject = backend(handle, ahead=RemotePrefetcher(Handle(), after=1.0))
     first, generator = (await subject.stats())["replicas"]
     assert first == {"replica": "a", "waiting": 1}
     assert generator["prefetch"] == {"started": 0, "finished": 0, "cancelled": 0, "failed": 0}

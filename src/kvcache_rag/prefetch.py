@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.policies import ReusePolicy
 
 
@@ -208,6 +209,7 @@ class Prefetch:
         chunks: Texts, best first.
         namespace: Tenant.
         policy: What will be reused; None for the engine's own.
+        keys: Addresses of the chunks, one each, as soon as they are known.
         due: When to begin, on the monotonic clock.
         turn_in: Tells in how many seconds its turn will come.
         done: Done when nothing more will be computed or loaded for it; its result says whether all
@@ -218,6 +220,7 @@ class Prefetch:
     chunks: tuple[str, ...]
     namespace: str
     policy: ReusePolicy | None
+    keys: tuple[ChunkKey, ...]
     due: float
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
@@ -256,6 +259,7 @@ class Prefetcher:
         *,
         namespace: str = "",
         policy: ReusePolicy | None = None,
+        keys: Sequence[ChunkKey] = (),
         after: float = 0.0,
         turn_in: Callable[[], float] = _never,
     ) -> Prefetch | None:
@@ -265,6 +269,7 @@ class Prefetcher:
             chunks: Texts, best first.
             namespace: Tenant.
             policy: What it will reuse; None for the engine's own.
+            keys: Addresses of the chunks, if they are known.
             after: Seconds to leave it alone, as its turn may come.
             turn_in: Tells in how many seconds its turn will come, from any thread and at once:
                 what would not be ready by then is left to the answer.
@@ -279,7 +284,8 @@ class Prefetcher:
                 self._counts["refused"] += 1
                 return None
             due = time.monotonic() + after
-            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in)
+            known = tuple(keys) if len(keys) == len(chunks) else ()
+            prefetch = Prefetch(tuple(chunks), namespace, policy, known, due, turn_in)
             prefetch.done.set_running_or_notify_cancel()  # nobody else can end it
             self._waiting[prefetch] = None
             if self._thread is None:
@@ -404,7 +410,10 @@ class Prefetcher:
         engine = self._engines.of(prefetch.namespace)
         policy = prefetch.policy or engine.policy
         chunks = prefetch.chunks
-        keys = engine.needed(chunks, policy)
+        # Keys alone say nothing of the ids that chunks which are computed together consist of.
+        keys = engine.needed(chunks if policy.joint else prefetch.keys or chunks, policy)
+        if len(keys) == len(chunks):
+            prefetch.keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
         is_joint = 0 < len(keys) < len(chunks)
