@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import pickle
 import sys
 import threading
 import warnings
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from contracts_backend import MAX_WAITING, BackendContract
+from serve_works import reader, serve_threads
 
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, KVCacheRagError
@@ -29,6 +33,7 @@ from kvcache_rag.serve.backend import (
     Started,
 )
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.ray.backend import (
     RETRIEVALS,
     RayBackend,
@@ -37,10 +42,13 @@ from kvcache_rag.serve.ray.backend import (
     raised_of,
 )
 from kvcache_rag.serve.ray.launch import Shares, _reason
+from kvcache_rag.serve.ray.replica import Replica
 from kvcache_rag.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from kvcache_rag.serve.backend import Backend
 
 WORK = BackendRequest("w", "Who?", ("A text.",))
 DONE = Finished(Answer("Ada", Metrics()))
@@ -142,6 +150,96 @@ def wrapped(ray: Any, cause: Exception) -> BaseException:
         "answer", "Traceback (most recent call last):\n  File secret.py", cause
     ).as_instanceof_cause()
     return error
+
+
+class Call:
+    """A call of a replica of this process: what it gives crosses as Ray lets it cross."""
+
+    def __init__(self, ray: Any, name: str, given: Any) -> None:
+        self._ray, self._name = ray, name
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run(given))
+
+    async def _run(self, given: Any) -> None:
+        try:
+            if self._name == "answer":
+                async with aclosing(given) as items:
+                    async for item in items:
+                        self._items.put_nowait(pickle.loads(pickle.dumps(item)))
+            else:
+                self._items.put_nowait(pickle.loads(pickle.dumps(await given)))
+            self._items.put_nowait(StopAsyncIteration())
+        except asyncio.CancelledError:
+            self._items.put_nowait(self._ray.exceptions.TaskCancelledError())
+        except Exception as error:
+            self._items.put_nowait(wrapped(self._ray, error))
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._items.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def __await__(self) -> Any:
+        return self.__anext__().__await__()
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class OneReplica:
+    """A handle of a deployment of one replica, which runs in this process."""
+
+    def __init__(self, ray: Any, replica: Replica) -> None:
+        self.replica = replica
+        self._ray, self._calls = ray, list[Call]()
+
+    def options(self, *, stream: bool) -> OneReplica:
+        assert stream
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda work: self._call(name, work))
+
+    def _call(self, name: str, work: BackendRequest) -> Call:
+        given = getattr(self.replica, name)(pickle.loads(pickle.dumps(work)))
+        self._calls.append(Call(self._ray, name, given))
+        return self._calls[-1]
+
+    def broadcast(self, method: str) -> Any:
+        async def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            return [await asyncio.wait_for(getattr(self.replica, method)(), timeout_s)]
+
+        return SimpleNamespace(results_async=results)
+
+    async def end(self) -> None:
+        """End the process, with all that it was asked."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*(call.task for call in self._calls))
+        await self.replica._backend.close()
+
+
+class TestRayBackend(BackendContract):
+    """The contract, over a replica that is reached as Ray reaches it."""
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, ray: Any) -> None:
+        def make(settings: ServerSettings) -> LocalBackend:
+            return LocalBackend(reader(), max_waiting=MAX_WAITING)
+
+        self.handle = OneReplica(ray, Replica(ServerSettings("tiny"), make, 0))
+
+    def open(self) -> RayBackend:
+        return RayBackend(self.handle, name="reader", replicas=1, running=lambda: 1)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+        await self.handle.end()
+        assert not serve_threads()
 
 
 async def test_the_events_of_a_replica_are_passed_on() -> None:

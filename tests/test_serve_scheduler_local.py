@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from contracts_backend import MAX_WAITING, BackendContract
 from serve_works import (
     QUESTION,
     TEXTS,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvcache_rag.serve.backend import Backend
+
 POLICIES = [
     None,
     "reuse",
@@ -52,6 +55,17 @@ POLICIES = [
     "combination",
     "legolink:2|cacheblend:0.2",
 ]
+
+
+class TestLocalBackend(BackendContract):
+    """The contract, over an engine of this process."""
+
+    def open(self) -> LocalBackend:
+        return LocalBackend(reader(), name="reader", max_waiting=MAX_WAITING)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+        assert not serve_threads()
 
 
 @pytest.fixture(scope="module")
