@@ -78,7 +78,7 @@ class BackendContract:
         raise AssertionError(f"never {expected}: {counters}")
 
     def asked(self, backend: Backend, work: BackendRequest) -> asyncio.Task[list[Event]]:
-        return asyncio.create_task(events_of(backend, work))  # type: ignore[arg-type]
+        return asyncio.create_task(events_of(backend, work))
 
     async def held(self, backend: Backend, valve: Valve) -> asyncio.Task[list[Event]]:
         """A request that the model is busy with."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from kvcache_rag.serve.backend import Event
+    from kvcache_rag.serve.backend import Backend, Event
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.queue import Job
 
@@ -54,12 +54,12 @@ def make_work(number: int = 0, **fields: Any) -> BackendRequest:
     return BackendRequest(id=f"work-{number}", **fields)
 
 
-async def events_of(backend: LocalBackend, work: BackendRequest) -> list[Event]:
+async def events_of(backend: Backend, work: BackendRequest) -> list[Event]:
     async with aclosing(backend.answer(work)) as events:
         return [event async for event in events]
 
 
-async def answer_of(backend: LocalBackend, work: BackendRequest) -> Answer:
+async def answer_of(backend: Backend, work: BackendRequest) -> Answer:
     last = (await events_of(backend, work))[-1]
     assert isinstance(last, Finished), last
     return last.answer

@@ -209,7 +209,6 @@ class Prefetch:
         chunks: Texts, best first.
         namespace: Tenant.
         policy: What will be reused; None for the engine's own.
-        keys: Addresses of the chunks, one each, as soon as they are known.
         due: When to begin, on the monotonic clock.
         turn_in: Tells in how many seconds its turn will come.
         done: Done when nothing more will be computed or loaded for it; its result says whether all
@@ -220,7 +219,6 @@ class Prefetch:
     chunks: tuple[str, ...]
     namespace: str
     policy: ReusePolicy | None
-    keys: tuple[ChunkKey, ...]
     due: float
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
@@ -228,6 +226,12 @@ class Prefetch:
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
+    _keys: tuple[ChunkKey, ...] = field(default=(), init=False)
+
+
+def keys_of(prefetch: Prefetch) -> tuple[ChunkKey, ...]:
+    """Addresses of a question's chunks, one each; () until a prefetcher has looked them up."""
+    return prefetch._keys
 
 
 class Prefetcher:
@@ -259,7 +263,6 @@ class Prefetcher:
         *,
         namespace: str = "",
         policy: ReusePolicy | None = None,
-        keys: Sequence[ChunkKey] = (),
         after: float = 0.0,
         turn_in: Callable[[], float] = _never,
     ) -> Prefetch | None:
@@ -269,7 +272,6 @@ class Prefetcher:
             chunks: Texts, best first.
             namespace: Tenant.
             policy: What it will reuse; None for the engine's own.
-            keys: Addresses of the chunks, if they are known.
             after: Seconds to leave it alone, as its turn may come.
             turn_in: Tells in how many seconds its turn will come, from any thread and at once:
                 what would not be ready by then is left to the answer.
@@ -284,8 +286,7 @@ class Prefetcher:
                 self._counts["refused"] += 1
                 return None
             due = time.monotonic() + after
-            known = tuple(keys) if len(keys) == len(chunks) else ()
-            prefetch = Prefetch(tuple(chunks), namespace, policy, known, due, turn_in)
+            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in)
             prefetch.done.set_running_or_notify_cancel()  # nobody else can end it
             self._waiting[prefetch] = None
             if self._thread is None:
@@ -306,7 +307,7 @@ class Prefetcher:
         return self._end(prefetch) and prefetch._is_begun
 
     def drop(self, prefetch: Prefetch) -> None:
-        """Note that nobody waits for the question's answer any more."""
+        """Note that the question was taken back."""
         prefetch._is_useless = True
         if self._end(prefetch) and prefetch._is_begun:
             with self._changed:
@@ -410,10 +411,9 @@ class Prefetcher:
         engine = self._engines.of(prefetch.namespace)
         policy = prefetch.policy or engine.policy
         chunks = prefetch.chunks
-        # Keys alone say nothing of the ids that chunks which are computed together consist of.
-        keys = engine.needed(chunks if policy.joint else prefetch.keys or chunks, policy)
+        keys = engine.needed(chunks, policy)
         if len(keys) == len(chunks):
-            prefetch.keys = tuple(keys)  # whose answer has no need to tokenise what is stored
+            prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
         is_joint = 0 < len(keys) < len(chunks)

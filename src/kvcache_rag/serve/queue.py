@@ -11,15 +11,16 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.generation.request import StoredChunk
+from kvcache_rag.prefetch import keys_of
 from kvcache_rag.serve.errors import NO_RETRIEVER, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
-    from typing import Any, TypeAlias
+    from typing import TypeAlias
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prefetch import Prefetch, Prefetcher
@@ -94,7 +95,7 @@ class Job:
     @property
     def inputs(self) -> list[str | StoredChunk]:
         """Its chunks for the engine: what is stored under a known key is not tokenised again."""
-        ahead = () if self.prefetch is None else self.prefetch.keys
+        ahead = () if self.prefetch is None else keys_of(self.prefetch)
         keys, chunks = ahead or self.keys, self.chunks
         return [*map(StoredChunk, keys, chunks), *chunks[len(keys) :]]
 
@@ -293,9 +294,9 @@ class JobPrefetches:
         is_over_chunks = not (work.is_plain or work.is_chat)
         if self._prefetcher is None or job.explained is not None or not is_over_chunks:
             return
+        chunks: Any = job.inputs  # for its engine, which takes keys too
         job.prefetch = self._prefetcher.want(
-            job.chunks,
-            keys=job.keys,
+            chunks,
             namespace=work.namespace,
             policy=work.policy,
             after=self._after,
