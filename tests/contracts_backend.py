@@ -30,7 +30,7 @@ from kvcache_rag import KVCacheRagError, Message
 from kvcache_rag.serve.backend import Failed, Finished, Piece, Started
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from kvcache_rag.serve.backend import Backend, BackendRequest, Event
 
@@ -60,8 +60,11 @@ class BackendContract:
         await self.end(found)
 
     @pytest.fixture
-    def valve(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Valve:
-        return Valve(loaded()[0], monkeypatch)
+    def valve(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Valve]:
+        made = Valve(loaded()[0], monkeypatch)
+        yield made
+        made.fails = False
+        made.open.set()  # also behind a test that failed
 
     async def counters(self, backend: Backend) -> dict[str, Any]:
         """Those of its only process."""
@@ -147,7 +150,7 @@ class BackendContract:
         running = await self.held(backend, valve)
         waiting = [self.asked(backend, make_work(2 + n)) for n in range(MAX_WAITING)]
         await self.until(backend, waiting=MAX_WAITING)
-        refused = failure_of(await self.asked(backend, make_work(9)))
+        refused = failure_of(await asyncio.wait_for(self.asked(backend, make_work(9)), 10))
         assert (refused.status, refused.kind) == (503, "overloaded")
         assert refused.retry_after is not None
         assert refused.retry_after > 0
