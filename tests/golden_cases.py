@@ -29,7 +29,15 @@ from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
 from kvcache_rag.reader import make_example
 from kvcache_rag.scoring.ask import Place, Record
 from kvcache_rag.scoring.question import Question
-from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.backend import (
+    BackendRequest,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    RetrievedText,
+    Started,
+)
 from kvcache_rag.serve.lifecycle import Caller
 
 if TYPE_CHECKING:
@@ -294,7 +302,7 @@ def langchain_values() -> dict[str, Any]:
 class SilentBackend:
     """Answers every question with "yes", and counts like a real one."""
 
-    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+    async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Start, say a piece, end; or fail, if that is what is asked for."""
         yield Started(0.25, prefetched=True, batch=2, replica="r1")
         if work.question == "fail":
@@ -305,11 +313,11 @@ class SilentBackend:
         metrics = Metrics(policy="Reuse()", generated_tokens=1, hits=hits, declined=declined)
         yield Finished(Answer("yes", metrics, (1,)))
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         """Letters."""
         return len(work.question)
 
-    async def explain(self, work: Work) -> Mapping[str, Any]:
+    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """Nothing."""
         return {}
 
@@ -340,7 +348,7 @@ class SilentBackend:
 class SilentRetriever:
     """Finds nothing."""
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         """Nothing."""
         return []
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from kvcache_rag import Answer, DiskStore, Engine, MemoryStore, Metrics, TieredStore
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import Event, Finished, Piece, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Event, Finished, Piece, Started
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEADLINE = 60.0
 """Seconds after which something that should happen has not happened."""
 MODEL = "tiny"
-Script = Callable[[Work], AsyncGenerator[Event, None]]
+Script = Callable[[BackendRequest], AsyncGenerator[Event, None]]
 
 
 def answer(text: str = "yes", **costs: Any) -> Answer:
@@ -34,7 +34,7 @@ def answer(text: str = "yes", **costs: Any) -> Answer:
     return Answer(text, metrics, tuple(range(len(text))))
 
 
-async def says_yes(work: Work) -> AsyncGenerator[Event, None]:
+async def says_yes(work: BackendRequest) -> AsyncGenerator[Event, None]:
     """A whole answer in two pieces."""
     yield Started(0.25, batch=2, replica="r1")
     if work.streaming:
@@ -43,7 +43,7 @@ async def says_yes(work: Work) -> AsyncGenerator[Event, None]:
     yield Finished(answer())
 
 
-async def says_nothing(work: Work) -> AsyncGenerator[Event, None]:
+async def says_nothing(work: BackendRequest) -> AsyncGenerator[Event, None]:
     """Waits until it is taken back."""
     await asyncio.Event().wait()
     yield Started(0.0)
@@ -60,11 +60,11 @@ class Scripted:
 
     def __init__(self, script: Script = says_yes) -> None:
         self._script = script
-        self.works: list[Work] = []
+        self.works: list[BackendRequest] = []
         self.has_begun, self.was_taken_back = threading.Event(), threading.Event()
         self.is_ready = True
 
-    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+    async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         self.works.append(work)
         is_over = False
         events = self._script(work)
@@ -78,10 +78,10 @@ class Scripted:
             if not is_over:
                 self.was_taken_back.set()
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         return len(work.question)
 
-    async def explain(self, work: Work) -> Mapping[str, Any]:
+    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         return {}
 
     async def ready(self) -> bool:

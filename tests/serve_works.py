@@ -10,16 +10,16 @@ from contextlib import aclosing
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag import Answer, Engine, MemoryStore, Metrics
+from kvcache_rag import Answer, Engine, MemoryStore, Metrics, policy_by_name
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.serve.backend import Failed, Finished, Piece, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Failed, Finished, Piece, Started
 from kvcache_rag.serve.worker import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from kvcache_rag.serve.backend import Event
+    from kvcache_rag.serve.backend import Backend, Event
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.queue import Job
 
@@ -46,17 +46,20 @@ def reader(**options: Any) -> Engine:
     return Engine(model, tokenizer, template=template, **options)
 
 
-def make_work(number: int = 0, **fields: Any) -> Work:
+def make_work(number: int = 0, **fields: Any) -> BackendRequest:
+    """A request; its policy may be given by name, as a client gives it."""
     fields = {"question": QUESTION, "chunks": TEXTS, "max_new_tokens": 8, **fields}
-    return Work(id=f"work-{number}", **fields)
+    if isinstance(fields.get("policy"), str):
+        fields["policy"] = policy_by_name(fields["policy"])
+    return BackendRequest(id=f"work-{number}", **fields)
 
 
-async def events_of(backend: LocalBackend, work: Work) -> list[Event]:
+async def events_of(backend: Backend, work: BackendRequest) -> list[Event]:
     async with aclosing(backend.answer(work)) as events:
         return [event async for event in events]
 
 
-async def answer_of(backend: LocalBackend, work: Work) -> Answer:
+async def answer_of(backend: Backend, work: BackendRequest) -> Answer:
     last = (await events_of(backend, work))[-1]
     assert isinstance(last, Finished), last
     return last.answer

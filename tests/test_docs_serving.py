@@ -16,7 +16,7 @@ import pytest
 from serve_fakes import scripted
 
 from kvcache_rag.serve.metrics import BackendCollector, ServerTelemetry
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +97,9 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_table_of_limits_is_what_limits_are() -> None:
     said = {row[0].strip("`"): row[1] for row in rows("Limits")}
-    limits = {f"--max-{name.replace('_', '-')}": value for name, value in vars(Limits()).items()}
+    limits = {
+        f"--max-{name.replace('_', '-')}": value for name, value in vars(RequestLimits()).items()
+    }
     assert said == {
         name: "the context window" if value is None else str(value)
         for name, value in limits.items()

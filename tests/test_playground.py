@@ -23,13 +23,13 @@ from kvcache_rag.serve import startup
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.keys import new_key
 from kvcache_rag.serve.playground import PAGE, Explanation, assets
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
 
@@ -132,10 +132,10 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
 class Noted(Scripted):
     """Notes what is to be explained."""
 
-    explained: Work | None = None
+    explained: BackendRequest | None = None
     error: Exception | None = None
 
-    async def explain(self, work: Work) -> dict[str, Any]:
+    async def explain(self, work: BackendRequest) -> dict[str, Any]:
         self.explained = work
         if self.error is not None:
             raise self.error
@@ -160,7 +160,7 @@ async def test_it_explains_what_a_chat_would_ask() -> None:
     assert (await post(body, backend)).json() == {"spans": []}
     work = backend.explained
     assert work is not None
-    assert (work.question, work.chunks, work.policy) == ("Where?", ("one", "two"), "legolink:3")
+    assert (work.question, work.chunks, work.policy) == ("Where?", ("one", "two"), LegoLink(3))
     assert work.history == (Message("user", "a"), Message("assistant", "b"))
     assert work.namespace == ""
 
@@ -179,7 +179,7 @@ async def test_keys_namespaces_and_limits_hold_here_too(tmp_path: Path) -> None:
     assert backend.explained is None
     assert (await post(body, backend, key, api_keys=keys)).status_code == 200
     assert backend.explained.namespace == "mine"
-    assert (await post(body, backend, limits=Limits(documents=1))).status_code == 413
+    assert (await post(body, backend, limits=RequestLimits(documents=1))).status_code == 413
 
 
 async def test_mistakes_are_told_and_faults_are_not() -> None:

@@ -13,14 +13,14 @@ import pytest
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import Finished, Piece, Source, Started
+from kvcache_rag.serve.backend import Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.keys import new_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
     from pathlib import Path
 
-    from kvcache_rag.serve.backend import Event, Work
+    from kvcache_rag.serve.backend import BackendRequest, Event
     from kvcache_rag.serve.local import LocalBackend
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -285,7 +285,7 @@ def test_the_dial_may_only_show(page: Page, url: str) -> None:
 def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
     gate = threading.Event()
 
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         yield Started(0.0)
         yield Piece("one ")
         while work.policy == "full" and not gate.is_set():
@@ -297,7 +297,7 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
 
     backend = Scripted(script)
 
-    async def explain(work: Work) -> dict[str, Any]:
+    async def explain(work: BackendRequest) -> dict[str, Any]:
         return {"tokens": [], "spans": [], "policy": work.policy, "gate": "", "query_tokens": 0}
 
     backend.explain = explain  # type: ignore[method-assign]  # nothing to explain
@@ -384,8 +384,8 @@ class Shelf:
 
     texts = ("Kelo is based in Bran.", "Drenko is based in Lispan.")
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
-        found = [Source(f"row {at}", text, 0.5) for at, text in enumerate(self.texts)]
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+        found = [RetrievedText(f"row {at}", text, 0.5) for at, text in enumerate(self.texts)]
         return found[:top_k]
 
 

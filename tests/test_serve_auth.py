@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.serve import auth, keys, middleware
 from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.errors import headers as error_headers
 from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import ServerSettings
@@ -178,8 +179,8 @@ def test_without_a_known_key_it_is_401(file: Path, header: str) -> None:
     for refusing in (authenticator.caller, authenticator.check_metrics):
         with pytest.raises(ApiError) as raised:
             refusing(header)
-        assert (raised.value.status, raised.value.code) == (401, "invalid_api_key")
-        assert raised.value.headers["www-authenticate"] == "Bearer"
+        assert (raised.value.failed.status, raised.value.failed.code) == (401, "invalid_api_key")
+        assert error_headers(raised.value.failed)["www-authenticate"] == "Bearer"
 
 
 def test_without_keys_everybody_is_one_anonymous_caller() -> None:
@@ -195,7 +196,7 @@ def test_metrics_have_keys_of_their_own(file: Path) -> None:
     for refusing, sent in ((authenticator.check_metrics, KEY), (authenticator.caller, key)):
         with pytest.raises(ApiError) as raised:
             refusing(f"Bearer {sent}")
-        assert (raised.value.status, raised.value.code) == (403, "wrong_api_key")
+        assert (raised.value.failed.status, raised.value.failed.code) == (403, "wrong_api_key")
 
 
 # ---------------------------------------------------------------------- host and origin
@@ -208,7 +209,7 @@ def passes(rule: middleware.HostRule, host: str, origin: str | None = None) -> b
     try:
         rule.check(headers(*pairs))
     except ApiError as error:
-        return error.status != 403
+        return error.failed.status != 403
     return True
 
 

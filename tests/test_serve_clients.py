@@ -16,7 +16,7 @@ from serve_fakes import DEADLINE, running, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import Event, Failed, Piece, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Event, Failed, Piece, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -141,7 +141,7 @@ def test_openai_knows_the_errors(sync: openai.OpenAI) -> None:
 
 
 def test_openai_passes_over_comments_and_raises_a_late_error() -> None:
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(0.1)  # several times the heartbeat
         yield Started(0.0)
         yield Piece("ye")

@@ -8,7 +8,7 @@ from serve_works import make_work
 
 from kvcache_rag import Combination
 from kvcache_rag.cli import main
-from kvcache_rag.serve.backend import Finished, Started, Turn
+from kvcache_rag.serve.backend import Dequeued, Finished, Started
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
 from kvcache_rag.serve.startup import open_combinations, open_engine, open_store
@@ -55,7 +55,7 @@ async def test_a_generator_says_whether_it_computed_and_the_turn_is_told(tmp_pat
         assert [await backend.prefetch(work) for _ in range(2)] == [True, False]
         assert not await again.prefetch(work), "loaded, which is of no use elsewhere"
         followed = [type(event) async for event in backend.followed(work)]
-        assert followed == [Turn, Started, Finished]
+        assert followed == [Dequeued, Started, Finished]
         assert [type(event) async for event in backend.answer(work)] == [Started, Finished]
     finally:
         await backend.close()

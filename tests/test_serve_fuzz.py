@@ -13,8 +13,8 @@ from serve_fakes import settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
-from kvcache_rag.serve.backend import Source
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.backend import RetrievedText
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,15 +32,15 @@ OPERATIONS = {
     "GET /metrics",
 }
 EXAMPLES = 25
-SMALL = Limits(documents=4, document_bytes=2000, answer_tokens=4, prompt_tokens=400)
+SMALL = RequestLimits(documents=4, document_bytes=2000, answer_tokens=4, prompt_tokens=400)
 HOST = "testserver"  # what Schemathesis calls every application
 
 
 class Library:
     """A retriever without a database."""
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
-        return [Source(str(at), f"Text {at}.", 0.5, {"page": at}) for at in range(top_k)]
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+        return [RetrievedText(str(at), f"Text {at}.", 0.5, {"page": at}) for at in range(top_k)]
 
 
 @pytest.fixture(scope="module")

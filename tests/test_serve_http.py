@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import answer, chat, client, data_of, scripted
 
+from kvcache_rag import policy_by_name
 from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve.keys import new_key
 from kvcache_rag.serve.requests import DataDocument, TextDocument, texts
 from kvcache_rag.serve.responses import cached_tokens
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> Work:
+async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> BackendRequest:
     """The request that a backend gets for a body."""
     app, backend = scripted(**settings)
     async with client(app) as http:
@@ -110,7 +111,8 @@ def test_a_title_is_no_part_of_a_chunk() -> None:
     ],
 )
 async def test_a_request_names_its_policy(given: Any, policy: str | None) -> None:
-    assert (await asked(chat(kvcache=given))).policy == policy
+    expected = None if policy is None else policy_by_name(policy)
+    assert (await asked(chat(kvcache=given))).policy == expected
 
 
 async def test_the_servers_policy_is_the_default_and_may_get_another_ratio() -> None:
@@ -119,7 +121,8 @@ async def test_the_servers_policy_is_the_default_and_may_get_another_ratio() -> 
         ({"ratio": 0.5}, "cacheblend:0.5"),
         ({"policy": "full"}, "full"),
     ):
-        assert (await asked(chat(kvcache=given), policy="cacheblend")).policy == policy
+        work = await asked(chat(kvcache=given), policy="cacheblend")
+        assert work.policy == policy_by_name(policy)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,8 @@ async def test_the_servers_policy_is_the_default_and_may_get_another_ratio() -> 
     ],
 )
 async def test_a_ratio_replaces_the_one_of_the_servers_policy(default: str, policy: str) -> None:
-    assert (await asked(chat(kvcache={"ratio": 0.5}), policy=default)).policy == policy
+    work = await asked(chat(kvcache={"ratio": 0.5}), policy=default)
+    assert work.policy == policy_by_name(policy)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ async def test_lengths_and_stops() -> None:
     assert (await asked(chat(stop=None))).max_new_tokens == 128
     work = await asked({"model": "tiny", "prompt": "The"}, COMPLETIONS)
     assert (work.max_new_tokens, work.stop) == (16, ())
-    few = Limits(answer_tokens=9)
+    few = RequestLimits(answer_tokens=9)
     for body, path in ((chat(), CHAT), ({"model": "tiny", "prompt": "The"}, COMPLETIONS)):
         assert (await asked(body, path, limits=few)).max_new_tokens == 9
 

@@ -23,7 +23,7 @@ from kvcache_rag.cli import main
 from kvcache_rag.commands import serve
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.serve import retrieval, startup
-from kvcache_rag.serve.settings import Limits, ServerSettings, is_loopback
+from kvcache_rag.serve.settings import RequestLimits, ServerSettings, is_loopback
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_arguments_become_settings() -> None:
         served_name="m",
         template="written",
         revision="v2",
-        limits=Limits(documents=5, body_seconds=8, concurrency=6, total_concurrency=7),
+        limits=RequestLimits(documents=5, body_seconds=8, concurrency=6, total_concurrency=7),
     )
     assert given.name == "m"
     assert settings_of("--model", "other").model == "other"

@@ -11,8 +11,8 @@ import pytest
 from serve_fakes import chat, client, data_of, scripted, settings, tiny_backend
 
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import Event, Failed, Piece, Started, Work
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.backend import BackendRequest, Event, Failed, Piece, Started
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -208,7 +208,7 @@ async def test_paths_and_methods() -> None:
 
 
 async def test_too_large_a_body_is_refused_while_it_is_read() -> None:
-    app, backend = scripted(limits=Limits(body_bytes=1000))
+    app, backend = scripted(limits=RequestLimits(body_bytes=1000))
     read = 0
 
     async def chunks() -> AsyncGenerator[bytes, None]:
@@ -227,22 +227,22 @@ async def test_too_large_a_body_is_refused_while_it_is_read() -> None:
 
 
 # ---------------------------------------------------------------------- what a backend says
-async def fails_late(work: Work) -> AsyncGenerator[Event, None]:
+async def fails_late(work: BackendRequest) -> AsyncGenerator[Event, None]:
     yield Started(0.0)
     yield Piece("ye")
     yield Failed(500, "server_error", "the replica has gone")
 
 
-async def is_full(work: Work) -> AsyncGenerator[Event, None]:
+async def is_full(work: BackendRequest) -> AsyncGenerator[Event, None]:
     yield Failed(503, "overloaded", "too many wait", retry_after=2.4)
 
 
-async def breaks(work: Work) -> AsyncGenerator[Event, None]:
+async def breaks(work: BackendRequest) -> AsyncGenerator[Event, None]:
     raise ZeroDivisionError("secret /path")
     yield Started(0.0)
 
 
-async def ends(work: Work) -> AsyncGenerator[Event, None]:
+async def ends(work: BackendRequest) -> AsyncGenerator[Event, None]:
     yield Started(0.0)
 
 

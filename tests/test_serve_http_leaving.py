@@ -22,7 +22,7 @@ from serve_fakes import (
     scripted,
 )
 
-from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Event, Failed, Finished, Piece, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_takes_its_work_back(streaming: bool) -> None:
 
 
 def test_a_client_that_leaves_takes_its_explanation_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def explain(backend: Scripted, work: Work) -> dict[str, Any]:
+    async def explain(backend: Scripted, work: BackendRequest) -> dict[str, Any]:
         backend.has_begun.set()
         try:
             await asyncio.Event().wait()
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_takes_its_explanation_back(monkeypatch: pytest.Mon
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_stream_takes_it_back() -> None:
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         yield Started(0.0)
         yield Piece("y")
         await asyncio.Event().wait()
@@ -119,7 +119,7 @@ def test_an_answered_request_is_not_taken_back() -> None:
 def test_pieces_arrive_when_they_are_there() -> None:
     gate = Gate()
 
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         yield Started(0.0)
         yield Piece("y")
         await gate.passed()
@@ -140,7 +140,7 @@ def test_pieces_arrive_when_they_are_there() -> None:
 def test_a_long_silence_is_bridged_by_comments() -> None:
     gate = Gate()
 
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         await gate.passed()
         yield Started(0.5)
         yield Finished(answer())
@@ -166,7 +166,7 @@ def test_a_long_silence_is_bridged_by_comments() -> None:
 def test_a_failure_behind_a_long_silence_is_an_event() -> None:
     gate = Gate()
 
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         await gate.passed()
         yield Failed(503, "overloaded", "the server stops")
 
@@ -184,7 +184,7 @@ def test_a_failure_behind_a_long_silence_is_an_event() -> None:
 
 
 def test_an_error_in_a_stream_has_its_status_within_the_silence() -> None:
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         yield Failed(503, "overloaded", "the server stops", retry_after=3)
 
     with server(script) as (url, _):
@@ -196,7 +196,7 @@ def test_a_slow_client_keeps_nobody_waiting() -> None:
     """What a client does not read lies in the server; the model goes on with the others."""
     is_over = threading.Event()
 
-    async def script(work: Work) -> AsyncGenerator[Event, None]:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         yield Started(0.0)
         for _ in range(20_000):
             yield Piece("x" * 1000)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve.backend import Work
-from kvcache_rag.serve.errors import ApiError
+from kvcache_rag.serve.backend import BackendRequest
+from kvcache_rag.serve.errors import ApiError, headers
 from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.limits import Places, RequestLimiter
-from kvcache_rag.serve.settings import Limits, ServerSettings
+from kvcache_rag.serve.settings import RequestLimits, ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Counting:
     def __init__(self) -> None:
         self.counted = 0
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         self.counted += 1
         if not work.question:
             raise InvalidInputError("the question is empty; ask something")
@@ -37,14 +37,14 @@ class Counting:
 
 
 def limiter(**figures: Any) -> RequestLimiter:
-    return RequestLimiter(Limits(**figures), Counting())
+    return RequestLimiter(RequestLimits(**figures), Counting())
 
 
-def work(**values: Any) -> Work:
-    return Work(**{"id": "w", "question": "q", **values})
+def work(**values: Any) -> BackendRequest:
+    return BackendRequest(**{"id": "w", "question": "q", **values})
 
 
-async def refused(by: RequestLimiter, one: Work, caller: Caller = ACME) -> ApiError:
+async def refused(by: RequestLimiter, one: BackendRequest, caller: Caller = ACME) -> ApiError:
     with pytest.raises(ApiError) as raised:
         async with by.admitted(caller, one):
             raise AssertionError("it was let in")
@@ -67,8 +67,8 @@ async def test_beyond_a_limit_it_is_named_with_its_value(
     figures: Mapping[str, Any], values: Mapping[str, Any], status: int, said: list[str]
 ) -> None:
     error = await refused(limiter(**figures), work(**values))
-    assert error.status == status
-    assert [part for part in said if part not in error.message] == []
+    assert error.failed.status == status
+    assert [part for part in said if part not in error.failed.message] == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_up_to_a_limit_it_is_let_in(
 
 async def test_tokens_are_not_counted_without_a_limit() -> None:
     backend = Counting()
-    async with RequestLimiter(Limits(), backend).admitted(ACME, work()):
+    async with RequestLimiter(RequestLimits(), backend).admitted(ACME, work()):
         pass
     assert backend.counted == 0
 
@@ -104,14 +104,14 @@ def full(places: Places, caller: Caller) -> ApiError:
 
 
 def test_a_namespace_has_so_many_places_and_others_have_theirs() -> None:
-    places = Places(Limits(concurrency=2))
+    places = Places(RequestLimits(concurrency=2))
     with places.place(ACME):
         with places.place(ACME):
             error = full(places, ACME)
-            assert (error.status, error.code) == (429, "rate_limit_exceeded")
-            assert "2 requests of this namespace" in error.message
-            assert "limit concurrency" in error.message
-            assert error.headers["retry-after"] == "1"
+            assert (error.failed.status, error.failed.code) == (429, "rate_limit_exceeded")
+            assert "2 requests of this namespace" in error.failed.message
+            assert "limit concurrency" in error.failed.message
+            assert headers(error.failed)["retry-after"] == "1"
             with places.place(GLOBEX):
                 assert places.taken == 3
         with places.place(ACME):  # the place is free again
@@ -120,33 +120,33 @@ def test_a_namespace_has_so_many_places_and_others_have_theirs() -> None:
 
 
 def test_keys_of_one_namespace_share_its_places() -> None:
-    places = Places(Limits(concurrency=2))
+    places = Places(RequestLimits(concurrency=2))
     with places.place(Caller("acme", "acme-web")), places.place(Caller("acme", "acme-jobs")):
         error = full(places, Caller("acme", "acme-third"))
-        assert error.status == 429
-        assert "2 requests of this namespace" in error.message
+        assert error.failed.status == 429
+        assert "2 requests of this namespace" in error.failed.message
 
 
 def test_one_namespace_cannot_fill_the_server() -> None:
-    limits = Limits()
+    limits = RequestLimits()
     assert limits.total_concurrency >= 4 * limits.concurrency
     assert limits.total_concurrency > ServerSettings("tiny").max_waiting
 
 
 def test_a_server_has_so_many_places() -> None:
-    places = Places(Limits(concurrency=2, total_concurrency=3))
+    places = Places(RequestLimits(concurrency=2, total_concurrency=3))
     with ExitStack() as held:
         for caller in (ACME, ACME, GLOBEX):
             held.enter_context(places.place(caller))
         error = full(places, GLOBEX)
-        assert error.status == 429
-        assert "3 requests of this server" in error.message
-        assert "total_concurrency" in error.message
+        assert error.failed.status == 429
+        assert "3 requests of this server" in error.failed.message
+        assert "total_concurrency" in error.failed.message
     assert places.taken == 0
 
 
 def test_places_are_given_back_whatever_happens() -> None:
-    places = Places(Limits(concurrency=1))
+    places = Places(RequestLimits(concurrency=1))
     with pytest.raises(ZeroDivisionError), places.place(ACME):
         raise ZeroDivisionError
     assert not places._taken  # no entry per namespace that ever called
@@ -159,7 +159,7 @@ async def test_a_prompt_that_cannot_be_written_is_the_users_mistake() -> None:
             pass
 
 
-@pytest.mark.parametrize("name", list(vars(Limits())))
+@pytest.mark.parametrize("name", list(vars(RequestLimits())))
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=name):
-        Limits(**{name: 0})
+        RequestLimits(**{name: 0})

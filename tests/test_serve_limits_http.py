@@ -26,7 +26,7 @@ from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
 from kvcache_rag.serve.limits import DEEPEST
 from kvcache_rag.serve.middleware import Shell
-from kvcache_rag.serve.settings import Limits
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import httpx
     from fastapi import FastAPI
 
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
 
 CHAT = "/v1/chat/completions"
 SOON = 3.0  # seconds of computing: more than any refusal takes
@@ -137,7 +137,7 @@ async def test_two_keys_with_the_same_document_do_not_share_it(
 
 # ---------------------------------------------------------------------- limits
 async def test_each_limit_is_named_over_http() -> None:
-    limits = Limits(documents=2, document_bytes=50, answer_tokens=9, prompt_tokens=20)
+    limits = RequestLimits(documents=2, document_bytes=50, answer_tokens=9, prompt_tokens=20)
     app, backend = scripted(limits=limits)
     tried = [
         (chat(documents=["a", "b", "c"]), 413, "documents of 2", "documents"),
@@ -157,7 +157,9 @@ async def test_each_limit_is_named_over_http() -> None:
 async def test_too_many_at_a_time_are_told_when_to_come_back(
     tmp_path: Path, keys: dict[str, str]
 ) -> None:
-    app, backend = scripted(says_nothing, limits=Limits(concurrency=1), api_keys=tmp_path / "keys")
+    app, backend = scripted(
+        says_nothing, limits=RequestLimits(concurrency=1), api_keys=tmp_path / "keys"
+    )
     async with client(app) as http:
         acme, globex = bearing(keys["acme"]), bearing(keys["globex"])
         held = asyncio.create_task(http.post(CHAT, json=chat(), headers=acme))
@@ -175,7 +177,7 @@ async def test_too_many_at_a_time_are_told_when_to_come_back(
 
 
 async def test_a_place_is_held_while_a_body_is_still_on_its_way() -> None:
-    app, backend = scripted(limits=Limits(concurrency=1))
+    app, backend = scripted(limits=RequestLimits(concurrency=1))
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -198,7 +200,7 @@ async def test_a_place_is_held_while_a_body_is_still_on_its_way() -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up_and_its_place_is_free() -> None:
-    app, backend = scripted(limits=Limits(concurrency=1, body_seconds=1))
+    app, backend = scripted(limits=RequestLimits(concurrency=1, body_seconds=1))
 
     async def never() -> AsyncIterator[bytes]:
         yield b"{"
@@ -251,7 +253,7 @@ async def test_once_a_body_is_there_an_answer_may_take_its_time() -> None:
 
 
 async def test_what_has_no_body_needs_no_place() -> None:
-    app, backend = scripted(says_nothing, limits=Limits(concurrency=1))
+    app, backend = scripted(says_nothing, limits=RequestLimits(concurrency=1))
     async with client(app) as http:
         held = asyncio.create_task(http.post(CHAT, json=chat()))
         assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
@@ -263,7 +265,7 @@ async def test_what_has_no_body_needs_no_place() -> None:
 
 
 async def test_a_place_is_held_until_the_tokens_are_counted_whoever_left() -> None:
-    limits = Limits(concurrency=1, prompt_tokens=100)
+    limits = RequestLimits(concurrency=1, prompt_tokens=100)
     backend = Counting()
     app = build_app(backend, settings(limits=limits))
     async with client(app) as http:
@@ -289,10 +291,10 @@ class Counting(Scripted):
         super().__init__()
         self.go_on = threading.Event()
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         return await in_thread(self._count, work)
 
-    def _count(self, work: Work) -> int:
+    def _count(self, work: BackendRequest) -> int:
         self.has_begun.set()
         if not self.go_on.wait(DEADLINE):
             raise TimeoutError
@@ -300,7 +302,7 @@ class Counting(Scripted):
 
 
 async def test_a_body_is_counted_while_it_is_read_whatever_its_length_says() -> None:
-    app, backend = scripted(limits=Limits(body_bytes=1000))
+    app, backend = scripted(limits=RequestLimits(body_bytes=1000))
     read = 0
 
     async def endless() -> AsyncIterator[bytes]:

@@ -21,7 +21,7 @@ from serve_works import (
 )
 
 from kvcache_rag import DiskStore
-from kvcache_rag.serve.backend import Finished, Source, Started
+from kvcache_rag.serve.backend import Finished, RetrievedText, Started
 from kvcache_rag.serve.local import LocalBackend
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ async def test_retrieved_chunks_are_prefetched_too(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
-            return [Source(str(number), text) for number, text in enumerate(TEXTS[:top_k])]
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+            return [RetrievedText(str(number), text) for number, text in enumerate(TEXTS[:top_k])]
 
     backend = LocalBackend(reader(), retriever=Shelf(), prefetch="cpu", prefetch_after=0.0)
     valve, front = await held(backend, monkeypatch)

@@ -14,14 +14,14 @@ from chroma_server import chroma_server
 from serve_documents import QUESTION, TEXTS, database, engine, write_rows
 from serve_fakes import Scripted, answer, client, data_of, settings, tiny_backend
 
-from kvcache_rag import InvalidInputError, PromptTemplate
+from kvcache_rag import CacheBlend, InvalidInputError, LegoLink, PromptTemplate
 from kvcache_rag.integration import hash_vector
 from kvcache_rag.integration.rows import row_text
 from kvcache_rag.serve import retrieval
 from kvcache_rag.serve import retrieval as embedding
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
-from kvcache_rag.serve.backend import Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.retrieval import ChromaRetriever, open_retriever, shown
 
@@ -129,7 +129,7 @@ def test_collections_made_or_made_anew_after_the_start_are_found(tmp_path: Path)
     by = opened(tmp_path)
     with pytest.raises(ApiError, match="no documents in the collection 'docs'") as raised:
         by.retrieve(QUESTION, 1, "")
-    assert raised.value.status == 404
+    assert raised.value.failed.status == 404
     write_rows(tmp_path, "docs")
     assert by.retrieve(QUESTION, 1, "")
     client_.delete_collection("docs")
@@ -148,8 +148,8 @@ def test_a_database_that_fails_is_503_and_says_nothing_of_it(tmp_path: Path) -> 
 
     with pytest.raises(ApiError) as raised:
         replace(opened(tmp_path), client=Broken()).retrieve(QUESTION, 1, "")
-    assert raised.value.status == 503
-    assert raised.value.retry_after
+    assert raised.value.failed.status == 503
+    assert raised.value.failed.retry_after
     assert "secret" not in str(raised.value)
 
 
@@ -163,7 +163,7 @@ def test_an_embedding_or_a_text_that_fails_is_503_as_well(tmp_path: Path, part: 
     parts: dict[str, Any] = {part: fails}
     with pytest.raises(ApiError) as raised:
         replace(opened(tmp_path), **parts).retrieve(QUESTION, 1, "")
-    assert raised.value.status == 503
+    assert raised.value.failed.status == 503
     assert "secret" not in str(raised.value)
 
 
@@ -377,12 +377,12 @@ def test_what_was_ingested_is_reused_with_the_first_question(tmp_path: Path) -> 
 class Finding:
     """A retriever that a server only needs to have."""
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         raise AssertionError("the backend retrieves")
 
 
-async def cites(work: Work) -> AsyncGenerator[Event, None]:
-    yield Started(0.0, (Source("s", "text", None, {"a": [1, 2]}),))
+async def cites(work: BackendRequest) -> AsyncGenerator[Event, None]:
+    yield Started(0.0, (RetrievedText("s", "text", None, {"a": [1, 2]}),))
     if work.streaming:
         yield Piece("yes")
     yield Finished(answer())
@@ -414,11 +414,11 @@ async def test_what_is_asked_reaches_the_backend() -> None:
     assert second.status_code == 200
     one, other = backend.works
     assert (one.question, one.query, one.top_k) == ("And why?", "And why?", 7)
-    assert (one.policy, one.namespace, one.chunks) == ("legolink:2", "", ())
+    assert (one.policy, one.namespace, one.chunks) == (LegoLink(2), "", ())
     assert (other.query, other.top_k, other.policy) == (
         "Why is the sea salty?",
         2,
-        "cacheblend:0.5",
+        CacheBlend(0.5),
     )
     assert [(turn.role, turn.content) for turn in other.history] == [
         ("user", "Hi."),

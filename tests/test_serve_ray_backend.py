@@ -7,28 +7,50 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import pickle
 import sys
 import threading
 import warnings
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from contracts_backend import MAX_WAITING, BackendContract
+from serve_works import reader, serve_threads
 
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, KVCacheRagError
 from kvcache_rag.ray_session import _SETTINGS, _environment, _import
-from kvcache_rag.serve.backend import Event, Failed, Finished, Piece, Source, Started, Turn, Work
+from kvcache_rag.serve.backend import (
+    BackendRequest,
+    Dequeued,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    RetrievedText,
+    Started,
+)
 from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.ray.backend import RETRIEVALS, RayBackend, failed_of, raised_of
+from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag.serve.ray.backend import (
+    RETRIEVALS,
+    RayBackend,
+    RemotePrefetcher,
+    failed_of,
+    raised_of,
+)
 from kvcache_rag.serve.ray.launch import Shares, _reason
-from kvcache_rag.serve.ray.replica import Ahead
+from kvcache_rag.serve.ray.replica import Replica
 from kvcache_rag.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-WORK = Work("w", "Who?", ("A text.",))
+    from kvcache_rag.serve.backend import Backend
+
+WORK = BackendRequest("w", "Who?", ("A text.",))
 DONE = Finished(Answer("Ada", Metrics()))
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,7 +110,7 @@ class Handle:
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
         self.responses: list[Response] = []
-        self.works: list[Work] = []
+        self.works: list[BackendRequest] = []
 
     def options(self, *, stream: bool) -> Handle:
         assert stream
@@ -99,7 +121,7 @@ class Handle:
             raise AttributeError(name)
         return self
 
-    def remote(self, work: Work) -> Response:
+    def remote(self, work: BackendRequest) -> Response:
         self.works.append(work)
         self.responses.append(Response(self.scripts.pop(0)))
         return self.responses[-1]
@@ -128,6 +150,96 @@ def wrapped(ray: Any, cause: Exception) -> BaseException:
         "answer", "Traceback (most recent call last):\n  File secret.py", cause
     ).as_instanceof_cause()
     return error
+
+
+class Call:
+    """A call of a replica of this process: what it gives crosses as Ray lets it cross."""
+
+    def __init__(self, ray: Any, name: str, given: Any) -> None:
+        self._ray, self._name = ray, name
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run(given))
+
+    async def _run(self, given: Any) -> None:
+        try:
+            if self._name == "answer":
+                async with aclosing(given) as items:
+                    async for item in items:
+                        self._items.put_nowait(pickle.loads(pickle.dumps(item)))
+            else:
+                self._items.put_nowait(pickle.loads(pickle.dumps(await given)))
+            self._items.put_nowait(StopAsyncIteration())
+        except asyncio.CancelledError:
+            self._items.put_nowait(self._ray.exceptions.TaskCancelledError())
+        except Exception as error:
+            self._items.put_nowait(wrapped(self._ray, error))
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._items.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def __await__(self) -> Any:
+        return self.__anext__().__await__()
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class OneReplica:
+    """A handle of a deployment of one replica, which runs in this process."""
+
+    def __init__(self, ray: Any, replica: Replica) -> None:
+        self.replica = replica
+        self._ray, self._calls = ray, list[Call]()
+
+    def options(self, *, stream: bool) -> OneReplica:
+        assert stream
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda work: self._call(name, work))
+
+    def _call(self, name: str, work: BackendRequest) -> Call:
+        given = getattr(self.replica, name)(pickle.loads(pickle.dumps(work)))
+        self._calls.append(Call(self._ray, name, given))
+        return self._calls[-1]
+
+    def broadcast(self, method: str) -> Any:
+        async def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            return [await asyncio.wait_for(getattr(self.replica, method)(), timeout_s)]
+
+        return SimpleNamespace(results_async=results)
+
+    async def end(self) -> None:
+        """End the process, with all that it was asked."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*(call.task for call in self._calls))
+        await self.replica._backend.close()
+
+
+class TestRayBackend(BackendContract):
+    """The contract, over a replica that is reached as Ray reaches it."""
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, ray: Any) -> None:
+        def make(settings: ServerSettings) -> LocalBackend:
+            return LocalBackend(reader(), max_waiting=MAX_WAITING)
+
+        self.handle = OneReplica(ray, Replica(ServerSettings("tiny"), make, 0))
+
+    def open(self) -> RayBackend:
+        return RayBackend(self.handle, name="reader", replicas=1, running=lambda: 1)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+        await self.handle.end()
+        assert not serve_threads()
 
 
 async def test_the_events_of_a_replica_are_passed_on() -> None:
@@ -232,30 +344,34 @@ async def test_a_count_is_asked_of_another_replica_and_a_mistake_is_raised(ray: 
         await backend(Handle([wrapped(ray, mistake)])).explain(WORK)
     with pytest.raises(ApiError) as caught:
         await backend(Handle(*[[died(ray)]] * 2)).count(WORK)
-    assert (caught.value.status, caught.value.retry_after) == (503, 1.0)
+    assert (caught.value.failed.status, caught.value.failed.retry_after) == (503, 1.0)
 
 
 async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> None:
     asked: list[tuple[str, int, str]] = []
 
     class Retriever:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
             asked.append((query, top_k, namespace))
             if query == "nothing":
                 raise ApiError(404, "there are no documents in the collection", code="empty")
-            return [Source("1", "One."), Source("0", "Zero."), Source("2", "Two.")]
+            return [
+                RetrievedText("1", "One."),
+                RetrievedText("0", "Zero."),
+                RetrievedText("2", "Two."),
+            ]
 
     handle = Handle([died(ray)], [Started(0.0), DONE])
     subject = backend(handle, retriever=Retriever())
-    found = await events(subject.answer(Work("w", "Q?", ("Zero.",), query="q", top_k=2)))
+    found = await events(subject.answer(BackendRequest("w", "Q?", ("Zero.",), query="q", top_k=2)))
     assert asked == [("q", 2, "")]
     assert isinstance(found[0], Started)
     assert [source.id for source in found[0].sources] == ["1", "0", "2"]
     assert [work.chunks for work in handle.works] == [("Zero.", "One.", "Two.")] * 2
     assert handle.works[0].query == ""
-    (failed,) = await events(subject.answer(Work("w", "Q?", query="nothing", top_k=2)))
+    (failed,) = await events(subject.answer(BackendRequest("w", "Q?", query="nothing", top_k=2)))
     assert failed == Failed(
-        404, "invalid_request_error", "there are no documents in the collection"
+        404, "invalid_request_error", "there are no documents in the collection", code="empty"
     )
 
 
@@ -263,13 +379,13 @@ async def test_retrievals_that_hang_hold_up_nobody_else_and_fail_in_time() -> No
     released = threading.Event()
 
     class Hanging:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
             released.wait(60)
             return []
 
     subject = backend(Handle(), retriever=Hanging(), retrieval=0.2)
     try:
-        asked = Work("w", "Q?", query="q", top_k=2)
+        asked = BackendRequest("w", "Q?", query="q", top_k=2)
         tasks = [asyncio.create_task(events(subject.answer(asked))) for _ in range(100)]
         await asyncio.sleep(0)
         assert await subject.ready()
@@ -316,7 +432,7 @@ async def test_a_cluster_that_does_not_say_has_no_replica(
 async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_not() -> None:
     computed, generated = asyncio.Event(), asyncio.Event()
     generator = Handle([generated, True])
-    ahead = Ahead(generator, after=0.0)
+    ahead = RemotePrefetcher(generator, after=0.0)
     subject = backend(Handle([computed, Started(0.0), DONE]), ahead=ahead)
     task = asyncio.create_task(events(subject.answer(WORK)))
     while not generator.works:
@@ -328,7 +444,7 @@ async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_no
     started = (await task)[0]
     assert isinstance(started, Started)
     assert started.prefetched
-    quick = backend(Handle([Started(0.0), DONE]), ahead=Ahead(generator, after=3600.0))
+    quick = backend(Handle([Started(0.0), DONE]), ahead=RemotePrefetcher(generator, after=3600.0))
     started = (await events(quick.answer(WORK)))[0]
     assert isinstance(started, Started)
     assert not started.prefetched
@@ -338,8 +454,8 @@ async def test_what_waits_is_prefetched_by_the_generator_and_what_does_not_is_no
 async def test_what_is_prefetched_after_the_turn_came_too_late(ray: Any) -> None:
     turn, generated, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
     generator = Handle([generated, True])
-    ahead = Ahead(generator, after=0.0)
-    handle = Handle([turn, Turn(), died(ray)], [Turn(), answered, Started(0.0), DONE])
+    ahead = RemotePrefetcher(generator, after=0.0)
+    handle = Handle([turn, Dequeued(), died(ray)], [Dequeued(), answered, Started(0.0), DONE])
     task = asyncio.create_task(events(backend(handle, ahead=ahead).answer(WORK)))
     while not generator.works:
         await asyncio.sleep(0)
@@ -360,7 +476,7 @@ async def test_a_prefetch_ends_when_the_request_begins_or_goes_and_its_failure_c
 ) -> None:
     never, begins = asyncio.Event(), asyncio.Event()
     generator = Handle([never], [died(ray)])
-    ahead = Ahead(generator, after=0.0, at_once=1)
+    ahead = RemotePrefetcher(generator, after=0.0, at_once=1)
     first = backend(Handle([begins, Started(0.0), DONE]), ahead=ahead)
     task = asyncio.create_task(events(first.answer(WORK)))
     while not generator.works:
@@ -398,7 +514,7 @@ async def test_it_is_ready_when_all_are_and_stays_so_while_one_is_left() -> None
 
 async def test_counters_of_those_replicas_that_answer(ray: Any) -> None:
     handle = Handle([[{"replica": "a", "waiting": 1}, died(ray)]], [died(ray)], [ValueError("x")])
-    subject = backend(handle, ahead=Ahead(Handle(), after=1.0))
+    subject = backend(handle, ahead=RemotePrefetcher(Handle(), after=1.0))
     first, generator = (await subject.stats())["replicas"]
     assert first == {"replica": "a", "waiting": 1}
     assert generator["prefetch"] == {"started": 0, "finished": 0, "cancelled": 0, "failed": 0}

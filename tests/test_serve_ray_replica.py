@@ -10,12 +10,12 @@ import pytest
 
 from kvcache_rag import Answer, Metrics
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve import startup
-from kvcache_rag.serve.backend import Finished, Piece, Started, Turn, Work
+from kvcache_rag.serve.backend import BackendRequest, Dequeued, Finished, Piece, Started
 from kvcache_rag.serve.ray import replica as ray_replica
 from kvcache_rag.serve.ray.launch import _absolute, _visible, launch
 from kvcache_rag.serve.ray.replica import Replica
 from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag.serve.startup import local_backend
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.backend import Event
 
 pytestmark = pytest.mark.timeout(60)
-WORK = Work("w", "Who?", ("A text.",))
+WORK = BackendRequest("w", "Who?", ("A text.",))
 DONE = Finished(Answer("Ada", Metrics()))
 
 
@@ -33,28 +33,28 @@ class Local:
 
     def __init__(self) -> None:
         self.readiness = [False, False]
-        self.prefetched: list[Work] = []
+        self.prefetched: list[BackendRequest] = []
         self.was_closed = False
 
     async def ready(self) -> bool:
         return self.readiness.pop(0) if self.readiness else True
 
-    async def followed(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
+    async def followed(self, work: BackendRequest) -> AsyncGenerator[Event | Dequeued, None]:
         try:
-            yield Turn()
+            yield Dequeued()
             yield Started(0.5, batch=2)
             yield Piece(work.question)
             yield DONE
         finally:
             self.was_closed = True
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         return len(work.chunks)
 
-    async def explain(self, work: Work) -> dict[str, Any]:
+    async def explain(self, work: BackendRequest) -> dict[str, Any]:
         return {"question": work.question}
 
-    async def prefetch(self, work: Work) -> bool:
+    async def prefetch(self, work: BackendRequest) -> bool:
         self.prefetched.append(work)
         return len(self.prefetched) == 1
 
@@ -65,7 +65,6 @@ class Local:
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> Local:
     found = Local()
-    monkeypatch.setattr(startup, "local_backend", lambda settings: found)
     monkeypatch.setattr(ray_replica, "LOOK", 0.001)
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # so that none is left behind
     return found
@@ -73,7 +72,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Local:
 
 @pytest.fixture
 def replica(local: Local) -> Replica:
-    return Replica(ServerSettings("tiny"), 0)
+    return Replica(ServerSettings("tiny"), lambda settings: local, 0)
 
 
 async def test_a_replica_is_well_once_its_model_has_answered(
@@ -98,7 +97,7 @@ async def test_a_model_that_never_answers_is_given_up(
 async def test_events_say_which_process_they_come_from(replica: Replica, local: Local) -> None:
     events = [event async for event in replica.answer(WORK)]
     turn, started, *rest = events
-    assert turn == Turn()
+    assert turn == Dequeued()
     assert isinstance(started, Started)
     assert started.replica.endswith(f":{os.getpid()}")
     assert (started.queue_wait, started.batch) == (0.5, 2)
@@ -135,7 +134,10 @@ async def test_the_rest_is_handed_on(replica: Replica, local: Local) -> None:
 
 def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
     settings = ServerSettings(str(tmp_path / "nothing"), replicas=2)
-    with pytest.raises(InvalidInputError, match="there is no model folder"), launch(settings):
+    with (
+        pytest.raises(InvalidInputError, match="there is no model folder"),
+        launch(settings, local_backend),
+    ):
         raise AssertionError("it was started")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_works import PATIENCE, Desk, Inbox, make_work, serve_threads
 
-from kvcache_rag.serve.backend import Failed, Finished, Source, Started
+from kvcache_rag.serve.backend import Failed, Finished, RetrievedText, Started
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.queue import Job
 from kvcache_rag.serve.scheduler import Scheduler
@@ -17,7 +17,7 @@ from kvcache_rag.serve.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def release(desk: Desk) -> None:
     desk.go.release()
 
 
-def submit(scheduler: Scheduler, *works: Work) -> tuple[list[Job | None], list[Inbox]]:
+def submit(scheduler: Scheduler, *works: BackendRequest) -> tuple[list[Job | None], list[Inbox]]:
     inboxes = [Inbox() for _ in works]
     jobs = [scheduler.submit(*pair) for pair in zip(works, inboxes, strict=True)]
     return jobs, inboxes
@@ -201,12 +201,12 @@ class Shelf:
         self.asked: list[tuple[str, int, str]] = []
         self.error: Exception | None = None
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         self.asked.append((query, top_k, namespace))
         assert self.go.wait(PATIENCE)
         if self.error is not None:
             raise self.error
-        return [Source(str(number), f"{query} {number}") for number in range(top_k)]
+        return [RetrievedText(str(number), f"{query} {number}") for number in range(top_k)]
 
 
 def test_who_waits_for_retrieval_holds_nobody_up(

@@ -29,7 +29,7 @@ from kvcache_rag.serve.worker import is_alike, kind_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
 
 KIND = "kind"
 
@@ -133,15 +133,15 @@ def backend() -> Iterator[LocalBackend]:
     assert not serve_threads()
 
 
-def prefer_batches(backend: LocalBackend, work: Work) -> None:
-    rule = backend._scheduler._pace._rule
+def prefer_batches(backend: LocalBackend, work: BackendRequest) -> None:
+    rule = backend._scheduler._service._rule
     rule._times.clear()
     for size, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (2, 0.6), (4, 0.5)):
         rule.measured(kind_of(work), size, seconds)
 
 
 async def asked_together(
-    backend: LocalBackend, valve: Valve, works: list[Work], passes: int | None = None
+    backend: LocalBackend, valve: Valve, works: list[BackendRequest], passes: int | None = None
 ) -> list[asyncio.Task[Any]]:
     """Let works wait together behind one that the model is busy with, and then begin."""
     valve.close()
@@ -213,7 +213,7 @@ async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
     assert isinstance(wrong, Failed)
     assert wrong.status == 400
     assert [end.answer.text for end in ends] == [single.text] * 3
-    assert backend._scheduler._pace._rule.seconds(kind_of(works[0]), 4) == 0.5, (
+    assert backend._scheduler._service._rule.seconds(kind_of(works[0]), 4) == 0.5, (
         "no fault of batches"
     )
 

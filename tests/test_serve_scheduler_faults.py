@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from serve_fakes import chat, client, says_nothing, scripted
 from serve_works import (
     PATIENCE,
     QUESTION,
@@ -27,7 +28,7 @@ from serve_works import (
 
 from kvcache_rag import ContextTooLongError, InvalidInputError
 from kvcache_rag.serve import limits, queue
-from kvcache_rag.serve.backend import Failed, Finished, Source, Work
+from kvcache_rag.serve.backend import BackendRequest, Failed, Finished, RetrievedText
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.queue import Job
@@ -44,11 +45,11 @@ class Hanging:
         self.go = threading.Event()
         self.asked: list[str] = []
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         self.asked.append(namespace)
         if namespace == "evil":
             self.go.wait(PATIENCE)
-        return [Source("1", query), Source("2", query), Source("3", "other")]
+        return [RetrievedText("1", query), RetrievedText("2", query), RetrievedText("3", "other")]
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ async def test_a_retrieval_has_a_deadline(shelf: Hanging) -> None:
 
 def test_texts_that_were_retrieved_twice_are_one_chunk() -> None:
     work = make_work(chunks=("a", "b", "a"))
-    sources = tuple(Source(str(number), text) for number, text in enumerate("cbca"))
+    sources = tuple(RetrievedText(str(number), text) for number, text in enumerate("cbca"))
     assert Job(work, Inbox(), 0.0, 0, sources=sources).chunks == ("a", "b", "a", "c")
 
 
@@ -153,7 +154,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     def head() -> Job:
         raise MemoryError("no memory for a look at the queue")
 
-    scheduler._turns.head = head  # type: ignore[method-assign]  # a fault is made
+    scheduler._queue.head = head  # type: ignore[method-assign]  # a fault is made
     desk.go.release()
     failed = waiting.last()
     assert isinstance(failed, Failed)
@@ -174,20 +175,23 @@ async def test_a_backend_whose_thread_has_died_is_not_ready() -> None:
         raise MemoryError
 
     scheduler = backend._scheduler
-    scheduler._turns.head = head  # type: ignore[method-assign]  # a fault is made
+    scheduler._queue.head = head  # type: ignore[method-assign]  # a fault is made
     assert failure_of(await events_of(backend, make_work())).status == 500
     assert not await backend.ready()
     await backend.close()
 
 
-def test_an_unknown_policy_does_not_wait(scheduler: Scheduler, desk: Desk) -> None:
-    desk.is_held = True
-    submit(scheduler, number=0)
-    assert desk.busy.wait(PATIENCE)
-    failed = submit(scheduler, policy="cacheblnd").last()
-    assert isinstance(failed, Failed)
-    assert failed.status == 400
-    assert scheduler.stats()["failed"] == 1
+async def test_an_unknown_policy_does_not_wait() -> None:
+    app, backend = scripted(says_nothing)
+    async with client(app) as http:
+        busy = asyncio.create_task(http.post("/v1/chat/completions", json=chat()))
+        await eventually(backend.has_begun.is_set)
+        body = chat(documents=[TEXTS[0]], kvcache={"policy": "cacheblnd"})
+        reply = await http.post("/v1/chat/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "kvcache.policy")
+        assert len(backend.works) == 1, "it is refused where it is read"
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
 
 
 # ----------------------------------------------------------------------------------- explanations
@@ -252,7 +256,7 @@ async def test_explanations_can_be_taken_back_and_do_not_hold_up_the_end(
     await eventually(lambda: tasks[-1].done())
     with pytest.raises(ApiError) as refused:
         await tasks.pop()
-    assert refused.value.status == 503
+    assert refused.value.failed.status == 503
     gone = tasks.pop()
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -312,13 +316,13 @@ def test_no_more_is_tokenised_than_is_needed(monkeypatch: pytest.MonkeyPatch) ->
         return whole(self, text)
 
     monkeypatch.setattr(type(engine), "tokenize_text", counted)
-    work = Work("x", "the lamp " * 1_000_000)
+    work = BackendRequest("x", "the lamp " * 1_000_000)
     assert limits.is_doubtful(engine, work)
     with pytest.raises(ContextTooLongError):
         limits.ensure_fits(engine, work)
     assert read < 40 * engine.context_window
     with pytest.raises(InvalidInputError):
-        limits.ensure_fits(engine, Work("x", "\ud800"))
+        limits.ensure_fits(engine, BackendRequest("x", "\ud800"))
 
 
 async def test_long_texts_of_few_tokens_are_answered(backend: LocalBackend) -> None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from contracts_backend import MAX_WAITING, BackendContract
 from serve_works import (
     QUESTION,
     TEXTS,
@@ -33,13 +34,15 @@ from kvcache_rag import (
     TieredStore,
     policy_by_name,
 )
-from kvcache_rag.serve.backend import Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.worker import joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvcache_rag.serve.backend import Backend
 
 POLICIES = [
     None,
@@ -52,6 +55,17 @@ POLICIES = [
     "combination",
     "legolink:2|cacheblend:0.2",
 ]
+
+
+class TestLocalBackend(BackendContract):
+    """The contract, over an engine of this process."""
+
+    def open(self) -> LocalBackend:
+        return LocalBackend(reader(), name="reader", max_waiting=MAX_WAITING)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+        assert not serve_threads()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +129,7 @@ async def test_tokens_are_counted_as_the_answer_counts_them(backend: LocalBacken
 
 
 async def test_chance_follows_the_seed(backend: LocalBackend) -> None:
-    def work(seed: int | None) -> Work:
+    def work(seed: int | None) -> BackendRequest:
         options = {"temperature": 30.0} if seed is None else {"temperature": 30.0, "seed": seed}
         return make_work(0, options=options, max_new_tokens=24)
 
@@ -129,7 +143,7 @@ async def test_chance_follows_the_seed(backend: LocalBackend) -> None:
 
 async def test_a_mistake_is_the_only_event_and_says_what_is_wrong(backend: LocalBackend) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
-        ({"policy": "cacheblnd"}, "cacheblend"),
+        ({"policy": 0.5}, "policy_by_name"),
         ({"question": " "}, "question"),
         ({"chunks": ("",)}, "empty"),
         ({"chunks": ("word " * 100_000,)}, "context window"),
@@ -254,8 +268,8 @@ async def test_a_new_tenant_is_counted_while_the_model_is_busy(
 
 async def test_sources_are_retrieved_and_answered_over(backend: LocalBackend) -> None:
     class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
-            return [Source(str(n), text, 1.0 - n) for n, text in enumerate(TEXTS[:top_k])]
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+            return [RetrievedText(str(n), text, 1.0 - n) for n, text in enumerate(TEXTS[:top_k])]
 
     retrieving = LocalBackend(reader(), retriever=Shelf())
     try:
@@ -320,7 +334,7 @@ async def test_what_becomes_of_a_prompt_is_explained(backend: LocalBackend) -> N
     found = json.loads(json.dumps(await backend.explain(work)))
     assert len(found["tokens"]) == await backend.count(work)
     with pytest.raises(InvalidInputError):
-        await backend.explain(make_work(1, policy="nonsense"))
+        await backend.explain(make_work(1, policy=0.5))
 
 
 async def test_a_foreign_instruction_stands_before_the_question(backend: LocalBackend) -> None:

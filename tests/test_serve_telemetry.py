@@ -14,7 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.serve import metrics
-from kvcache_rag.serve.backend import Failed, Finished, Piece, Source, Started, Work
+from kvcache_rag.serve.backend import (
+    BackendRequest,
+    Failed,
+    Finished,
+    Piece,
+    RetrievedText,
+    Started,
+)
 from kvcache_rag.serve.lifecycle import Caller
 from kvcache_rag.serve.metrics import ServerTelemetry
 
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CALLER = Caller("secret-tenant", "key-12345678")
-WORK = Work(id="one", question="What is secret?", chunks=("a secret text",))
+WORK = BackendRequest(id="one", question="What is secret?", chunks=("a secret text",))
 ANSWER = Answer(
     "a secret answer",
     Metrics(
@@ -87,7 +94,7 @@ async def samples(counting: ServerTelemetry) -> dict[tuple[str, str], float]:
 
 async def test_an_answer_is_counted_where_it_belongs() -> None:
     counting = ServerTelemetry(Backend())
-    started = Started(0.5, (Source("s", "a secret source"),), prefetched=True, batch=2)
+    started = Started(0.5, (RetrievedText("s", "a secret source"),), prefetched=True, batch=2)
     for event in (started, Piece("a secret "), Piece("answer"), Finished(ANSWER)):
         counting.observe("rag", CALLER, WORK, event)
     found = await samples(counting)
@@ -134,7 +141,7 @@ async def test_failures_and_clients_that_left_are_counted() -> None:
 async def test_what_never_ends_does_not_fill_the_memory() -> None:
     counting = ServerTelemetry(Backend())
     for number in range(metrics._PENDING + 10):
-        counting.observe("chat", CALLER, Work(id=str(number), question="q"), Started(0.0))
+        counting.observe("chat", CALLER, BackendRequest(id=str(number), question="q"), Started(0.0))
     assert len(counting._waits) == metrics._PENDING
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.policies import ReusePolicy
 
 _LOG = logging.getLogger(__name__)
@@ -80,6 +81,12 @@ class Prefetch:
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
+    _keys: tuple[ChunkKey, ...] = field(default=(), init=False)
+
+
+def keys_of(prefetch: Prefetch) -> tuple[ChunkKey, ...]:
+    """Addresses of a question's chunks, one each; () until a prefetcher has looked them up."""
+    return prefetch._keys
 
 
 class Prefetcher:
@@ -155,7 +162,7 @@ class Prefetcher:
         return self._end(prefetch) and prefetch._is_begun
 
     def drop(self, prefetch: Prefetch) -> None:
-        """Note that nobody waits for the question's answer any more."""
+        """Note that the question was taken back."""
         prefetch._is_useless = True
         if self._end(prefetch) and prefetch._is_begun:
             with self._changed:
@@ -266,6 +273,8 @@ class Prefetcher:
         policy = prefetch.policy or engine.policy
         chunks = prefetch.chunks
         keys = engine.needed(chunks, policy)
+        if len(keys) == len(chunks):
+            prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
         is_joint = 0 < len(keys) < len(chunks)

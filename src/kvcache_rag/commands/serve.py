@@ -134,7 +134,7 @@ def settings_of(arguments: argparse.Namespace) -> ServerSettings:
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "serve")
-    from kvcache_rag.serve.settings import Limits, ServerSettings
+    from kvcache_rag.serve.settings import RequestLimits, ServerSettings
 
     given = {
         name: value
@@ -146,11 +146,13 @@ def settings_of(arguments: argparse.Namespace) -> ServerSettings:
     for name in ("allowed_hosts", "allowed_origins"):
         given[name] = tuple(given.get(name, ()))
     limits = {
-        one.name: given[f"max_{one.name}"] for one in fields(Limits) if f"max_{one.name}" in given
+        one.name: given[f"max_{one.name}"]
+        for one in fields(RequestLimits)
+        if f"max_{one.name}" in given
     }
     known = {one.name for one in fields(ServerSettings)} - {"limits"}
     chosen = {name: value for name, value in given.items() if name in known}
-    return ServerSettings(**chosen, limits=Limits(**limits))
+    return ServerSettings(**chosen, limits=RequestLimits(**limits))
 
 
 def _make_key(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,13 @@
-"""One endpoint over shared caches: requests wait, their chunks are prefilled ahead, all is HTTP.
+"""One endpoint over shared caches: requests wait, their chunks are prefetched, all is HTTP.
 
-    work       what a request is between HTTP and model, and what a backend answers
-    scheduler  who comes next: in order of arrival, taking turns between tenants
-    prefetcher what waiting requests will need is computed or loaded before their turn
-    local      a backend over engines of this process
+    requests     what clients send, and the `BackendRequest` that it makes
+    lifecycle    a request from its admission to the last byte of its answer
+    responses    what clients get
+    errors       what they read of whatever went wrong
+    backend      what a request is between HTTP and model, and what a backend answers
+    local        a backend over the engines of this process
+    queue        what waits, scheduler: who comes next, worker: who answers it
+    ray          a backend over replicas
 
-The HTTP side needs the extra `serve`, these four do not; nothing of it is imported by
-`import kvcache_rag`.
+Nothing of it is imported by `import kvcache_rag`; it needs the extra `serve`.
 """

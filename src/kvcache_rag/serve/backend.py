@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prompt.template import Message
 
 
@@ -21,7 +22,7 @@ INVALID, OVERLOADED, SERVER_ERROR = "invalid_request_error", "overloaded", "serv
 
 
 @dataclass(frozen=True)
-class Work:
+class BackendRequest:
     """One request, as queues and backends see it.
 
     Attributes:
@@ -31,7 +32,7 @@ class Work:
         history: Earlier turns, oldest first.
         system: System messages of the request, joined by a blank line; "" for none.
         namespace: Tenant, from the API key; never from the request's body.
-        policy: Name that `policy_by_name` reads; None for the engine's own.
+        policy: What to reuse; None for the engine's own.
         max_new_tokens: Of the answer.
         stop: Strings before which the answer ends.
         options: Further arguments of `Engine.generate` (temperature, top_p, seed and the like).
@@ -48,7 +49,7 @@ class Work:
     history: tuple[Message, ...] = ()
     system: str = ""
     namespace: str = ""
-    policy: str | None = None
+    policy: ReusePolicy | None = None
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Source:
+class RetrievedText:
     """A retrieved text.
 
     Attributes:
@@ -91,14 +92,14 @@ class Started:
     """
 
     queue_wait: float
-    sources: tuple[Source, ...] = ()
+    sources: tuple[RetrievedText, ...] = ()
     prefetched: bool = False
     batch: int = 1
     replica: str = ""
 
 
 @dataclass(frozen=True)
-class Turn:
+class Dequeued:
     """The model takes a request now; told between processes, never to clients.
 
     Nothing of the answer is there yet, so it is none of a backend's events.
@@ -128,12 +129,16 @@ class Failed:
         kind: Type of error as OpenAI's clients know it.
         message: One sentence for the client, without traceback and paths.
         retry_after: Seconds after which a repetition makes sense; None where it makes none.
+        param: The field that was wrong, or None.
+        code: OpenAI's `code`, such as "model_not_found", or None.
     """
 
     status: int
     kind: str
     message: str
     retry_after: float | None = None
+    param: str | None = None
+    code: str | None = None
 
 
 Event: TypeAlias = Started | Piece | Finished | Failed
@@ -143,7 +148,7 @@ Event: TypeAlias = Started | Piece | Finished | Failed
 class Backend(Protocol):
     """Answers requests; the HTTP layer knows nothing else of models."""
 
-    def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+    def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Answer a request, event by event.
 
         Pieces come if the request streams.  Closing the iterator (`aclose`), or cancelling the task
@@ -152,7 +157,7 @@ class Backend(Protocol):
         """
         ...
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         """Tokens of the request's prompt, as they will be counted in its answer.
 
         Raises:
@@ -160,7 +165,7 @@ class Backend(Protocol):
         """
         ...
 
-    async def explain(self, work: Work) -> Mapping[str, Any]:
+    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and which of their tokens are reused or recomputed, plain values.
 
         Raises:
@@ -196,7 +201,7 @@ class Backend(Protocol):
 class Retriever(Protocol):
     """Finds texts for a query."""
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         """The `top_k` best texts for `query` that a tenant may see, best first; called in threads.
 
         Args:

@@ -1,4 +1,6 @@
-"""`POST /v1/chat/completions`: OpenAI's, with `documents`."""
+"""OpenAI's `POST /v1/chat/completions` and `POST /v1/completions`, with `documents`."""
+
+# FastAPI reads the annotations of routes when they are made, so they are not postponed.
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -9,7 +11,7 @@ from starlette.responses import Response
 from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.metrics import Answer
 from kvcache_rag.prompt.template import Message
-from kvcache_rag.serve.backend import Started, Work
+from kvcache_rag.serve.backend import BackendRequest, Started
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller, respond
 from kvcache_rag.serve.limits import CheckedRoute
@@ -37,6 +39,9 @@ STREAM: Final = {
     }
 }
 """How a streamed answer is declared."""
+
+DEFAULT_TOKENS: Final = 16
+"""Of a completion that says nothing else, as at OpenAI."""
 
 
 class ChatForm(CompletionForm):
@@ -99,7 +104,7 @@ def chat_router(context: AppContext) -> APIRouter:
     return routes
 
 
-def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> Work:
+def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> BackendRequest:
     """What a chat asks.
 
     Raises:
@@ -143,13 +148,6 @@ def _opened(turns: list[tuple[str, str]], instruction: str | None) -> list[tuple
     if not instruction or any(role == "system" for role, _ in turns):
         return turns
     return [("system", instruction), *turns]
-
-
-# `POST /v1/completions`: continues a text; with documents, answers a question over them.
-
-
-DEFAULT_TOKENS: Final = 16
-"""Of an answer that says nothing else, as at OpenAI."""
 
 
 class TextForm(CompletionForm):
@@ -207,7 +205,7 @@ def completion_router(context: AppContext) -> APIRouter:
     return routes
 
 
-def completion_work(context: AppContext, caller: Caller, body: CompletionRequest) -> Work:
+def completion_work(context: AppContext, caller: Caller, body: CompletionRequest) -> BackendRequest:
     """What a completion asks.
 
     Raises:

@@ -1,4 +1,9 @@
-"""Errors as OpenAI's clients read them: `{"error": {message, type, param, code}}`."""
+"""What a client reads of whatever went wrong: one table for every layer of the server.
+
+A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues and
+replicas hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
+clients read it: `{"error": {message, type, param, code}}`.  `failure` gives that of an exception.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +14,233 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
-from kvcache_rag.errors import ContextTooLongError, KVCacheRagError
+from kvcache_rag.errors import (
+    ContextTooLongError,
+    InvalidInputError,
+    KVCacheRagError,
+    UnsupportedModelError,
+)
+from kvcache_rag.serve.backend import (
+    BAD_REQUEST,
+    INVALID,
+    NOT_READY,
+    OVERLOADED,
+    SERVER_ERROR,
+    SERVER_FAULT,
+    Failed,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI
 
-    from kvcache_rag.serve.backend import Failed
+    # Of an exception, and of the method and path that were asked for; "" behind the HTTP layer.
+    Told: TypeAlias = Callable[[Any, str], Failed]
 
 LOG: Final = logging.getLogger("kvcache_rag.serve")
-INVALID: Final = "invalid_request_error"
-SERVER_ERROR: Final = "server_error"
 TOO_LONG: Final = "context_length_exceeded"
 """OpenAI's code of a prompt that is too long, at which clients shorten a conversation."""
-# Every ContextTooLongError says it; of an error from another process only its sentence comes.
-_WINDOW: Final = "context window"
 
+USERS: Final = (InvalidInputError, ContextTooLongError, UnsupportedModelError)
+"""Errors that a client can do something about; all others are faults of the server."""
+
+
+class ApiError(KVCacheRagError):
+    """A request that is answered with an error.
+
+    Attributes:
+        failed: What its client reads.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """Refuse a request; see `Failed` for the arguments."""
+        super().__init__(message)
+        self.failed = Failed(status, kind, message, retry_after, param, code)
+
+    @classmethod
+    def of(cls, failed: Failed) -> ApiError:
+        """The error that tells this."""
+        return cls(
+            failed.status,
+            failed.message,
+            kind=failed.kind,
+            param=failed.param,
+            code=failed.code,
+            retry_after=failed.retry_after,
+        )
+
+    def __reduce__(self) -> Any:
+        # Exceptions are made anew of their message alone; this one crosses processes too.
+        return ApiError.of, (self.failed,)
+
+
+class ReplicaLostError(Exception):
+    """What a replica was doing ended with it."""
+
+
+class NoReplicaError(ReplicaLostError):
+    """No replica has been running for as long as a request is made to wait for one."""
+
+
+class ReplicasFullError(Exception):
+    """No replica takes a further request."""
+
+
+# ------------------------------------------------------------------------- refusals of queues
+AGAIN: Final = 1.0
+"""Seconds after which to repeat what would have been answered but for an accident."""
+
+START: Final = 10.0
+"""Seconds after which to repeat what waits for a replica to start, or for a slow database."""
+
+FAULT: Final = Failed(
+    SERVER_FAULT,
+    SERVER_ERROR,
+    "the server failed to answer this request; its log says why",
+)
+SHUT_DOWN: Final = Failed(
+    NOT_READY, SERVER_ERROR, "the server shuts down; repeat the request later", AGAIN
+)
+OVERDUE: Final = Failed(
+    NOT_READY,
+    SERVER_ERROR,
+    "retrieving documents takes too long; repeat the request later, or send them along",
+    AGAIN,
+)
+NO_RETRIEVER: Final = Failed(
+    BAD_REQUEST, INVALID, "this server retrieves nothing; send the documents along"
+)
+
+REPLICA_FAULT: Final = Failed(
+    SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why"
+)
+REPLICAS_SHUT_DOWN: Final = Failed(NOT_READY, OVERLOADED, "the server is shutting down")
+REPLICAS_OVERDUE: Final = Failed(
+    NOT_READY,
+    OVERLOADED,
+    "the documents were not retrieved in time; repeat the request later",
+    START,
+)
+_LOST: Final = Failed(
+    NOT_READY,
+    OVERLOADED,
+    "the replica that was answering has ended; repeat the request",
+    AGAIN,
+)
+_NO_REPLICA: Final = Failed(
+    NOT_READY, OVERLOADED, "no replica is running; repeat the request later", START
+)
+_FULL: Final = Failed(
+    NOT_READY, OVERLOADED, "too many requests wait; repeat the request later", AGAIN
+)
+
+
+def overloaded(waiting: int, retry_after: float) -> Failed:
+    """There is no room left.
+
+    Args:
+        waiting: Requests that wait.
+        retry_after: Seconds in which they will have been answered.
+    """
+    message = f"{waiting} requests wait already; repeat this one later"
+    return Failed(NOT_READY, OVERLOADED, message, retry_after)
+
+
+# ------------------------------------------------------------------------- from an exception
+def failure(
+    error: BaseException, what: str, *, asked: str = "", otherwise: Failed = FAULT
+) -> Failed:
+    """What a client is told of an error.
+
+    Args:
+        error: What was raised.
+        what: What failed, for the log.
+        asked: Method and path, where the error may be one of routing.
+        otherwise: What is told of an error that is none of the table's: nobody's fault but ours,
+            so the log gets all of it and the client nothing.
+    """
+    for kinds, told in _TABLE:
+        if isinstance(error, kinds):
+            return told(error, asked)
+    LOG.error("%s failed", what, exc_info=error)
+    return otherwise
+
+
+def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
+    """The same for an HTTP request, whose client is told the name by which the log knows it."""
+    name = str(scope.get("kvcache_rag.request_id", "unknown"))
+    request = Request(dict(scope))
+    return failure(
+        error,
+        f"request {name}",
+        asked=f"{request.method} {request.url.path}",
+        otherwise=Failed(
+            SERVER_FAULT,
+            SERVER_ERROR,
+            f"the server failed on this request; its log says why under {name}",
+            code="internal_error",
+        ),
+    )
+
+
+def _mistake(error: Exception, _: str) -> Failed:
+    code = TOO_LONG if isinstance(error, ContextTooLongError) else None
+    return Failed(BAD_REQUEST, INVALID, " ".join(str(error).split()), code=code)
+
+
+def _routing(error: HTTPException, asked: str) -> Failed:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return Failed(404, INVALID, f"there is no {asked} here", code="unknown_url")
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{asked} is not allowed; use {allowed}"
+        return Failed(405, INVALID, message, code="method_not_allowed")
+    code = "request_timeout" if error.status_code == HTTPStatus.REQUEST_TIMEOUT else None
+    return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()), code=code)
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> Failed:
+    """What is wrong with a body, as pydantic found it: one sentence about one error.
+
+    What was sent is not repeated: it may be long, and it may be no text that can be sent back.
+    """
+    first = next((one for one in errors if _named(one) in _UNSUPPORTED), errors[0])
+    if first["type"] == "json_invalid":
+        message = "the body is not JSON; send a JSON object with its content type"
+        return Failed(BAD_REQUEST, INVALID, message)
+    path = _path(first)
+    if not path:
+        message = "the body must be a JSON object, sent with its content type"
+        return Failed(BAD_REQUEST, INVALID, message)
+    return Failed(BAD_REQUEST, INVALID, _sentence(first, path), param=path)
+
+
+# The first row whose class an error is of.
+_TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Told], ...]] = (
+    (ApiError, lambda error, _: error.failed),
+    (USERS, _mistake),
+    (RequestValidationError, lambda error, _: _invalid(error.errors())),
+    (HTTPException, _routing),
+    (NoReplicaError, lambda *_: _NO_REPLICA),
+    (ReplicaLostError, lambda *_: _LOST),
+    (ReplicasFullError, lambda *_: _FULL),
+)
+
+
+# ------------------------------------------------------------------------- bodies that are wrong
 # Fields of OpenAI's API that a request may carry only with the value that changes nothing.
 _UNSUPPORTED: Final = {
     "audio": "this server answers in text only; leave audio out",
@@ -55,126 +269,6 @@ _IN_MESSAGES: Final = {
 }
 
 
-class ApiError(KVCacheRagError):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: Of HTTP, 4xx or 5xx.
-        message: One sentence: what was wrong, what to do.
-        kind: OpenAI's `type`, such as "invalid_request_error".
-        param: The field that was wrong, or None.
-        code: OpenAI's `code`, such as "model_not_found", or None.
-        retry_after: Seconds after which the same request may succeed, or None.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        """See the attributes."""
-        super().__init__(message)
-        # What a message repeats of a request may be half a character, which nobody can send.
-        self.message = _sendable(message)
-        self.param = None if param is None else _sendable(param)
-        self.status, self.kind = status, kind
-        self.code, self.retry_after = code, retry_after
-
-    def __reduce__(self) -> Any:
-        # Exceptions are made anew of their message alone; this one crosses processes too.
-        return (
-            _unpickled,
-            (self.status, self.message, self.kind, self.param, self.code),
-            {"retry_after": self.retry_after},
-        )
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error object."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that belong to it."""
-        headers = {}
-        if self.retry_after is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after)))
-        if self.status == HTTPStatus.UNAUTHORIZED:
-            headers["www-authenticate"] = "Bearer"
-        return headers
-
-    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
-        """The answer to the request; `headers` come beside its own."""
-        return JSONResponse(self.body, self.status, {**(headers or {}), **self.headers})
-
-
-def _unpickled(
-    status: int, message: str, kind: str, param: str | None, code: str | None
-) -> ApiError:
-    return ApiError(status, message, kind=kind, param=param, code=code)
-
-
-def response(error: ApiError) -> JSONResponse:
-    """The answer to a request that is refused."""
-    return error.response()
-
-
-def failed(event: Failed) -> ApiError:
-    """What a backend says, as an error of the request."""
-    is_long = event.status == HTTPStatus.BAD_REQUEST and _WINDOW in event.message
-    return ApiError(
-        event.status,
-        event.message,
-        kind=event.kind,
-        code=TOO_LONG if is_long else None,
-        retry_after=event.retry_after,
-    )
-
-
-def mistake(error: KVCacheRagError) -> ApiError:
-    """A user's mistake that the library found."""
-    if isinstance(error, ApiError):
-        return error
-    code = TOO_LONG if isinstance(error, ContextTooLongError) else None
-    return ApiError(400, " ".join(str(error).split()), code=code)
-
-
-def fault(error: BaseException, request_id: str) -> ApiError:
-    """An error of ours: the log gets all of it, the client the name under which it is there."""
-    LOG.error("request %s failed", request_id, exc_info=error)
-    return ApiError(
-        500,
-        f"the server failed on this request; its log says why under {request_id}",
-        kind=SERVER_ERROR,
-        code="internal_error",
-    )
-
-
-def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """Whatever was raised while a request was answered."""
-    return mistake(error) if isinstance(error, KVCacheRagError) else fault(error, request_id)
-
-
-def refusal(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What is wrong with a body, as pydantic found it: one sentence about one error.
-
-    What was sent is not repeated: it may be long, and it may be no text that can be sent back.
-    """
-    first = next((one for one in errors if _named(one) in _UNSUPPORTED), errors[0])
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON; send a JSON object with its content type")
-    path = _path(first)
-    if not path:
-        return ApiError(400, "the body must be a JSON object, sent with its content type")
-    return ApiError(400, _sentence(first, path), param=path)
-
-
 def _sentence(error: Mapping[str, Any], path: str) -> str:
     name, kind, text = _named(error), str(error["type"]), str(error["msg"])
     if kind == "extra_forbidden" and name not in _UNSUPPORTED:
@@ -186,46 +280,6 @@ def _sentence(error: Mapping[str, Any], path: str) -> str:
     if path.startswith("messages[") and name in _IN_MESSAGES:
         return f"{path} {_IN_MESSAGES[name]}"
     return f"{path} cannot be used: {text[:1].lower()}{text[1:]}"
-
-
-def install(app: FastAPI) -> None:
-    """Answer every error of an app as OpenAI would, those of routing and parsing included."""
-
-    async def own(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error, request_id(request.scope)).response()
-
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        found = error.errors() if isinstance(error, RequestValidationError) else ()
-        return refusal(found).response()
-
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        if not isinstance(error, HTTPException):
-            return fault(error, request_id(request.scope)).response()
-        return _routing(request, error).response(error.headers)
-
-    app.add_exception_handler(KVCacheRagError, own)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-
-
-def request_id(scope: Mapping[str, Any]) -> str:
-    """The name of a request in log and headers; "unknown" outside of the server's shell."""
-    return str(scope.get("kvcache_rag.request_id", "unknown"))
-
-
-def _routing(request: Request, error: HTTPException) -> ApiError:
-    asked = f"{request.method} {request.url.path}"
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        return ApiError(404, f"there is no {asked} here", code="unknown_url")
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return ApiError(405, f"{asked} is not allowed; use {allowed}", code="method_not_allowed")
-    code = "request_timeout" if error.status_code == HTTPStatus.REQUEST_TIMEOUT else None
-    return ApiError(error.status_code, " ".join(str(error.detail).split()), code=code)
-
-
-def _sendable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _place(error: Mapping[str, Any]) -> list[Any]:
@@ -248,3 +302,41 @@ def _path(error: Mapping[str, Any]) -> str:
     for part in _place(error):
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path
+
+
+# ------------------------------------------------------------------------- to a client
+def body(failed: Failed) -> dict[str, Any]:
+    """The error object."""
+    param = None if failed.param is None else _sendable(failed.param)
+    message = _sendable(failed.message)
+    return {"error": {"message": message, "type": failed.kind, "param": param, "code": failed.code}}
+
+
+def headers(failed: Failed) -> dict[str, str]:
+    """Headers that belong to it."""
+    own = {}
+    if failed.retry_after is not None:
+        own["retry-after"] = str(max(1, round(failed.retry_after)))
+    if failed.status == HTTPStatus.UNAUTHORIZED:
+        own["www-authenticate"] = "Bearer"
+    return own
+
+
+def response(failed: Failed, beside: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to a request that failed; the headers `beside` come with its own."""
+    return JSONResponse(body(failed), failed.status, {**(beside or {}), **headers(failed)})
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of an app as OpenAI would, those of routing and parsing included."""
+
+    async def told(request: Request, error: Exception) -> JSONResponse:
+        return response(http_failure(error, request.scope), getattr(error, "headers", None))
+
+    for kind in (KVCacheRagError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, told)
+
+
+def _sendable(text: str) -> str:
+    # What a message repeats of a request may be half a character, which nobody can send.
+    return text.encode("utf-8", "backslashreplace").decode()

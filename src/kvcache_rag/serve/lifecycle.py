@@ -1,4 +1,8 @@
-"""What every router of the server works with."""
+"""One request from its admission to the last byte of its answer, whatever API it came by.
+
+`respond` refuses, counts, streams, keeps silent connections awake, and takes the work back when the
+client goes away.  What an answer looks like is said by a `Form`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,32 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from kvcache_rag.serve.backend import Failed, Finished, Piece, Started
-from kvcache_rag.serve.errors import ApiError, as_api_error, failed, fault, request_id
+from kvcache_rag.serve.errors import ApiError, body, http_failure
 from kvcache_rag.serve.responses import DONE, HEARTBEAT, EventStream, frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from contextlib import AbstractAsyncContextManager
 
     from fastapi import Request
 
     from kvcache_rag.metrics import Answer
-    from kvcache_rag.serve.backend import Backend, Event, Retriever, Work
+    from kvcache_rag.serve.backend import Backend, BackendRequest, Event, Retriever
     from kvcache_rag.serve.settings import ServerSettings
+
+
+_Got = TypeVar("_Got")
+
+CLIENT_LEFT: Final = 499
+"""Status of an answer whose client went away (nginx's number)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +59,7 @@ class Caller:
 class Limiter(Protocol):
     """Refuses what is too much (`serve/limits.py`)."""
 
-    def admitted(self, caller: Caller, work: Work) -> AbstractAsyncContextManager[None]:
+    def admitted(self, caller: Caller, work: BackendRequest) -> AbstractAsyncContextManager[None]:
         """Let a request in; entering checks documents, bytes and tokens.
 
         Raises:
@@ -50,9 +68,9 @@ class Limiter(Protocol):
 
 
 class Telemetry(Protocol):
-    """Counts what happens (`serve/telemetry.py`)."""
+    """Counts what happens (`serve/metrics.py`)."""
 
-    def observe(self, route: str, caller: Caller, work: Work, event: Event) -> None:
+    def observe(self, route: str, caller: Caller, work: BackendRequest, event: Event) -> None:
         """An event on its way to the client.
 
         Args:
@@ -62,7 +80,7 @@ class Telemetry(Protocol):
             event: `Started`, `Piece`, `Finished` or `Failed`.
         """
 
-    def left(self, route: str, caller: Caller, work: Work) -> None:
+    def left(self, route: str, caller: Caller, work: BackendRequest) -> None:
         """The client went away before its answer was complete."""
 
     async def render(self, accept: str) -> tuple[bytes, str]:
@@ -95,18 +113,6 @@ class AppContext:
     retriever: Retriever | None = None
 
 
-# One request from its admission to the last byte of its answer, whatever API it came by.
-#
-# Refuses, counts, streams, keeps silent connections awake, and takes the work back when the client
-# goes away. What an answer looks like is said by a `Form`.
-
-
-_Got = TypeVar("_Got")
-
-CLIENT_LEFT: Final = 499
-"""Status of an answer that nobody reads any more (nginx's number)."""
-
-
 class Form(Protocol):
     """What an API's answers look like, as JSON objects."""
 
@@ -126,12 +132,18 @@ class Form(Protocol):
         """Last events of a stream, before `[DONE]`."""
 
 
-class ClientLeft(Exception):  # no error: nobody is told
-    """Nobody waits for the answer any more."""
+class ClientLeft(Exception):  # no error: there is no client to tell
+    """The client went away before its answer was complete."""
 
 
 async def respond(
-    context: AppContext, request: Request, caller: Caller, work: Work, form: Form, *, route: str
+    context: AppContext,
+    request: Request,
+    caller: Caller,
+    work: BackendRequest,
+    form: Form,
+    *,
+    route: str,
 ) -> Response:
     """Answer a request, streamed if its work says so.
 
@@ -202,16 +214,21 @@ class _Exchange:
     """
 
     def __init__(
-        self, context: AppContext, request: Request, caller: Caller, work: Work, route: str
+        self,
+        context: AppContext,
+        request: Request,
+        caller: Caller,
+        work: BackendRequest,
+        route: str,
     ) -> None:
         self.is_handed_on = False
         self._context, self._caller, self._work, self._route = context, caller, work, route
-        self._request_id = request_id(request.scope)
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._request = request
+        self._events: asyncio.Queue[Event | ClientLeft] = asyncio.Queue()
         self._ended = False
         self._tasks = [
             asyncio.create_task(self._read()),
-            asyncio.create_task(self._watch(request)),
+            asyncio.create_task(self._watch()),
         ]
 
     async def next(self, seconds: float | None = None) -> Event | None:
@@ -225,10 +242,10 @@ class _Exchange:
             event = await asyncio.wait_for(self._events.get(), seconds)
         except asyncio.TimeoutError:
             return None
-        if isinstance(event, Exception):
+        if isinstance(event, ClientLeft):
             raise event
         if isinstance(event, Failed):
-            raise failed(event)
+            raise ApiError.of(event)
         self._ended = isinstance(event, Finished)
         return event
 
@@ -238,9 +255,9 @@ class _Exchange:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def fault(self, error: BaseException) -> ApiError:
-        """An error of ours, noted in the log."""
-        return fault(error, self._request_id)
+    def failure(self, error: Exception) -> Failed:
+        """What the client reads of an error."""
+        return http_failure(error, self._request.scope)
 
     async def _read(self) -> None:
         context, caller, work = self._context, self._caller, self._work
@@ -257,10 +274,10 @@ class _Exchange:
             if not isinstance(last, Finished | Failed):
                 raise RuntimeError("the backend gave no answer")
         except Exception as error:
-            self._events.put_nowait(as_api_error(error, self._request_id))
+            self._events.put_nowait(self.failure(error))
 
-    async def _watch(self, request: Request) -> None:
-        await _until_left(request)
+    async def _watch(self) -> None:
+        await _until_left(self._request)
         if not self._ended:
             self._context.telemetry.left(self._route, self._caller, self._work)
             self._events.put_nowait(ClientLeft())
@@ -289,38 +306,35 @@ async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]
 async def _frames(
     exchange: _Exchange, form: Form, first: Sequence[Event | None], silence: float
 ) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream; a failure is the last one, since the status has been sent."""
     try:
-        async with aclosing(_written(exchange, form, first, silence)) as frames:
-            async for one in frames:
+        started = Started(0.0)
+        for data in form.opening():
+            yield frame(data)
+        waiting = list(first)
+        while True:
+            event = waiting.pop(0) if waiting else await exchange.next(silence)
+            if isinstance(event, Started):
+                started = event
+            for one in _written(form, event, started):
                 yield one
+            if isinstance(event, Finished):
+                return
     except ClientLeft:
         return
-    except ApiError as error:
-        yield frame(error.body)
     except Exception as error:
-        yield frame(exchange.fault(error).body)
+        yield frame(body(exchange.failure(error)))
 
 
-async def _written(
-    exchange: _Exchange, form: Form, first: Sequence[Event | None], silence: float
-) -> AsyncGenerator[bytes, None]:
-    started = Started(0.0)
-    for data in form.opening():
-        yield frame(data)
-    waiting = list(first)
-    while True:
-        event = waiting.pop(0) if waiting else await exchange.next(silence)
-        if event is None:
-            yield HEARTBEAT
-        elif isinstance(event, Started):
-            started = event
-            for data in form.begun(event):
-                yield frame(data)
-        elif isinstance(event, Piece):
-            if event.text:
-                yield frame(form.piece(event.text))
-        elif isinstance(event, Finished):
-            for data in form.closing(started, event.answer):
-                yield frame(data)
-            yield DONE
-            return
+def _written(form: Form, event: Event | None, started: Started) -> Iterator[bytes]:
+    """The frames of one event; a comment for too long a silence."""
+    if event is None:
+        yield HEARTBEAT
+    elif isinstance(event, Started):
+        yield from map(frame, form.begun(event))
+    elif isinstance(event, Piece):
+        if event.text:
+            yield frame(form.piece(event.text))
+    elif isinstance(event, Finished):
+        yield from map(frame, form.closing(started, event.answer))
+        yield DONE

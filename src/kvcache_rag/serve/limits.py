@@ -1,4 +1,9 @@
-"""Refuse what cannot fit before it waits, without tokenising all of it."""
+"""Refuse what is too much before it costs anything, in the order in which a request meets it.
+
+A place of the caller's namespace (`Places`), before the body is read; a body that is small in bytes
+and large in work (`CheckedRoute`); too many or too long documents (`RequestLimiter`); and a prompt
+that cannot fit (`ensure_fits`), without tokenising all of it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +24,17 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.serve.backend import Backend, Work
+    from kvcache_rag.serve.backend import Backend, BackendRequest
     from kvcache_rag.serve.lifecycle import Caller
-    from kvcache_rag.serve.settings import Limits
+    from kvcache_rag.serve.settings import RequestLimits
 
+RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
+
+MOST_VALUES: Final = 20_000
+"""Values in one body: texts, numbers, lists, objects and the names in them."""
+
+DEEPEST: Final = 32
+"""Lists and objects around a value."""
 
 # Characters of a token, of which texts that fit have fewer on the average, almost always: only
 # longer ones are looked at, which costs nothing where a request may be answered.
@@ -32,53 +44,59 @@ PER_TOKEN = 8
 SURELY = 2
 
 
-def is_doubtful(engine: Engine, work: Work) -> bool:
-    """Whether a request is so long that it should be looked at before it waits."""
-    return sum(map(len, _texts(work))) > PER_TOKEN * engine.context_window
+class Places:
+    """How many requests are answered or wait at a time, their bodies being read included.
 
-
-def ensure_fits(engine: Engine, work: Work) -> None:
-    """Read a request piece by piece until it is certain that it does not fit.
-
-    No more is tokenised than a few context windows, however long the request is.
-
-    Raises:
-        ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
-        InvalidInputError: If a text is not valid Unicode.
+    One event loop uses it.
     """
-    window, tokens = engine.context_window, 0
-    for text in _texts(work):
-        for start in range(0, len(text), window):
-            tokens += len(engine.tokenize_text(text[start : start + window]))
-            if tokens > SURELY * window:
-                raise ContextTooLongError(
-                    f"the request has more than {SURELY * window} tokens and the model's context "
-                    f"window is {window}; shorten it, or send fewer or smaller documents"
+
+    def __init__(self, limits: RequestLimits) -> None:
+        """Start with all places free."""
+        self._limits = limits
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Requests that hold a place now."""
+        return self._taken.total()
+
+    @contextmanager
+    def place(self, caller: Caller) -> Iterator[None]:
+        """Hold one of the places of the caller's namespace, whichever of its keys is used.
+
+        Raises:
+            ApiError: 429 that names the limit.
+        """
+        namespace, limits = caller.namespace, self._limits
+        for name, taken, allowed, whose in (
+            ("concurrency", self._taken[namespace], limits.concurrency, "this namespace"),
+            ("total_concurrency", self.taken, limits.total_concurrency, "this server"),
+        ):
+            if taken >= allowed:
+                raise ApiError(
+                    429,
+                    f"{allowed} requests of {whose} are being answered, the limit {name}; "
+                    "repeat the request when one of them is complete",
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=RETRY_AFTER,
                 )
-
-
-def _texts(work: Work) -> Iterator[str]:
-    yield work.question
-    yield work.system
-    yield from (turn.content for turn in work.history)
-    yield from work.chunks
-
-
-# Bodies that are small in bytes and large in work: refused once they are parsed.
-#
-# Every error of a body is collected before the first one is told, so a million empty messages would
-# keep the server busy for seconds; and whatever walks a deeply nested value may run out of stack.
-
-
-MOST_VALUES: Final = 20_000
-"""Values in one body: texts, numbers, lists, objects and the names in them."""
-
-DEEPEST: Final = 32
-"""Lists and objects around a value."""
+        self._taken[namespace] += 1
+        try:
+            yield
+        finally:
+            self._taken[namespace] -= 1
+            if not self._taken[namespace]:
+                del self._taken[namespace]
 
 
 class CheckedRequest(Request):
-    """A request whose JSON is neither too deep nor made of too many values."""
+    """A request whose JSON is neither too deep nor made of too many values.
+
+    Every error of a body is collected before the first one is told, so a million empty messages
+    would keep the server busy for seconds; and whatever walks a deeply nested value may run out of
+    stack.
+    """
 
     async def json(self) -> Any:
         """The body as JSON.
@@ -119,10 +137,10 @@ def check_json(value: Any) -> None:
         if depth > DEEPEST:
             raise _refused(_too_deep())
         below: list[Any] = []
-        for one in layer:
-            if isinstance(one, (dict, list)):
-                count += len(one) * (2 if isinstance(one, dict) else 1)
-                below.extend(one.values() if isinstance(one, dict) else one)
+        for item in layer:
+            if isinstance(item, (dict, list)):
+                count += len(item) * (2 if isinstance(item, dict) else 1)
+                below.extend(item.values() if isinstance(item, dict) else item)
             if count > MOST_VALUES:
                 raise _refused(
                     f"the body is made of more than the {MOST_VALUES} values that are allowed; "
@@ -139,72 +157,20 @@ def _refused(message: str) -> HTTPException:
     return HTTPException(400, message)
 
 
-# Refuse what is too much, before it costs anything.
-
-
-RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
-
-
-class Places:
-    """How many requests are answered or wait at a time, their bodies being read included.
-
-    One event loop uses it.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        """Nobody has a place."""
-        self._limits = limits
-        self._taken: Counter[str] = Counter()
-
-    @property
-    def taken(self) -> int:
-        """Requests that hold a place now."""
-        return self._taken.total()
-
-    @contextmanager
-    def place(self, caller: Caller) -> Iterator[None]:
-        """Hold one of the places of the caller's namespace, whichever of its keys is used.
-
-        Raises:
-            ApiError: 429 that names the limit.
-        """
-        namespace, limits = caller.namespace, self._limits
-        for name, taken, allowed, whose in (
-            ("concurrency", self._taken[namespace], limits.concurrency, "this namespace"),
-            ("total_concurrency", self.taken, limits.total_concurrency, "this server"),
-        ):
-            if taken >= allowed:
-                raise ApiError(
-                    429,
-                    f"{allowed} requests of {whose} are being answered, the limit {name}; "
-                    "repeat the request when one of them is complete",
-                    kind="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    retry_after=RETRY_AFTER,
-                )
-        self._taken[namespace] += 1
-        try:
-            yield
-        finally:
-            self._taken[namespace] -= 1
-            if not self._taken[namespace]:
-                del self._taken[namespace]
-
-
 class RequestLimiter:
-    """Admits requests whose content stays within `Limits`; the guard counts them (`Places`).
+    """Admits requests whose content stays within `RequestLimits`; the guard counts them (`Places`).
 
     Attributes:
         limits: The figures.
     """
 
-    def __init__(self, limits: Limits, backend: Backend) -> None:
+    def __init__(self, limits: RequestLimits, backend: Backend) -> None:
         """Hold requests to `limits`; `backend` counts the tokens of prompts."""
         self.limits = limits
         self._backend = backend
 
     @asynccontextmanager
-    async def admitted(self, caller: Caller, work: Work) -> AsyncIterator[None]:
+    async def admitted(self, caller: Caller, work: BackendRequest) -> AsyncIterator[None]:
         """Let a request in.
 
         Raises:
@@ -217,7 +183,7 @@ class RequestLimiter:
         await self.check_prompt(work)
         yield
 
-    def check(self, work: Work) -> None:
+    def check(self, work: BackendRequest) -> None:
         """Refuse too many or too long documents, and too long an answer.
 
         Raises:
@@ -246,7 +212,7 @@ class RequestLimiter:
                 "max_tokens",
             )
 
-    async def check_prompt(self, work: Work) -> None:
+    async def check_prompt(self, work: BackendRequest) -> None:
         """Refuse too long a prompt; what `/v1/rag` retrieves is not counted, it is the server's.
 
         Raises:
@@ -290,3 +256,35 @@ def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -
         param=param,
         code=TOO_LONG if name == "prompt_tokens" else "limit_exceeded",
     )
+
+
+def is_doubtful(engine: Engine, work: BackendRequest) -> bool:
+    """Whether a request is so long that it should be looked at before it waits."""
+    return sum(map(len, _texts(work))) > PER_TOKEN * engine.context_window
+
+
+def ensure_fits(engine: Engine, work: BackendRequest) -> None:
+    """Read a request piece by piece until it is certain that it does not fit.
+
+    No more is tokenised than a few context windows, however long the request is.
+
+    Raises:
+        ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
+        InvalidInputError: If a text is not valid Unicode.
+    """
+    window, tokens = engine.context_window, 0
+    for text in _texts(work):
+        for start in range(0, len(text), window):
+            tokens += len(engine.tokenize_text(text[start : start + window]))
+            if tokens > SURELY * window:
+                raise ContextTooLongError(
+                    f"the request has more than {SURELY * window} tokens and the model's context "
+                    f"window is {window}; shorten it, or send fewer or smaller documents"
+                )
+
+
+def _texts(work: BackendRequest) -> Iterator[str]:
+    yield work.question
+    yield work.system
+    yield from (turn.content for turn in work.history)
+    yield from work.chunks

@@ -1,4 +1,4 @@
-"""What the stores of an engine hold and did, as plain values."""
+"""A backend over the engines of this process: one model, one thread that answers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cachetools import LRUCache
+
+from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.generation.stream import in_thread
 from kvcache_rag.prefetch import Engines, Prefetcher, ensure_same_keys, twin
-from kvcache_rag.serve.backend import Failed, Finished, Turn
-from kvcache_rag.serve.errors import failed
+from kvcache_rag.serve.backend import Dequeued, Failed, Finished
+from kvcache_rag.serve.errors import ApiError, failure
 from kvcache_rag.serve.limits import ensure_fits, is_doubtful
-from kvcache_rag.serve.queue import DEADLINE
+from kvcache_rag.serve.queue import DEADLINE, nothing
 from kvcache_rag.serve.scheduler import Scheduler
-from kvcache_rag.serve.worker import Server, failure, grounded, plain_prompt, policy_of
+from kvcache_rag.serve.worker import Server, grounded, plain_prompt
 from kvcache_rag.stores import DiskStore, MemoryStore
 from kvcache_rag.stores.disk.folders import namespaces
 
@@ -25,76 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.serve.backend import Event, Retriever, Work
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.serve.backend import BackendRequest, Event, Retriever
     from kvcache_rag.stores import ChunkStore
 
+MOMENT = 1.0  # seconds
+
+PREFETCH_OFF, PREFETCH_SAME = "off", "same"
+
+# Requests that were counted and not answered yet, whose chunks' keys are remembered.
+COUNTED = 1024
 
 # Seconds for which the size of a folder is believed: it is found by looking at every file.
 RECOUNT = 60.0
 
 _COUNTS = ("misses", "puts", "evictions", "corrupt", "put_failures", "failures")
-
-
-class TierCounters:
-    """Counters of every tier, and how much each holds now.  Safe to use from any thread."""
-
-    def __init__(self, stores: Sequence[ChunkStore]) -> None:
-        """Look at `stores`; a store that is given twice counts once."""
-        self._tiers = list(
-            dict.fromkeys(tier for store in stores for tier in getattr(store, "tiers", (store,)))
-        )
-        self._lock = threading.Lock()
-        self._folders: dict[DiskStore, tuple[float, int]] = {}
-
-    def read(self) -> list[dict[str, Any]]:
-        """One entry per tier, fastest first; see `Backend.stats`.  It may look at many files."""
-        found: list[dict[str, Any]] = []
-        for store in self._tiers:
-            stats = store.stats()
-            names = [one["tier"] for one in found]
-            found.append(
-                {
-                    # Metrics are told apart by it: chunks and combinations may both lie on disk.
-                    "tier": store.tier if store.tier not in names else f"combinations-{store.tier}",
-                    "bytes": self._held(store),
-                    "hits": sum(stats.hits.values()),
-                    "bytes_read": sum(stats.bytes_read.values()),
-                    "bytes_written": sum(stats.bytes_written.values()),
-                    "seconds": sum(stats.seconds.values()),
-                    **{name: getattr(stats, name) for name in _COUNTS},
-                }
-            )
-        return found
-
-    def _held(self, store: ChunkStore) -> int | None:
-        if isinstance(store, MemoryStore):
-            return store.nbytes
-        if not isinstance(store, DiskStore):
-            return None
-        with self._lock:
-            counted, held = self._folders.get(store, (0.0, 0))
-            now = time.monotonic()
-            if store not in self._folders or now - counted > RECOUNT:
-                held = _folder_bytes(store)
-                self._folders[store] = (now, held)
-        return held
-
-
-def _folder_bytes(store: DiskStore) -> int:
-    return sum(
-        file.nbytes
-        for namespace in namespaces(store.root)
-        for spec in namespace.specs()
-        for file in spec.chunks()
-    )
-
-
-# A backend over engines of this process.
-
-
-MOMENT = 1.0  # seconds
-
-PREFETCH_OFF, PREFETCH_SAME = "off", "same"
 
 
 class LocalBackend:
@@ -141,6 +89,8 @@ class LocalBackend:
         self._prefetcher = Prefetcher(_second(engine, prefetch))
         self._tiers = TierCounters([engine.store, engine.combinations])
         self._replica, self._retrieve_within = replica, retrieve_within
+        # Of requests that were counted; used in the event loop alone.
+        self._keys: LRUCache[str, tuple[ChunkKey, ...]] = LRUCache(COUNTED)
         self._scheduler = Scheduler(
             Server(self._engines, replica),
             prefetcher=None if prefetch == PREFETCH_OFF else self._prefetcher,
@@ -150,20 +100,22 @@ class LocalBackend:
             max_waiting=max_waiting,
         )
 
-    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
+    def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Answer a request, event by event; see `Backend.answer`."""
-        async with aclosing(self.followed(work)) as events:
-            async for event in events:
-                if not isinstance(event, Turn):
-                    yield event
+        return self._events(work, is_followed=False)
 
-    async def followed(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
-        """Like `answer`, with a `Turn` when the model takes the request; not of a refused one."""
+    def followed(self, work: BackendRequest) -> AsyncGenerator[Event | Dequeued, None]:
+        """Like `answer`, with a `Dequeued` when the model takes the request."""
+        return self._events(work, is_followed=True)
+
+    async def _events(
+        self, work: BackendRequest, *, is_followed: bool
+    ) -> AsyncGenerator[Any, None]:
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event | Turn] = asyncio.Queue()
+        events: asyncio.Queue[Event | Dequeued] = asyncio.Queue()
 
-        def deliver(event: Event | Turn) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for it any more
+        def deliver(event: Event | Dequeued) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and its request with it
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
@@ -171,7 +123,8 @@ class LocalBackend:
         except Exception as error:
             yield failure(error, f"request {work.id}")
             return
-        job = self._scheduler.submit(work, deliver, partial(deliver, Turn()))
+        on_turn = partial(deliver, Dequeued()) if is_followed else nothing
+        job = self._scheduler.submit(work, deliver, on_turn, keys=self._keys.pop(work.id, ()))
         is_over = False
         timer = None
         if job is not None and work.query:
@@ -187,7 +140,7 @@ class LocalBackend:
             if job is not None and not is_over:
                 self._scheduler.cancel(job)
 
-    async def prefetch(self, work: Work) -> bool:
+    async def prefetch(self, work: BackendRequest) -> bool:
         """Compute what a request will need that is answered elsewhere.
 
         Cancelling it stops that, as does `close`.
@@ -195,13 +148,8 @@ class LocalBackend:
         Returns:
             Whether something was computed, and all that the request needs is there; what is only
             loaded here is of no use elsewhere.
-
-        Raises:
-            KVCacheRagError: If the request names an unknown policy.
         """
-        wanted = self._prefetcher.want(
-            work.chunks, namespace=work.namespace, policy=policy_of(work)
-        )
+        wanted = self._prefetcher.want(work.chunks, namespace=work.namespace, policy=work.policy)
         if wanted is None:
             return False
         try:
@@ -211,25 +159,34 @@ class LocalBackend:
             raise
         return self._prefetcher.turn(wanted) and wanted.computed > 0
 
-    async def count(self, work: Work) -> int:
+    async def count(self, work: BackendRequest) -> int:
         """Tokens of the request's prompt; see `Backend.count`."""
         await self._ensure_fits(work)
-        return await in_thread(self._count, work)
+        tokens, keys = await in_thread(self._count, work)
+        if keys:
+            self._keys[work.id] = keys
+        return tokens
 
-    async def _ensure_fits(self, work: Work) -> None:
+    async def _ensure_fits(self, work: BackendRequest) -> None:
         """Refuse, without holding anybody up, what is much too long."""
         engine = self._engines.base
         if is_doubtful(engine, work):
             await in_thread(ensure_fits, engine, work)
 
-    def _count(self, work: Work) -> int:
+    def _count(self, work: BackendRequest) -> tuple[int, tuple[ChunkKey, ...]]:
+        """Tokens of a prompt, and the keys of its chunks, so that they are tokenised once."""
         engine = self._engines.of(work.namespace)
         if work.is_plain or work.is_chat:
-            return len(engine.tokenize_text(plain_prompt(engine, work)))
-        ids = engine.tokenize(grounded(engine, work)[0], work.chunks, work.history)
-        return len(ids.prefix) + sum(map(len, ids.chunks)) + len(ids.query)
+            return len(engine.tokenize_text(plain_prompt(engine, work))), ()
+        question = grounded(engine, work)[0]
+        try:
+            keys = tuple(engine.keys(work.chunks))
+        except KVCacheRagError:  # a chunk has no key: how long it is can be told all the same
+            return len(engine.tokenize(question, work.chunks, work.history).all), ()
+        asked = engine.tokenize(question, (), work.history)
+        return len(asked.all) + sum(key.tokens for key in keys), keys
 
-    async def explain(self, work: Work) -> Mapping[str, Any]:
+    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and tokens; see `Backend.explain`.
 
         It waits for its turn as an answer does.  Cancelling it takes the request back, unless its
@@ -238,7 +195,6 @@ class LocalBackend:
         Raises:
             ApiError: If too many requests wait, or the server shuts down.
         """
-        policy_of(work)
         await self._ensure_fits(work)
         explained: Future[Mapping[str, Any]] = Future()
         explained.set_running_or_notify_cancel()  # it is taken back below
@@ -246,8 +202,9 @@ class LocalBackend:
         def refuse(event: Event) -> None:
             if isinstance(event, Failed):
                 with suppress(InvalidStateError):  # it was explained just now
-                    explained.set_exception(failed(event))
+                    explained.set_exception(ApiError.of(event))
 
+        self._keys.pop(work.id, None)
         job = self._scheduler.submit(work, refuse, explained=explained)
         try:
             return await asyncio.wrap_future(explained)
@@ -298,3 +255,57 @@ def _second(engine: Engine, prefetch: Engine | str) -> Engine:
         return engine if is_same else twin(engine, prefetch)
     ensure_same_keys(engine, prefetch)
     return prefetch
+
+
+class TierCounters:
+    """What the stores of an engine hold and did, per tier.  Safe to use from any thread."""
+
+    def __init__(self, stores: Sequence[ChunkStore]) -> None:
+        """Look at `stores`; a store that is given twice counts once."""
+        self._tiers = list(
+            dict.fromkeys(tier for store in stores for tier in getattr(store, "tiers", (store,)))
+        )
+        self._lock = threading.Lock()
+        self._folders: dict[DiskStore, tuple[float, int]] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """One entry per tier, fastest first; see `Backend.stats`.  It may look at many files."""
+        counters: list[dict[str, Any]] = []
+        for store in self._tiers:
+            stats = store.stats()
+            names = [tier["tier"] for tier in counters]
+            counters.append(
+                {
+                    # Metrics are told apart by it: chunks and combinations may both lie on disk.
+                    "tier": store.tier if store.tier not in names else f"combinations-{store.tier}",
+                    "bytes": self._held(store),
+                    "hits": sum(stats.hits.values()),
+                    "bytes_read": sum(stats.bytes_read.values()),
+                    "bytes_written": sum(stats.bytes_written.values()),
+                    "seconds": sum(stats.seconds.values()),
+                    **{name: getattr(stats, name) for name in _COUNTS},
+                }
+            )
+        return counters
+
+    def _held(self, store: ChunkStore) -> int | None:
+        if isinstance(store, MemoryStore):
+            return store.nbytes
+        if not isinstance(store, DiskStore):
+            return None
+        with self._lock:
+            counted, held = self._folders.get(store, (0.0, 0))
+            now = time.monotonic()
+            if store not in self._folders or now - counted > RECOUNT:
+                held = _folder_bytes(store)
+                self._folders[store] = (now, held)
+        return held
+
+
+def _folder_bytes(store: DiskStore) -> int:
+    return sum(
+        file.nbytes
+        for namespace in namespaces(store.root)
+        for spec in namespace.specs()
+        for file in spec.chunks()
+    )

@@ -1,4 +1,10 @@
-"""Counters that the backend keeps by itself, as Prometheus reads them."""
+"""What Prometheus reads at `/metrics`: the server's own counters, and those of its backend.
+
+Every server has a registry of its own, and every label has few values: routes as they are declared,
+names of keys, tiers, kinds.  No key, no namespace and no text gets there.
+"""
+
+# FastAPI reads the annotations of routes when they are made, so they are not postponed.
 
 import asyncio
 import logging
@@ -16,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvcache_rag.serve.auth import BEARER
-from kvcache_rag.serve.backend import Backend, Event, Failed, Finished, Started, Work
+from kvcache_rag.serve.backend import Backend, BackendRequest, Event, Failed, Finished, Started
 from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller
 from kvcache_rag.serve.responses import error_responses
 
@@ -24,6 +30,29 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from kvcache_rag.metrics import Metrics
+
+_LOG = logging.getLogger(__name__)
+
+PREFIX: Final = "kvcache_rag"
+
+STATS_SECONDS: Final = 5.0
+"""How long a scrape waits for the counters of the backend."""
+
+_FORMATS: Final = {
+    kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")
+}
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+_TOKENS: Final = ("prefix", "reused", "recomputed", "prefilled", "query", "generated")
+
+_PENDING: Final = 4096
+
+_TIERS: Final = 8
+
+_TIER = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+_METHODS: Final = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.#:-]{0,63}")
 
@@ -153,36 +182,6 @@ def _label(value: Any) -> str:
     return text if not text or _LABEL.fullmatch(text) else "other"
 
 
-# What Prometheus reads at `/metrics`.
-#
-# Every server has a registry of its own, and every label has few values: routes as they are
-# declared, names of keys, tiers, kinds. No key, no namespace and no text gets there.
-
-
-_LOG = logging.getLogger(__name__)
-
-PREFIX: Final = "kvcache_rag"
-
-STATS_SECONDS: Final = 5.0
-"""How long a scrape waits for the counters of the backend."""
-
-_FORMATS: Final = {
-    kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")
-}
-
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-_TOKENS: Final = ("prefix", "reused", "recomputed", "prefilled", "query", "generated")
-
-_PENDING: Final = 4096
-
-_TIERS: Final = 8
-
-_TIER = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-
-_METHODS: Final = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-
-
 class ServerTelemetry:
     """Counters and histograms of one server.
 
@@ -255,7 +254,7 @@ class ServerTelemetry:
         return Histogram(f"{PREFIX}_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
 
     # ------------------------------------------------------------------ events
-    def observe(self, route: str, caller: Caller, work: Work, event: Event) -> None:
+    def observe(self, route: str, caller: Caller, work: BackendRequest, event: Event) -> None:
         """Count an event on its way to the client.
 
         Args:
@@ -280,7 +279,7 @@ class ServerTelemetry:
             self._waits.pop(work.id, None)
             self._failed.labels(route, event.status).inc()
 
-    def left(self, route: str, caller: Caller, work: Work) -> None:
+    def left(self, route: str, caller: Caller, work: BackendRequest) -> None:
         """Count a client that went away before its answer was complete."""
         del caller
         self._waits.pop(work.id, None)

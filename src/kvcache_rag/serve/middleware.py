@@ -1,4 +1,13 @@
-"""What surrounds every request: its name, the limit of its body, and a last net for errors."""
+"""What surrounds every request.
+
+`Guard` refuses before a byte of the body is read.  A server on loopback is reached by every web
+page that its user's browser shows.  Pages are kept out twice: a page that lets its own name point
+to this machine (DNS rebinding) sends that name as `Host`, and a page that sends requests across
+origins sends its own `Origin`.  Both are refused unless the operator allowed them.  Keys are looked
+at here too, and requests counted, because FastAPI reads and parses bodies before it asks who calls.
+
+`Shell`, inside of it, gives a request its name, limits its body, and is the last net for errors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from kvcache_rag.serve.errors import ApiError, fault, response
+from kvcache_rag.serve.errors import ApiError, http_failure, response
 from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import is_loopback
 
@@ -25,6 +34,17 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.auth import Authenticator
     from kvcache_rag.serve.lifecycle import Caller
     from kvcache_rag.serve.settings import ServerSettings
+
+
+ANY: Final = "*"
+
+# Written or not; in front of a server without TLS there may be a proxy that has it.
+_USUAL_PORTS: Final = (None, 80, 443)
+
+BODILESS: Final = ("GET", "HEAD")
+"""Methods whose requests have no body and ask nothing of the model, so they need no place."""
+
+_SHOWN = 100  # letters of a name in messages
 
 
 class Shell:
@@ -56,13 +76,11 @@ class Shell:
             self._check_length(Headers(scope=scope))
             body = _Body(receive, self._body_bytes, self._body_seconds)
             await self._app(scope, body.receive, sender.send)
-        except ApiError as error:
-            await response(error)(scope, receive, sender.send)
         except Exception as error:
-            refusal = fault(error, name)
+            failed = http_failure(error, scope)
             if sender.has_begun:  # too late to say anything: the connection breaks off
                 raise
-            await response(refusal)(scope, receive, sender.send)
+            await response(failed)(scope, receive, sender.send)
 
     def _check_length(self, headers: Headers) -> None:
         length = headers.get("content-length", "")
@@ -127,26 +145,6 @@ def too_slow(seconds: float) -> str:
     return (
         f"the body was not there within {seconds:g} seconds, the limit body_seconds; send it whole"
     )
-
-
-# What is refused before a byte of a request's body is read.
-#
-# A server on loopback is reached by every web page that its user's browser shows. Pages are kept
-# out twice: a page that lets its own name point to this machine (DNS rebinding) sends that name as
-# `Host`, and a page that sends requests across origins sends its own `Origin`. Both are refused
-# unless the operator allowed them. Keys are looked at here too, and requests counted, because
-# FastAPI reads and parses bodies before it asks who calls.
-
-
-ANY: Final = "*"
-
-# Written or not; in front of a server without TLS there may be a proxy that has it.
-_USUAL_PORTS: Final = (None, 80, 443)
-
-BODILESS: Final = ("GET", "HEAD")
-"""Methods whose requests have no body and ask nothing of the model, so they need no place."""
-
-_SHOWN = 100  # letters of a name in messages
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class Guard:
                     if caller is not None and scope["method"] not in BODILESS:
                         held.enter_context(self._places.place(caller))
                 except ApiError as error:
-                    await response(error)(scope, receive, send)
+                    await response(error.failed)(scope, receive, send)
                     return
             await self._app(scope, receive, send)
 

@@ -1,4 +1,7 @@
-"""What a queue tells those whom it does not answer."""
+"""Requests that wait: for documents, for what is computed ahead, for the model.
+
+Nothing here is thread-safe: the scheduler holds a lock around it.
+"""
 
 from __future__ import annotations
 
@@ -8,56 +11,36 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve.backend import NOT_READY, OVERLOADED, SERVER_ERROR, SERVER_FAULT, Failed
-from kvcache_rag.serve.worker import failure
+from kvcache_rag.generation.request import StoredChunk
+from kvcache_rag.prefetch import keys_of
+from kvcache_rag.serve.errors import NO_RETRIEVER, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
-    from typing import Any
+    from typing import TypeAlias
 
-    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prefetch import Prefetch, Prefetcher
-    from kvcache_rag.serve.backend import Event, Retriever, Source, Work
+    from kvcache_rag.serve.backend import BackendRequest, Event, Failed, RetrievedText, Retriever
 
+    OnRetrieved: TypeAlias = Callable[["Job", Sequence[RetrievedText], Failed | None], None]
 
-AGAIN = 1.0
-"""Seconds after which to repeat what would have been answered but for an accident."""
+# Retrievals at a time: they wait for a database more than they compute.  A tenant of whom none runs
+# does not wait for those of others.
+AT_ONCE = 4
 
+# Threads that retrieve for one tenant and for all, those included whose request was taken back:
+# what hangs in a database cannot be stopped.
+OF_ONE, OF_ALL = 8, 32
 
-def overloaded(waiting: int, retry_after: float) -> Failed:
-    """There is no room left.
+DEADLINE = 30.0
+"""Seconds after which a request whose documents have not come is given up."""
 
-    Args:
-        waiting: Requests that wait.
-        retry_after: Seconds in which they will have been answered.
-    """
-    message = f"{waiting} requests wait already; repeat this one later"
-    return Failed(NOT_READY, OVERLOADED, message, retry_after=retry_after)
-
-
-def shut_down() -> Failed:
-    """Nothing is answered any more."""
-    message = "the server shuts down; repeat the request later"
-    return Failed(NOT_READY, SERVER_ERROR, message, AGAIN)
-
-
-def broken() -> Failed:
-    """The thread that answers has ended by a fault of our own."""
-    message = "the server failed to answer this request; its log says why"
-    return Failed(SERVER_FAULT, SERVER_ERROR, message)
-
-
-def overdue() -> Failed:
-    """Nothing was retrieved in time."""
-    message = "retrieving documents takes too long; repeat the request later, or send them along"
-    return Failed(NOT_READY, SERVER_ERROR, message, AGAIN)
-
-
-# Requests that wait for the model: in order of arrival, and taking turns between tenants.
+GRACE = 2.0
+"""Seconds in which retrievals may end when the server does."""
 
 
 class Stage(Enum):
@@ -69,7 +52,7 @@ class Stage(Enum):
 
 
 def nothing() -> None:
-    """Where nobody wants to be told."""
+    """Where the model's taking a request is not to be told."""
 
 
 @dataclass(eq=False)
@@ -81,22 +64,22 @@ class Job:
         deliver: Takes its events, from any thread, and never blocks.
         arrived: When it came, on the monotonic clock.
         number: Its place in the order of arrival.
-        policy: What the request names; None for the engine's own.
+        keys: Addresses of the first of its chunks, as far as they are known.
         explained: Takes what its prompt would become, instead of an answer; None for an answer.
         sources: What was retrieved for it.
         stage: Whether it waits, runs or has ended.
-        cancelled: Set when nobody wants its answer any more.
+        cancelled: Set when its answer is not wanted any more.
         prefetch: What is computed ahead for it, if anything is.
         on_turn: Called when the model takes it, from any thread; never blocks.
     """
 
-    work: Work
+    work: BackendRequest
     deliver: Callable[[Event], None]
     arrived: float
     number: int
-    policy: ReusePolicy | None = None
+    keys: tuple[ChunkKey, ...] = ()
     explained: Future[Mapping[str, Any]] | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[RetrievedText, ...] = ()
     stage: Stage = Stage.WAITING
     cancelled: threading.Event = field(default_factory=threading.Event)
     prefetch: Prefetch | None = None
@@ -109,15 +92,19 @@ class Job:
         found = dict.fromkeys(source.text for source in self.sources if source.text not in brought)
         return (*brought, *found)
 
+    @property
+    def inputs(self) -> list[str | StoredChunk]:
+        """Its chunks for the engine: what is stored under a known key is not tokenised again."""
+        ahead = () if self.prefetch is None else keys_of(self.prefetch)
+        keys, chunks = ahead or self.keys, self.chunks
+        return [*map(StoredChunk, keys, chunks), *chunks[len(keys) :]]
 
-class Turns:
-    """Who comes next: tenants in turn, and of each the one that came first.
 
-    Not thread-safe: the scheduler holds a lock around it.
-    """
+class TenantQueue:
+    """Who comes next: tenants in turn, and of each the one that came first."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """An empty queue."""
         self._queues: OrderedDict[str, list[Job]] = OrderedDict()
         self._count = 0
 
@@ -148,7 +135,7 @@ class Turns:
         return True
 
     def head(self) -> Job | None:
-        """Whose turn it is; None if nobody waits."""
+        """Whose turn it is; None if the queue is empty."""
         return next(self.heads(), None)
 
     def heads(self) -> Iterator[Job]:
@@ -206,38 +193,16 @@ def _number(job: Job) -> int:
     return job.number
 
 
-# Retrieval for requests with a query, in threads of its own, while they wait.
-
-
-if TYPE_CHECKING:
-    Retrieved = Callable[[Job, Sequence[Source], Failed | None], None]
-
-# At a time: they wait for a database more than they compute.  A tenant of whom none runs does not
-# wait for those of others.
-AT_ONCE = 4
-
-# Threads of one tenant and of all, those included whose request nobody waits for any more: what
-# hangs in a database cannot be stopped.
-OF_ONE, OF_ALL = 8, 32
-
-DEADLINE = 30.0
-"""Seconds after which a request whose documents have not come is given up."""
-
-GRACE = 2.0
-"""Seconds in which retrievals may end when the server does."""
-
-
 class Retrievals:
-    """Who waits for documents: several at a time, tenants in turn.
+    """Who waits for documents, retrieved in threads: several at a time, tenants in turn.
 
-    Not thread-safe: the scheduler holds a lock around it.  What it calls back is called in threads
-    of its own, without that lock.
+    What it calls back is called in those threads, without the scheduler's lock.
     """
 
-    def __init__(self, retriever: Retriever | None, done: Retrieved) -> None:
+    def __init__(self, retriever: Retriever | None, done: OnRetrieved) -> None:
         """Retrieve with `retriever`, or refuse; `done` takes what was found, or why nothing was."""
         self._retriever, self._done = retriever, done
-        self._pending = Turns()
+        self._pending = TenantQueue()
         self._running: set[Job] = set()
         self._living: Counter[str] = Counter()  # threads by tenant
         self._threads: set[threading.Thread] = set()
@@ -252,12 +217,9 @@ class Retrievals:
         """All that wait for documents."""
         return [*self._running, *self._pending.jobs()]
 
-    def refusal(self, work: Work) -> Failed | None:
+    def refusal(self, work: BackendRequest) -> Failed | None:
         """Why nothing can be retrieved for a request."""
-        if self._retriever is not None or not work.query:
-            return None
-        error = InvalidInputError("this server retrieves nothing; send the documents along")
-        return failure(error, "retrieval")
+        return NO_RETRIEVER if work.query and self._retriever is None else None
 
     def add(self, job: Job) -> None:
         """Retrieve for a job once its turn has come."""
@@ -265,7 +227,7 @@ class Retrievals:
         self._begin()
 
     def remove(self, job: Job) -> None:
-        """Nobody waits for a job any more; what it would find is left."""
+        """Forget a job; what its thread may still find is dropped."""
         self._pending.remove(job)
         self._running.discard(job)
         self._begin()
@@ -296,7 +258,7 @@ class Retrievals:
 
     def _retrieve(self, job: Job) -> None:
         work = job.work
-        found: Sequence[Source] = ()
+        found: Sequence[RetrievedText] = ()
         failed = None
         try:
             if self._retriever is not None:
@@ -306,7 +268,7 @@ class Retrievals:
         self._done(job, found, failed)
 
     def drain(self) -> list[Job]:
-        """Let go of all that wait for documents."""
+        """Forget all that wait for documents, and give them back."""
         left = self.jobs()
         self._pending.drain()
         self._running.clear()
@@ -319,14 +281,11 @@ class Retrievals:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-# What is computed ahead for those who wait in the queue.
-
-
-class Ahead:
-    """Has a prefetcher work for jobs that wait, if there is one."""
+class JobPrefetches:
+    """Has a prefetcher, if there is one, compute ahead for jobs that wait."""
 
     def __init__(self, prefetcher: Prefetcher | None, after: float) -> None:
-        """Let `prefetcher` begin with a job `after` seconds; None for nobody."""
+        """Let `prefetcher` begin with a job `after` seconds; None for no prefetching."""
         self._prefetcher, self._after = prefetcher, after
 
     def begin(self, job: Job, turn_in: Callable[[], float]) -> None:
@@ -335,21 +294,22 @@ class Ahead:
         is_over_chunks = not (work.is_plain or work.is_chat)
         if self._prefetcher is None or job.explained is not None or not is_over_chunks:
             return
+        chunks: Any = job.inputs  # for its engine, which takes keys too
         job.prefetch = self._prefetcher.want(
-            job.chunks,
+            chunks,
             namespace=work.namespace,
-            policy=job.policy,
+            policy=work.policy,
             after=self._after,
             turn_in=turn_in,
         )
 
     def turn(self, job: Job) -> bool:
-        """A job's turn has come; whether what it needs was made ready."""
+        """A job is answered now; whether what it needs was made ready."""
         if job.prefetch is None or self._prefetcher is None:
             return False
         return self._prefetcher.turn(job.prefetch)
 
     def drop(self, job: Job) -> None:
-        """Nobody waits for a job any more."""
+        """A job was taken back, or has ended without an answer."""
         if job.prefetch is not None and self._prefetcher is not None:
             self._prefetcher.drop(job.prefetch)

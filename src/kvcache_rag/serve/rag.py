@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.metrics import Answer
 from kvcache_rag.prompt.template import Message
-from kvcache_rag.serve.backend import Source, Started, Work
+from kvcache_rag.serve.backend import BackendRequest, RetrievedText, Started
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller, respond
 from kvcache_rag.serve.limits import CheckedRoute
@@ -90,7 +90,7 @@ class RagSource(BaseModel):
     metadata: dict[str, JsonValue]
 
     @classmethod
-    def of(cls, source: Source) -> "RagSource":
+    def of(cls, source: RetrievedText) -> "RagSource":
         """What a retriever found."""
         return cls(
             id=source.id, score=source.score, text=source.text, metadata=dict(source.metadata)
@@ -205,7 +205,7 @@ def router(context: AppContext) -> APIRouter:
     return routes
 
 
-def rag_work(context: AppContext, caller: Caller, body: RagRequest) -> Work:
+def rag_work(context: AppContext, caller: Caller, body: RagRequest) -> BackendRequest:
     """What a question asks.
 
     Raises:

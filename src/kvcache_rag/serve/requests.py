@@ -1,5 +1,10 @@
-"""Documents of a request: each is one chunk, whatever form it comes in."""
+"""What clients send: bodies with OpenAI's fields and ours, checked, and the request each makes.
 
+Fields that cannot be honoured are declared with the one value that changes nothing, so that the
+schema says what `errors` then explains; a field that is not declared is refused by name.
+"""
+
+# FastAPI and pydantic read the annotations when routes and models are made, so none is postponed.
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -9,9 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.rows import document_text, fields_text
-from kvcache_rag.policies import policy_by_name
+from kvcache_rag.policies import ReusePolicy, policy_by_name
 from kvcache_rag.policies.named import names_with_ratio
-from kvcache_rag.serve.backend import Work
+from kvcache_rag.serve.backend import BackendRequest
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller
 
@@ -118,12 +123,6 @@ def text_of(document: str | TextDocument | DataDocument) -> str:
     return document_text(data) if isinstance(data, str) else fields_text(data)
 
 
-# Bodies of requests: OpenAI's fields and ours, checked.
-#
-# Fields that cannot be honoured are declared with the one value that changes nothing, so that the
-# schema says what `errors.refusal` then explains; a field that is not declared is refused by name.
-
-
 _STRICT: Final = ConfigDict(extra="forbid", strict=True)
 
 # Policies whose dial is a ratio.
@@ -214,11 +213,11 @@ class KVCacheOptions(BaseModel):
         None, ge=0, le=1, description="Part of the chunk tokens that is computed again."
     )
 
-    def text(self, default: str = "") -> str | None:
-        """The policy as `policy_by_name` reads it; None for the engine's own.
+    def chosen(self, default: str = "") -> ReusePolicy | None:
+        """The policy; None for the engine's own.
 
         Args:
-            default: The server's policy.
+            default: Name of the server's policy.
 
         Raises:
             ApiError: If there is no such policy, or it has no ratio.
@@ -226,13 +225,10 @@ class KVCacheOptions(BaseModel):
         named = (self.policy if self.policy is not None else default).strip()
         if self.ratio is not None:
             named = self._with_ratio(named)
-        if not named:
-            return None
         try:
-            policy_by_name(named)
+            return policy_by_name(named) if named else None
         except InvalidInputError as error:
             raise ApiError(400, str(error), param="kvcache.policy") from error
-        return named
 
     def _with_ratio(self, named: str) -> str:
         rest = ""
@@ -376,9 +372,6 @@ class CompletionRequest(Asking):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
-# Make a `Work` of a checked body: what chat and completions read alike.
-
-
 # Below it, sampling only ever finds the likeliest token, and logits divided by it overflow.
 _COLDEST: Final = 1e-4
 
@@ -406,7 +399,7 @@ def check_model(context: AppContext, asked: str) -> None:
 
 def work_of(
     context: AppContext, caller: Caller, body: Asking, *, kind: str, tokens: int, **asked: Any
-) -> Work:
+) -> BackendRequest:
     """The request of a caller.
 
     Args:
@@ -415,7 +408,7 @@ def work_of(
         body: Checked by its schema.
         kind: Of its id.
         tokens: Of the answer, at most.
-        asked: Fields of `Work` that only this API knows.
+        asked: Fields of `BackendRequest` that only this API knows.
 
     Raises:
         ApiError: If the model is not served, or values do not go together.
@@ -427,13 +420,12 @@ def work_of(
             "stream_options is for streams only; leave it out or set stream to true",
             param="stream_options",
         )
-    default = context.settings.policy
-    policy = default or None if body.kvcache is None else body.kvcache.text(default)
-    return Work(
+    reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None)
+    return BackendRequest(
         id=new_id(kind),
         chunks=texts(body.documents or ()),
         namespace=caller.namespace,
-        policy=policy,
+        policy=reuse.chosen(context.settings.policy),
         max_new_tokens=tokens,
         stop=body.stops,
         options=sampling(body),

@@ -1,4 +1,6 @@
-"""Bodies of answers: OpenAI's objects, and beside them what an answer cost."""
+"""What clients get: OpenAI's objects with what an answer cost, whole or as server-sent events."""
+
+# pydantic reads the annotations when models are made, so they are not postponed.
 
 import json
 import time
@@ -15,6 +17,13 @@ from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.serve.backend import Started
 
 FinishReason = Literal["stop", "length"]
+
+CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
+
+DONE: Final = b"data: [DONE]\n\n"
+
+HEARTBEAT: Final = b": waiting\n\n"
+"""A comment: clients skip it, and whatever stands between sees that the connection lives."""
 
 
 class ErrorDetail(BaseModel):
@@ -220,12 +229,9 @@ def plain(value: BaseModel) -> dict[str, JsonValue]:
     return value.model_dump(mode="json")
 
 
-# What OpenAI's answers have in common, whole and in chunks.
-
-
 @dataclass(frozen=True)
 class CompletionForm(ABC):
-    """Writes the answers of one request; a `Form` of `exchange`.
+    """Writes the answers of one request in what OpenAI's objects have in common; a `Form`.
 
     Attributes:
         id: Of the answer.
@@ -289,17 +295,6 @@ def reason_of(answer: Answer) -> FinishReason:
     return "stop" if answer.finish_reason == "stop" else "length"
 
 
-# Server-sent events: the frames of a streamed answer.
-
-
-CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
-
-DONE: Final = b"data: [DONE]\n\n"
-
-HEARTBEAT: Final = b": waiting\n\n"
-"""A comment: clients skip it, and whatever stands between sees that the connection lives."""
-
-
 def frame(data: Mapping[str, Any]) -> bytes:
     """One event."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
@@ -330,8 +325,8 @@ class EventStream(Response):
         """Send everything."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for one in self._frames:
-                await send({"type": "http.response.body", "body": one, "more_body": True})
+            async for data in self._frames:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._frames.aclose()

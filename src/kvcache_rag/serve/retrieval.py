@@ -1,4 +1,11 @@
-"""Embed questions as the documents of a collection were embedded."""
+"""Find documents in Chroma: the rows that were ingested, in the text that was prefilled.
+
+    retriever = open_retriever(settings)
+    sources = retriever.retrieve("Which mountain is the highest?", 4, namespace="")
+
+Questions are embedded as the documents were.  Each tenant reads its own collection, named by
+`{namespace}` in the collection's name, unless the operator says that all share one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.embedding import hash_vector
 from kvcache_rag.integration.references import REFERENCE_KEYS
 from kvcache_rag.integration.rows import Rows, is_gone, row_text
-from kvcache_rag.serve.backend import Source
+from kvcache_rag.serve.backend import RetrievedText
 from kvcache_rag.serve.errors import LOG, ApiError
 from kvcache_rag.serve.keys import METRICS_NAMESPACE, ApiKeys
 
@@ -26,8 +33,6 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.serve.settings import ServerSettings
 
-
-if TYPE_CHECKING:
     Embed: TypeAlias = Callable[[str], list[float]]
 
 HASH: Final = "hash"
@@ -35,6 +40,17 @@ HASH: Final = "hash"
 MINILM: Final = "minilm"
 
 _DIST: Final = "llama-index-kvcache-rag"
+
+PLACE: Final = "{namespace}"
+
+NOTED: Final = ".kvcache-rag.json"
+
+RETRY_AFTER: Final = 2.0  # seconds: a server of documents that restarts is back after some
+
+_NEAREST: Final = -700.0  # exp(709) is the largest that a float holds
+
+# What LlamaIndex writes beside a node, and which says nothing to a reader.
+_OF_LLAMA_INDEX: Final = frozenset({"doc_id", "ref_doc_id"})
 
 
 def embedding_by_name(name: str) -> Embed:
@@ -111,27 +127,6 @@ def _question_prompt(name: str) -> str:
     return ""
 
 
-# Find documents in Chroma: the rows that were ingested, in the text that was prefilled.
-#
-#     retriever = open_retriever(settings)
-#     sources = retriever.retrieve("Which mountain is the highest?", 4, namespace="")
-#
-# Each tenant reads its own collection, named by `{namespace}` in the collection's name, unless the
-# operator says that all share one.
-
-
-PLACE: Final = "{namespace}"
-
-NOTED: Final = ".kvcache-rag.json"
-
-RETRY_AFTER: Final = 2.0  # seconds: a server of documents that restarts is back after some
-
-_NEAREST: Final = -700.0  # exp(709) is the largest that a float holds
-
-# What LlamaIndex writes beside a node, and which says nothing to a reader.
-_OF_LLAMA_INDEX: Final = frozenset({"doc_id", "ref_doc_id"})
-
-
 @dataclass(frozen=True)
 class ChromaRetriever:
     """Nearest rows of a Chroma collection.
@@ -151,7 +146,7 @@ class ChromaRetriever:
     embed: Embed
     text_of: RowText
 
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[Source]:
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
         """The `top_k` best rows for `query` in a tenant's collection, best first.
 
         Scores are `exp(-distance)`, as LlamaIndex's Chroma store gives them.
@@ -182,8 +177,8 @@ class ChromaRetriever:
             raise _empty(name)
         return [source for source in sources if source.text.strip()]
 
-    def _source(self, row: Row) -> Source:
-        return Source(row.id, self.text_of(row), score(row.distance), shown(row.metadata))
+    def _source(self, row: Row) -> RetrievedText:
+        return RetrievedText(row.id, self.text_of(row), score(row.distance), shown(row.metadata))
 
 
 def score(distance: float) -> float | None:

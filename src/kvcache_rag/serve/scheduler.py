@@ -1,7 +1,8 @@
-"""Answer waiting requests one by one or in one batch, whichever this machine's times say is sooner.
+"""Who is answered next, alone or in a batch: fairly between tenants, together where that is sooner.
 
 A padded batch reads the weights once for all its rows, but it lasts as long as its longest answer,
-and its first row waits for its last.  Nothing is assumed of a device: both sides are measured.
+and its first row waits for its last.  Nothing is assumed of a device: both sides are measured
+(`BatchRule`, `ServiceTimes`), and one thread answers what waits (`Scheduler`).
 """
 
 from __future__ import annotations
@@ -19,28 +20,20 @@ from cachetools import LRUCache
 
 from kvcache_rag.prefetch import close_at_exit
 from kvcache_rag.serve.backend import Started
-from kvcache_rag.serve.queue import (
-    Ahead,
-    Job,
-    Retrievals,
-    Stage,
-    Turns,
-    broken,
-    nothing,
-    overdue,
-    overloaded,
-    shut_down,
-)
-from kvcache_rag.serve.worker import failure, is_alike, kind_of, understood
+from kvcache_rag.serve.errors import FAULT, OVERDUE, SHUT_DOWN, failure, overloaded
+from kvcache_rag.serve.queue import Job, JobPrefetches, Retrievals, Stage, TenantQueue, nothing
+from kvcache_rag.serve.worker import is_alike, kind_of
 from kvcache_rag.stitching.costs import Retry, Timings, saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prefetch import Prefetcher
-    from kvcache_rag.serve.backend import Event, Failed, Retriever, Source, Work
+    from kvcache_rag.serve.backend import BackendRequest, Event, Failed, RetrievedText, Retriever
     from kvcache_rag.serve.worker import Served, Server
 
+_LOG = logging.getLogger(__name__)
 
 # Times of one size that are looked back at; with their median, one that was held up decides little.
 SAMPLES = 9
@@ -58,6 +51,11 @@ RETRY = 64
 # Kinds of requests whose times are remembered.
 KINDS = 128
 
+# How much the last answer counts in the mean time of an answer, and that time before any.
+WEIGHT, FIRST_GUESS = 0.2, 1.0
+
+LONGEST_RETRY = 60.0
+
 
 class BatchRule:
     """Times of single answers and of batches, and what follows from them.
@@ -70,7 +68,6 @@ class BatchRule:
     """
 
     def __init__(self, most: int) -> None:
-        """Know nothing yet."""
         self.most = max(1, most)
         self._times: LRUCache[Hashable, dict[int, Timings]] = LRUCache(KINDS)
         self._passed: LRUCache[Hashable, Retry] = LRUCache(KINDS)
@@ -144,17 +141,8 @@ class BatchRule:
         return saving(apart, together, share=SAVING)
 
 
-# How fast requests are answered, and what follows for those that wait.
-
-
-# How much the last answer counts in the mean time of an answer, and that time before any.
-WEIGHT, FIRST_GUESS = 0.2, 1.0
-
-LONGEST_RETRY = 60.0
-
-
-class Pace:
-    """Times of answers.  Not thread-safe: the scheduler holds a lock around it.
+class ServiceTimes:
+    """How fast requests are answered, and what follows for those that wait.  Not thread-safe.
 
     Attributes:
         most: Largest batch.
@@ -162,18 +150,17 @@ class Pace:
     """
 
     def __init__(self, most: int) -> None:
-        """Know nothing yet."""
         self._rule = BatchRule(most)
         self.most = self._rule.most
         self.taken = 0
         self._batches: Counter[int] = Counter()
         self._service: float | None = None
 
-    def size(self, work: Work, alike: int, behind: int) -> int:
+    def size(self, work: BackendRequest, alike: int, behind: int) -> int:
         """How many requests to answer together now; see `BatchRule.size`."""
         return self._rule.size(kind_of(work), alike, behind)
 
-    def note(self, work: Work, size: int, served: Served) -> None:
+    def note(self, work: BackendRequest, size: int, served: Served) -> None:
         """Note what answering `size` requests like `work` took."""
         if served.is_too_large:
             self._rule.failed(kind_of(work), size)
@@ -207,12 +194,6 @@ class Pace:
         return {"service_seconds": self._service, "batches": sizes}
 
 
-# One thread that answers what waits: fairly between tenants, together where that is sooner.
-
-
-_LOG = logging.getLogger(__name__)
-
-
 class Scheduler:
     """Holds what waits and lets one thread answer it.
 
@@ -238,7 +219,7 @@ class Scheduler:
 
         Args:
             server: Answers.
-            prefetcher: Computes ahead for those who wait; None for nobody.
+            prefetcher: Computes ahead for those who wait; None for no prefetching.
             prefetch_after: Seconds after which that begins.
             retriever: Finds chunks for requests with a query.
             max_batch: Most requests that are answered together.
@@ -246,11 +227,11 @@ class Scheduler:
         """
         self.max_waiting = max_waiting
         self.warmed: Future[bool] = Future()
-        self._server, self._ahead = server, Ahead(prefetcher, prefetch_after)
+        self._server, self._prefetches = server, JobPrefetches(prefetcher, prefetch_after)
         self._retrievals = Retrievals(retriever, self._retrieved)
-        self._pace = Pace(max_batch)
+        self._service = ServiceTimes(max_batch)
         self._changed = threading.Condition()
-        self._turns = Turns()
+        self._queue = TenantQueue()
         self._running: list[Job] = []
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter()
@@ -275,10 +256,11 @@ class Scheduler:
 
     def submit(
         self,
-        work: Work,
+        work: BackendRequest,
         deliver: Callable[[Event], None],
         on_turn: Callable[[], None] = nothing,
         explained: Future[Mapping[str, Any]] | None = None,
+        keys: tuple[ChunkKey, ...] = (),
     ) -> Job | None:
         """Let a request wait for its turn.
 
@@ -287,34 +269,33 @@ class Scheduler:
             deliver: Takes its events, from any thread, and never blocks.
             on_turn: Called when the model takes it, from any thread; never blocks.
             explained: Takes what would become of its prompt, in place of an answer.
+            keys: Addresses of its chunks, if they are known.
 
         Returns:
             What to give to `cancel`; None if it was refused, which was delivered.
         """
         self.start()
-        policy, mistake = understood(work)  # which takes its time, so without the lock
         with self._changed:
-            self._counts["failed"] += mistake is not None
-            refusal = mistake or self._refusal(work)
+            refusal = self._refusal(work)
             if refusal is not None:
                 deliver(refusal)
                 return None
             now, number = time.monotonic(), next(self._numbers)
-            job = Job(work, deliver, now, number, policy, explained, on_turn=on_turn)
+            job = Job(work, deliver, now, number, keys, explained, on_turn=on_turn)
             if work.query:
                 self._retrievals.add(job)
             else:
                 self._admit(job)
         return job
 
-    def _refusal(self, work: Work) -> Failed | None:
+    def _refusal(self, work: BackendRequest) -> Failed | None:
         """Why a request cannot wait; whoever crowds the queue gives way to others."""
         if self.is_closed:
-            return shut_down()
+            return SHUT_DOWN
         refusal = self._retrievals.refusal(work)
         if refusal is not None or self._waiting < self.max_waiting:
             return refusal
-        last = self._turns.crowding(work.namespace, self._retrievals.jobs())
+        last = self._queue.crowding(work.namespace, self._retrievals.jobs())
         if last is None:
             self._counts["refused"] += 1
             return self._overloaded()
@@ -324,17 +305,17 @@ class Scheduler:
 
     @property
     def _waiting(self) -> int:
-        return len(self._turns) + len(self._retrievals)
+        return len(self._queue) + len(self._retrievals)
 
     def _overloaded(self) -> Failed:
-        return overloaded(self._waiting, self._pace.retry_after(self._waiting))
+        return overloaded(self._waiting, self._service.retry_after(self._waiting))
 
     def _leave(self, job: Job) -> None:
         """A job waits no more, neither for its turn nor for documents."""
-        self._turns.remove(job)
+        self._queue.remove(job)
         self._retrievals.remove(job)
 
-    def _retrieved(self, job: Job, found: Sequence[Source], failed: Failed | None) -> None:
+    def _retrieved(self, job: Job, found: Sequence[RetrievedText], failed: Failed | None) -> None:
         with self._changed:
             self._retrievals.ended(job)
             if job.stage is not Stage.WAITING:
@@ -350,13 +331,13 @@ class Scheduler:
         with self._changed:
             if job.stage is Stage.WAITING and job in self._retrievals:
                 self._leave(job)
-                self._end(job, "failed", overdue())
+                self._end(job, "failed", OVERDUE)
 
     def _admit(self, job: Job) -> None:
-        self._turns.add(job)
+        self._queue.add(job)
         self._changed.notify_all()
-        pace = self._pace
-        self._ahead.begin(job, partial(pace.turn_in, self._turns.place(job), pace.taken))
+        place, service = self._queue.place(job), self._service
+        self._prefetches.begin(job, partial(service.turn_in, place, service.taken))
 
     def cancel(self, job: Job) -> None:
         """Take a request back: it leaves the queue, or stops at its next token."""
@@ -372,7 +353,7 @@ class Scheduler:
         """A job that waited ends; counted as `name`."""
         job.stage = Stage.ENDED
         self._counts[name] += 1
-        self._ahead.drop(job)
+        self._prefetches.drop(job)
         if event is not None:
             job.deliver(event)
 
@@ -384,13 +365,13 @@ class Scheduler:
                 "waiting": self._waiting,
                 "running": len(self._running),
                 **{name: self._counts[name] for name in names},
-                **self._pace.stats(),
+                **self._service.stats(),
             }
 
     def close(self) -> None:
         """Stop: what waits gets `Failed`, what runs ends at its next token; wait for that one."""
         with self._changed:
-            self._abandon(shut_down())
+            self._abandon(SHUT_DOWN)
             thread = self._thread
             self._changed.notify_all()
         self._retrievals.join()
@@ -400,9 +381,9 @@ class Scheduler:
             self.warmed.set_result(False)
 
     def _abandon(self, why: Failed) -> None:
-        """Answer nobody any more."""
+        """End everything that waits or runs, and take nothing more."""
         self.is_closed = True
-        for job in [*self._turns.drain(), *self._retrievals.drain()]:
+        for job in [*self._queue.drain(), *self._retrievals.drain()]:
             job.cancelled.set()
             self._end(job, "failed", why)
         for job in self._running:
@@ -418,7 +399,7 @@ class Scheduler:
         except BaseException:  # whoever waits has to be told
             _LOG.exception("the thread that answers has ended")
             with self._changed:
-                self._abandon(broken())
+                self._abandon(FAULT)
 
     def _answer(self, jobs: list[Job]) -> None:
         try:
@@ -432,16 +413,16 @@ class Scheduler:
             self._running = []
 
     def _next(self) -> list[Job]:
-        """Whose turn it is now, waiting for somebody; nobody at the end."""
+        """Whose turn it is now, waiting for the first; none once it is closed."""
         with self._changed:
             while not self.is_closed:
-                head = self._turns.head()
+                head = self._queue.head()
                 if head is None:
                     self._changed.wait()
                     continue
                 jobs = self._together(head)
-                self._turns.take(jobs)
-                self._pace.taken += len(jobs)
+                self._queue.take(jobs)
+                self._service.taken += len(jobs)
                 for job in jobs:
                     job.stage = Stage.RUNNING
                 self._running = jobs
@@ -450,13 +431,13 @@ class Scheduler:
 
     def _together(self, head: Job) -> list[Job]:
         """The head, and who is answered in one batch with it."""
-        fellows = self._turns.fellows(head, partial(_are_alike, head), self._pace.most - 1)
+        fellows = self._queue.fellows(head, partial(_are_alike, head), self._service.most - 1)
         alike = [head, *fellows]
-        behind = len(self._turns) - len(alike)
-        return alike[: self._pace.size(head.work, len(alike), behind)]
+        behind = len(self._queue) - len(alike)
+        return alike[: self._service.size(head.work, len(alike), behind)]
 
     def _serve(self, jobs: list[Job]) -> None:
-        now, server, turn = time.monotonic(), self._server, self._ahead.turn
+        now, server, turn = time.monotonic(), self._server, self._prefetches.turn
         if jobs[0].explained is not None:
             server.explain(jobs[0], jobs[0].explained)
             return
@@ -475,7 +456,7 @@ class Scheduler:
         wanted = sum(not job.cancelled.is_set() for job in jobs)
         self._counts["answered"] += served.count
         self._counts["failed"] += max(0, wanted - served.count)
-        self._pace.note(jobs[0].work, len(jobs), served)
+        self._service.note(jobs[0].work, len(jobs), served)
 
 
 def _are_alike(head: Job, other: Job) -> bool:

@@ -21,7 +21,7 @@ DEFAULT_PORT: Final = 8000
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """How much one request, and one namespace, may ask for; beyond it the answer is a clear 4xx.
 
     Attributes:
@@ -137,7 +137,7 @@ class ServerSettings:
     max_batch: int = 8
     max_waiting: int = 256
     heartbeat: float = 10.0
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):

@@ -171,7 +171,7 @@ def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Ite
         return
     from kvcache_rag.serve.ray.launch import launch
 
-    with launch(settings, retriever=retriever) as backend:
+    with launch(settings, local_backend, retriever=retriever) as backend:
         yield backend
 
 

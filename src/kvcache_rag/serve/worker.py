@@ -1,7 +1,7 @@
-"""What a request asks of an engine, once the engine, its template and its tokenizer are known.
+"""Answer jobs with the engines of this process, one by one or in one batch.
 
-The same meaning as in the integrations: with documents, only the engine's own instruction can stand
-before the chunks; without any, it is an ordinary conversation.
+What a request asks means the same as in the integrations: with documents, only the engine's own
+instruction can stand before the chunks; without any, it is an ordinary conversation.
 """
 
 from __future__ import annotations
@@ -19,23 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.errors import (
-    ContextTooLongError,
-    InvalidInputError,
-    KVCacheRagError,
-    UnsupportedModelError,
-)
-from kvcache_rag.policies import ReusePolicy, policy_by_name
-from kvcache_rag.serve.backend import (
-    BAD_REQUEST,
-    INVALID,
-    SERVER_ERROR,
-    SERVER_FAULT,
-    Failed,
-    Finished,
-    Piece,
-    Started,
-)
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.serve.backend import Finished, Piece, Started
+from kvcache_rag.serve.errors import USERS, failure
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -44,11 +30,16 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.metrics import Answer
     from kvcache_rag.prefetch import Engines
-    from kvcache_rag.serve.backend import Work
+    from kvcache_rag.serve.backend import BackendRequest
     from kvcache_rag.serve.queue import Job
 
+_LOG = logging.getLogger(__name__)
 
-def grounded(engine: Engine, work: Work) -> tuple[str, bool]:
+# Options that change nothing where nothing is sampled.
+_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
+
+
+def grounded(engine: Engine, work: BackendRequest) -> tuple[str, bool]:
     """The question of a request with documents, and whether its instruction was another one.
 
     An instruction that is not the engine's cannot stand before the chunks, which were computed
@@ -60,7 +51,7 @@ def grounded(engine: Engine, work: Work) -> tuple[str, bool]:
     return f"{work.system}\n\n{work.question}", True
 
 
-def plain_prompt(engine: Engine, work: Work) -> str:
+def plain_prompt(engine: Engine, work: BackendRequest) -> str:
     """The text that `Engine.complete` continues: a prompt as it is, a conversation as written.
 
     Raises:
@@ -89,69 +80,18 @@ def _rendered(engine: Engine, turns: list[tuple[str, str]]) -> str:
     return engine.render_chat([{"role": role, "content": text} for role, text in turns])
 
 
-# Answer jobs with the engines of this process, one by one or in one batch.
-
-
-_LOG = logging.getLogger(__name__)
-
-_USERS = (InvalidInputError, ContextTooLongError, UnsupportedModelError)
-
-# Options that change nothing where nothing is sampled.
-_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
-
-
-def failure(error: Exception, what: str) -> Failed:
-    """What a client is told of an error: a user's mistake as it is, anything else in the log.
-
-    An error that brings a status of its own (`serve.errors.ApiError`) keeps it.
-
-    Args:
-        error: What was raised.
-        what: What failed, for the log.
-    """
-    status = getattr(error, "status", None)
-    if isinstance(error, KVCacheRagError) and isinstance(status, int):
-        retry_after = getattr(error, "retry_after", None)
-        return Failed(status, getattr(error, "kind", SERVER_ERROR), str(error), retry_after)
-    if isinstance(error, _USERS):
-        return Failed(BAD_REQUEST, INVALID, str(error))
-    _LOG.error("%s failed", what, exc_info=error)
-    return Failed(
-        SERVER_FAULT, SERVER_ERROR, "the server failed to answer this request; its log says why"
-    )
-
-
-def policy_of(work: Work) -> ReusePolicy | None:
-    """The policy that a request names; None for the engine's own, and where nothing is reused.
-
-    Raises:
-        InvalidInputError: If there is no such policy.
-    """
-    if work.is_plain or work.is_chat or not work.policy:
-        return None
-    return policy_by_name(work.policy)
-
-
-def understood(work: Work) -> tuple[ReusePolicy | None, Failed | None]:
-    """The policy that a request names, or what its client is told instead of an answer."""
-    try:
-        return policy_of(work), None
-    except InvalidInputError as error:
-        return None, failure(error, f"request {work.id}")
-
-
-def kind_of(work: Work) -> Hashable:
+def kind_of(work: BackendRequest) -> Hashable:
     """What requests have in common whose times are compared: form, policy, length of the answer."""
     return (work.is_plain or work.is_chat, work.policy, work.max_new_tokens.bit_length())
 
 
-def can_share(work: Work) -> bool:
+def can_share(work: BackendRequest) -> bool:
     """Whether a request may be answered in a batch: as a whole, without chance, over a context."""
     is_whole = not (work.streaming or work.is_plain or work.is_chat)
     return is_whole and not _is_sampled(work) and work.options.keys() <= _OF_SAMPLING
 
 
-def is_alike(work: Work, other: Work) -> bool:
+def is_alike(work: BackendRequest, other: BackendRequest) -> bool:
     """Whether two requests of one tenant may be answered in one batch."""
     return (
         can_share(work)
@@ -241,8 +181,8 @@ class Server:
                 question, mismatch = grounded(engine, work)
                 answer = engine.generate(
                     question,
-                    job.chunks,
-                    policy=job.policy,
+                    job.inputs,
+                    policy=work.policy,
                     history=work.history,
                     prefix_mismatch=mismatch,
                     **options,
@@ -261,7 +201,7 @@ class Server:
         work, engine = job.work, self.engines.of(job.work.namespace)
         question = grounded(engine, work)[0]
         try:
-            found = engine.explain(question, job.chunks, policy=job.policy, history=work.history)
+            found = engine.explain(question, job.chunks, policy=work.policy, history=work.history)
             tell = partial(explained.set_result, found.to_dict())
         except Exception as error:  # whatever it is, the next job has to be answered
             tell = partial(explained.set_exception, error)
@@ -281,7 +221,7 @@ class Server:
         try:
             answers = self._batch(jobs, event)
         except Exception as error:  # of one of them, or out of memory for all
-            is_ours = not isinstance(error, _USERS)
+            is_ours = not isinstance(error, USERS)
             if is_ours:
                 _LOG.warning("a batch of %d failed; its requests are answered singly", len(jobs))
             alone = [
@@ -302,10 +242,10 @@ class Server:
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
         work = jobs[0].work
         engine = self.engines.answering(work.namespace)
-        asked = [(grounded(engine, job.work)[0], job.chunks, job.work.history) for job in jobs]
+        asked = [(grounded(engine, job.work)[0], job.inputs, job.work.history) for job in jobs]
         return engine.generate_batch(
             asked,
-            policy=jobs[0].policy,
+            policy=work.policy,
             prefix_mismatch=grounded(engine, work)[1],
             cancelled=cancelled,
             **_options(work),
@@ -325,19 +265,19 @@ class AllCancelled(threading.Event):
         return all(event.is_set() for event in self._events)
 
 
-def _is_sampled(work: Work) -> bool:
+def _is_sampled(work: BackendRequest) -> bool:
     options = work.options
     return bool(options.get("do_sample", options.get("temperature")))
 
 
-def _options(work: Work) -> dict[str, Any]:
+def _options(work: BackendRequest) -> dict[str, Any]:
     left_out = {"seed"} if _is_sampled(work) else _OF_SAMPLING
     options = {name: value for name, value in work.options.items() if name not in left_out}
     return {**options, "max_new_tokens": work.max_new_tokens, "stop": work.stop}
 
 
 @contextmanager
-def _seeded(work: Work, engine: Engine) -> Iterator[None]:
+def _seeded(work: BackendRequest, engine: Engine) -> Iterator[None]:
     """Chance from the request's seed, if it has one; afterwards as if nothing had been drawn."""
     seed = work.options.get("seed")
     if seed is None:

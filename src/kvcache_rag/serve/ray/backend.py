@@ -1,4 +1,9 @@
-"""What can go wrong between this process and a replica, as a client reads it.
+"""A backend over the replicas of a Ray Serve deployment.
+
+A request is handed at once to the replica with the shortest queue (Serve's power of two choices)
+and waits there, where batches are formed and chunks prefetched.  When a replica dies, requests of
+which no text had come are handed to another one, once: a request may be what ended the replica, and
+should not end them all.  A stream that had begun ends with 503, to be repeated.
 
 No exception of Ray reaches a client: its text holds tracebacks, addresses and paths.
 """
@@ -12,130 +17,281 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import KVCacheRagError
-from kvcache_rag.serve.backend import (
-    NOT_READY,
-    OVERLOADED,
-    SERVER_ERROR,
-    SERVER_FAULT,
-    Failed,
-    Finished,
-    Started,
-    Turn,
+from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Started
+from kvcache_rag.serve.errors import (
+    REPLICA_FAULT,
+    REPLICAS_OVERDUE,
+    REPLICAS_SHUT_DOWN,
+    ApiError,
+    NoReplicaError,
+    ReplicaLostError,
+    ReplicasFullError,
+    failure,
 )
-from kvcache_rag.serve.errors import ApiError
-from kvcache_rag.serve.worker import failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from kvcache_rag.serve.backend import Event, Retriever, Source, Work
-    from kvcache_rag.serve.ray.replica import Ahead
-
+    from kvcache_rag.serve.backend import BackendRequest, Event, RetrievedText, Retriever
 
 LOG = logging.getLogger(__name__)
 
-RETRY_AFTER, START = 1.0, 10.0
-"""Seconds after which to repeat a request: another replica takes it; or one has to start."""
-
-LOST = "the replica that was answering has ended; repeat the request"
-
-NONE = "no replica is running; repeat the request later"
-
-LATE = "the documents were not retrieved in time; repeat the request later"
-
-FULL = "too many requests wait; repeat the request later"
-
-
-class LostError(Exception):
-    """What a replica was doing was cancelled with it."""
-
-
-class NoReplicaError(LostError):
-    """No replica has been running for as long as a request is made to wait for one."""
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What a replica raised, without Ray's wrapping; `error` itself if it is not wrapped.
-
-    Args:
-        error: As it came from a handle.
-    """
-    from ray.exceptions import RayTaskError
-
-    if isinstance(error, RayTaskError):
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, BaseException) and cause is not error:
-            return cause_of(cause)
-    return error
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether the replica, or the way to it, has gone; what it was asked is not to blame."""
-    from ray import exceptions
-    from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
-
-    gone = (
-        LostError,
-        DeploymentUnavailableError,
-        ReplicaUnavailableError,
-        exceptions.RayActorError,  # died, or cannot be reached
-        exceptions.NodeDiedError,
-        exceptions.ObjectLostError,  # an event went with the process that held it
-        exceptions.WorkerCrashedError,
-        exceptions.TaskCancelledError,  # with the replica: nobody awaits what we cancel
-        exceptions.RaySystemError,
-    )
-    return isinstance(cause_of(error), gone)
-
-
-def failed_of(error: BaseException) -> Failed:
-    """One sentence for the client; what is nobody's fault but ours is logged in full.
-
-    Args:
-        error: As it came from a handle.
-    """
-    from ray.serve.exceptions import BackPressureError
-
-    cause = cause_of(error)
-    if is_lost(error):
-        LOG.warning("a request was lost: %s", type(cause).__name__)
-        if isinstance(cause, NoReplicaError):
-            return Failed(NOT_READY, OVERLOADED, NONE, START)
-        return Failed(NOT_READY, OVERLOADED, LOST, RETRY_AFTER)
-    if isinstance(cause, BackPressureError):
-        return Failed(NOT_READY, OVERLOADED, FULL, RETRY_AFTER)
-    if isinstance(cause, ApiError):
-        return Failed(cause.status, cause.kind, cause.message, cause.retry_after)
-    if isinstance(cause, KVCacheRagError):  # the user's mistakes are told, as in one process
-        return failure(cause, "a replica")
-    LOG.error("a replica failed", exc_info=error)
-    return Failed(SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why")
-
-
-def raised_of(error: BaseException) -> KVCacheRagError:
-    """The same as an exception, for calls that answer with a value."""
-    cause = cause_of(error)
-    if isinstance(cause, KVCacheRagError):
-        return cause
-    failed = failed_of(error)
-    return ApiError(failed.status, failed.message, kind=failed.kind, retry_after=failed.retry_after)
-
-
-# Calls that may hang, of a database or of the cluster, away from the threads of everybody else.
-
-
 NEVER: Final = float("-inf")
+
+ATTEMPTS: Final = 2
+"""Replicas that a request is handed to, one after the other, before it is given up."""
+
+PATIENCE: Final = 60.0
+"""Seconds that requests wait for any replica to run before they fail."""
+
+LOOK: Final = 5.0
+"""Seconds of silence after which is looked whether a replica runs at all."""
+
+STATS_WAIT: Final = 5.0
+"""Seconds that a replica has to give its counters, and the cluster to say which replicas run."""
+
+RETRIEVALS: Final = 16
+"""Requests for which documents are retrieved at a time: they wait for a database."""
+
+RETRIEVAL_WAIT: Final = 30.0
+"""Seconds that a request waits for its documents."""
+
+AT_ONCE: Final = 4
+"""Requests that a generator is given at a time; it computes one after the other."""
+
+
+class RayBackend:
+    """Answers requests by the replicas of one deployment; a `Backend`."""
+
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        name: str,
+        replicas: int,
+        running: Callable[[], int],
+        ahead: RemotePrefetcher | None = None,
+        retriever: Retriever | None = None,
+        patience: float = PATIENCE,
+        look: float = LOOK,
+        retrieval: float = RETRIEVAL_WAIT,
+    ) -> None:
+        """Use a deployment of `Replica` that runs.
+
+        Args:
+            handle: Its handle.
+            name: Of the model, in requests and answers.
+            replicas: How many there are when all is well.
+            running: How many are running now; called in threads.
+            ahead: Hands waiting requests to a generator; None for none.
+            retriever: Finds documents, in threads of this process; None for none.
+            patience: Seconds that requests wait when no replica runs.
+            look: Seconds of silence after which is looked whether one runs.
+            retrieval: Seconds that a request waits for its documents.
+        """
+        self._handle, self._stream = handle, handle.options(stream=True)
+        self._name, self._replicas = name, replicas
+        self._running = Running(running, STATS_WAIT)
+        self._retrievals = Blocking("kvcache-rag-retrieve", RETRIEVALS, retrieval)
+        self._ahead, self._retriever = ahead, retriever
+        self._patience, self._look = patience, look
+        self._counts: Counter[str] = Counter(handed_on=0, lost=0)
+        self._was_ready = self._closed = False
+
+    async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
+        """Answer a request by one replica, or by another if that dies before it begins."""
+        arrived = time.monotonic()
+        try:
+            work, sources = await self._retrieved(work)
+        except asyncio.TimeoutError:
+            LOG.warning("the documents of request %s did not come in time", work.id)
+            yield REPLICAS_OVERDUE
+            return
+        except Exception as error:
+            yield failed_of(error)
+            return
+        watched = self._ahead.watch(work) if self._ahead is not None else None
+        try:
+            async with aclosing(self._handed(work, arrived)) as events:
+                async for event in events:
+                    if watched is not None:
+                        watched.stop()  # with the turn at the latest nothing is ahead any more
+                    if isinstance(event, Dequeued):
+                        continue
+                    if isinstance(event, Started):
+                        ahead = watched is not None and watched.is_prefetched
+                        yield replace(
+                            event,
+                            sources=sources or event.sources,
+                            prefetched=ahead or event.prefetched,
+                        )
+                    else:
+                        yield event
+        finally:
+            if watched is not None:
+                watched.stop()
+
+    async def count(self, work: BackendRequest) -> int:
+        """Tokens of the request's prompt, by any replica."""
+        return int(await self._ask("count", work))
+
+    async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
+        """Spans of the request's prompt, by any replica."""
+        explained: Mapping[str, Any] = await self._ask("explain", work)
+        return explained
+
+    async def ready(self) -> bool:
+        """Whether requests would be answered: at first by all replicas, later by one at least.
+
+        While a replica that died is loaded anew, the others answer.
+        """
+        if self._closed:
+            return False
+        running = await self._running.count()
+        self._was_ready |= running >= self._replicas
+        return self._was_ready and running > 0
+
+    async def stats(self) -> Mapping[str, Any]:
+        """Counters of every replica that answers in time, and of what was handed on or lost."""
+        try:
+            response = self._handle.broadcast("stats")
+            found = await response.results_async(timeout_s=STATS_WAIT, return_exceptions=True)
+        except Exception as error:  # between the death of the last replica and the next one
+            if not (is_lost(error) or isinstance(error, TimeoutError)):
+                raise raised_of(error) from None
+            found = []
+        replicas = [dict(one) for one in found if isinstance(one, Mapping)]
+        if self._ahead is not None:
+            replicas.append({"replica": "generator", "prefetch": dict(self._ahead.counts)})
+        return {"replicas": replicas, **self._counts}
+
+    async def models(self) -> list[str]:
+        """The one name under which the model is asked for."""
+        return [self._name]
+
+    async def close(self) -> None:
+        """Take no more requests; whoever started the replicas ends them."""
+        self._closed = True
+
+    async def _retrieved(
+        self, work: BackendRequest
+    ) -> tuple[BackendRequest, tuple[RetrievedText, ...]]:
+        """The work with what was found for its query, before it is queued."""
+        if not work.query or self._retriever is None:
+            return work, ()
+        found: list[RetrievedText] = await self._retrievals.call(
+            self._retriever.retrieve, work.query, work.top_k, work.namespace
+        )
+        texts = dict.fromkeys(source.text for source in found if source.text not in work.chunks)
+        chunks = (*work.chunks, *texts)
+        return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
+
+    async def _handed(
+        self, work: BackendRequest, arrived: float
+    ) -> AsyncGenerator[Event | Dequeued, None]:
+        """Events of the first replica that begins with the work."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._closed:
+                yield REPLICAS_SHUT_DOWN
+                return
+            before, has_begun = time.monotonic() - arrived, False
+            try:
+                async with aclosing(self._events(work)) as events:
+                    async for event in events:
+                        if isinstance(event, Started):
+                            has_begun = True
+                            yield replace(event, queue_wait=before + event.queue_wait)
+                        else:
+                            yield event
+                return
+            except Exception as error:
+                again = is_lost(error) and not isinstance(error, NoReplicaError)
+                if has_begun or not again or attempt == ATTEMPTS:
+                    self._counts["lost"] += is_lost(error)
+                    yield failed_of(error)
+                    return
+            self._counts["handed_on"] += 1
+
+    async def _events(self, work: BackendRequest) -> AsyncGenerator[Event | Dequeued, None]:
+        """Events of one replica; closing this takes the request back there."""
+        response, is_over = self._stream.answer.remote(work), False
+        try:
+            while not is_over:
+                event = await self._patiently(_next(response))
+                is_over = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            if not is_over:
+                response.cancel()
+
+    async def _patiently(self, step: Any) -> Any:
+        """Await what a replica gives, as long as one runs.
+
+        In a task of its own, so that a cancellation by Ray (its task was cancelled with the
+        replica) can be told from one by our caller.
+
+        Raises:
+            NoReplicaError: If none runs.
+            ReplicaLostError: If Ray cancelled it.
+        """
+        task, without = asyncio.ensure_future(step), 0.0
+        task.add_done_callback(_retrieve)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._look))[0]:
+                is_any = await self._running.count(self._look) > 0
+                without = 0.0 if is_any else without + self._look
+                if without >= self._patience:
+                    raise NoReplicaError
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise ReplicaLostError
+        return task.result()
+
+    async def _ask(self, method: str, work: BackendRequest) -> Any:
+        """A value from any replica; from another one if that dies."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._closed:
+                break
+            response = getattr(self._handle, method).remote(work)
+            try:
+                return await self._patiently(_value(response))
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            except Exception as error:
+                if attempt == ATTEMPTS or not is_lost(error):
+                    raise raised_of(error) from None
+        raise ApiError.of(REPLICAS_SHUT_DOWN)
+
+
+async def _next(response: Any) -> Event | Dequeued:
+    """The next event of a streaming call."""
+    event: Event | Dequeued
+    async for event in response:
+        return event
+    raise ReplicaLostError  # it ended without an answer
+
+
+async def _value(response: Any) -> Any:
+    return await response
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Take note of how a call ended that was taken back, lest asyncio complains."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Blocking:
-    """Makes blocking calls in daemon threads, so many at a time.
+    """Makes calls that may hang, of a database or of the cluster, in daemon threads of its own.
 
-    One that hangs keeps its place until it ends; nobody waits for it longer than `seconds`, and the
-    process ends without it.
+    So many at a time.  One that hangs keeps its place until it ends; its caller waits no longer
+    than `seconds`, and the process ends without it.
 
     Attributes:
         seconds: That a caller waits, for a place and for the result.
@@ -166,7 +322,7 @@ class Blocking:
 
         def end(error: Exception | None, value: Any) -> None:
             self._places.release()
-            if result.done():  # nobody waits any more
+            if result.done():  # the caller has given up
                 return
             if error is None:
                 result.set_result(value)
@@ -179,7 +335,7 @@ class Blocking:
                 value = function(*arguments)
             except Exception as raised:
                 error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, and its caller with it
                 loop.call_soon_threadsafe(end, error, value)
 
         await self._places.acquire()
@@ -223,247 +379,125 @@ class Running:
         return self._known
 
 
-# A backend over the replicas of a Ray Serve deployment.
-#
-# A request is handed at once to the replica with the shortest queue (Serve's power of two choices)
-# and waits there, where batches are formed and chunks prefetched. When a replica dies, requests of
-# which no text had come are handed to another one, once: a request may be what ended the replica,
-# and should not end them all. A stream that had begun ends with 503, to be repeated.
+@dataclass(eq=False)
+class RemotePrefetch:
+    """What is computed elsewhere for a request that waits.
+
+    Attributes:
+        is_prefetched: Whether the generator has computed or loaded what it needs.
+        task: What waits for the threshold, then for the generator.
+    """
+
+    is_prefetched: bool = False
+    task: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """It waits no longer: what was not computed ahead the replica computes itself."""
+        if self.task is not None:
+            self.task.cancel()
 
 
-ATTEMPTS: Final = 2
-"""Replicas that a request is handed to, one after the other, before it is given up."""
+class RemotePrefetcher:
+    """Hands requests that wait longer than a threshold to a generator, oldest first.
 
-PATIENCE: Final = 60.0
-"""Seconds that requests wait for any replica to run before they fail."""
+    The paper's configuration A (a device that only generates) and B (the CPU): one more process
+    with the same model over the same store.  It computes each key once, as every process of a
+    directory does (`ChunkStore.locked`), and the replica that answers finds it there.
 
-LOOK: Final = 5.0
-"""Seconds of silence after which is looked whether a replica runs at all."""
+    Attributes:
+        counts: "started", "finished", "cancelled", "failed" since the start.
+    """
 
-STATS_WAIT: Final = 5.0
-"""Seconds that a replica has to give its counters, and the cluster to say which replicas run."""
-
-RETRIEVALS: Final = 16
-"""Requests for which documents are retrieved at a time: they wait for a database."""
-
-RETRIEVAL_WAIT: Final = 30.0
-"""Seconds that a request waits for its documents."""
-
-
-class RayBackend:
-    """Answers requests by the replicas of one deployment (`serve.work.Backend`)."""
-
-    def __init__(
-        self,
-        handle: Any,
-        *,
-        name: str,
-        replicas: int,
-        running: Callable[[], int],
-        ahead: Ahead | None = None,
-        retriever: Retriever | None = None,
-        patience: float = PATIENCE,
-        look: float = LOOK,
-        retrieval: float = RETRIEVAL_WAIT,
-    ) -> None:
-        """Use a deployment of `Replica` that runs.
+    def __init__(self, generator: Any, after: float, at_once: int = AT_ONCE) -> None:
+        """Watch for one backend.
 
         Args:
-            handle: Its handle.
-            name: Of the model, in requests and answers.
-            replicas: How many there are when all is well.
-            running: How many are running now; called in threads.
-            ahead: Hands waiting requests to a generator; None for none.
-            retriever: Finds documents, in threads of this process; None for none.
-            patience: Seconds that requests wait when no replica runs.
-            look: Seconds of silence after which is looked whether one runs.
-            retrieval: Seconds that a request waits for its documents.
+            generator: Handle of a deployment of `Replica`.
+            after: Seconds that a work waits before it is handed on.
+            at_once: Works that the generator is given at a time; others wait for a place, and give
+                up as soon as they are answered.
         """
-        self._handle, self._stream = handle, handle.options(stream=True)
-        self._name, self._replicas = name, replicas
-        self._running = Running(running, STATS_WAIT)
-        self._retrievals = Blocking("kvcache-rag-retrieve", RETRIEVALS, retrieval)
-        self._ahead, self._retriever = ahead, retriever
-        self._patience, self._look = patience, look
-        self._counts: Counter[str] = Counter(handed_on=0, lost=0)
-        self._was_ready = self._closed = False
+        self.counts: Counter[str] = Counter(started=0, finished=0, cancelled=0, failed=0)
+        self._generator, self._after = generator, after
+        self._places = asyncio.Semaphore(at_once)
 
-    async def answer(self, work: Work) -> AsyncGenerator[Event, None]:
-        """Answer a request by one replica, or by another if that dies before it begins."""
-        arrived = time.monotonic()
-        try:
-            work, sources = await self._retrieved(work)
-        except asyncio.TimeoutError:
-            LOG.warning("the documents of request %s did not come in time", work.id)
-            yield Failed(NOT_READY, OVERLOADED, LATE, START)
-            return
-        except Exception as error:
-            yield failed_of(error)
-            return
-        watched = self._ahead.watch(work) if self._ahead is not None else None
-        try:
-            async with aclosing(self._handed(work, arrived)) as events:
-                async for event in events:
-                    if watched is not None:
-                        watched.stop()  # with the turn at the latest nothing is ahead any more
-                    if isinstance(event, Turn):
-                        continue
-                    if isinstance(event, Started):
-                        ahead = watched is not None and watched.is_prefetched
-                        yield replace(
-                            event,
-                            sources=sources or event.sources,
-                            prefetched=ahead or event.prefetched,
-                        )
-                    else:
-                        yield event
-        finally:
-            if watched is not None:
-                watched.stop()
+    def watch(self, work: BackendRequest) -> RemotePrefetch:
+        """Begin to watch a work that was queued now; call `stop` when it is begun or gone."""
+        watched = RemotePrefetch()
+        if work.chunks:
+            watched.task = asyncio.create_task(self._prefetch(work, watched))
+        return watched
 
-    async def count(self, work: Work) -> int:
-        """Tokens of the request's prompt, by any replica."""
-        return int(await self._ask("count", work))
-
-    async def explain(self, work: Work) -> Mapping[str, Any]:
-        """Spans of the request's prompt, by any replica."""
-        explained: Mapping[str, Any] = await self._ask("explain", work)
-        return explained
-
-    async def ready(self) -> bool:
-        """Whether requests would be answered: at first by all replicas, later by one at least.
-
-        While a replica that died is loaded anew, the others answer.
-        """
-        if self._closed:
-            return False
-        running = await self._running.count()
-        self._was_ready |= running >= self._replicas
-        return self._was_ready and running > 0
-
-    async def stats(self) -> Mapping[str, Any]:
-        """Counters of every replica that answers in time, and of what was handed on or lost."""
-        try:
-            response = self._handle.broadcast("stats")
-            found = await response.results_async(timeout_s=STATS_WAIT, return_exceptions=True)
-        except Exception as error:  # between the death of the last replica and the next one
-            if not (is_lost(error) or isinstance(error, TimeoutError)):
-                raise raised_of(error) from None
-            found = []
-        replicas = [dict(one) for one in found if isinstance(one, Mapping)]
-        if self._ahead is not None:
-            replicas.append({"replica": "generator", "prefetch": dict(self._ahead.counts)})
-        return {"replicas": replicas, **self._counts}
-
-    async def models(self) -> list[str]:
-        """The one name under which the model is asked for."""
-        return [self._name]
-
-    async def close(self) -> None:
-        """Take no more requests; whoever started the replicas ends them."""
-        self._closed = True
-
-    async def _retrieved(self, work: Work) -> tuple[Work, tuple[Source, ...]]:
-        """The work with what was found for its query, before it is queued."""
-        if not work.query or self._retriever is None:
-            return work, ()
-        found: list[Source] = await self._retrievals.call(
-            self._retriever.retrieve, work.query, work.top_k, work.namespace
-        )
-        texts = dict.fromkeys(source.text for source in found if source.text not in work.chunks)
-        chunks = (*work.chunks, *texts)
-        return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
-
-    async def _handed(self, work: Work, arrived: float) -> AsyncGenerator[Event | Turn, None]:
-        """Events of the first replica that begins with the work."""
-        for attempt in range(1, ATTEMPTS + 1):
-            if self._closed:
-                yield Failed(NOT_READY, OVERLOADED, "the server is shutting down")
-                return
-            before, has_begun = time.monotonic() - arrived, False
+    async def _prefetch(self, work: BackendRequest, watched: RemotePrefetch) -> None:
+        await asyncio.sleep(self._after)
+        async with self._places:
+            self.counts["started"] += 1
+            response = self._generator.prefetch.remote(work)
             try:
-                async with aclosing(self._events(work)) as events:
-                    async for event in events:
-                        if isinstance(event, Started):
-                            has_begun = True
-                            yield replace(event, queue_wait=before + event.queue_wait)
-                        else:
-                            yield event
-                return
-            except Exception as error:
-                again = is_lost(error) and not isinstance(error, NoReplicaError)
-                if has_begun or not again or attempt == ATTEMPTS:
-                    self._counts["lost"] += is_lost(error)
-                    yield failed_of(error)
-                    return
-            self._counts["handed_on"] += 1
-
-    async def _events(self, work: Work) -> AsyncGenerator[Event | Turn, None]:
-        """Events of one replica; closing this takes the request back there."""
-        response, is_over = self._stream.answer.remote(work), False
-        try:
-            while not is_over:
-                event = await self._patiently(_next(response))
-                is_over = isinstance(event, Finished | Failed)
-                yield event
-        finally:
-            if not is_over:
-                response.cancel()
-
-    async def _patiently(self, step: Any) -> Any:
-        """Await what a replica gives, as long as one runs.
-
-        In a task of its own, so that a cancellation by Ray (its task was cancelled with the
-        replica) can be told from one by our caller.
-
-        Raises:
-            NoReplicaError: If none runs.
-            LostError: If Ray cancelled it.
-        """
-        task, without = asyncio.ensure_future(step), 0.0
-        task.add_done_callback(_retrieve)
-        try:
-            while not (await asyncio.wait({task}, timeout=self._look))[0]:
-                is_any = await self._running.count(self._look) > 0
-                without = 0.0 if is_any else without + self._look
-                if without >= self._patience:
-                    raise NoReplicaError
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise LostError
-        return task.result()
-
-    async def _ask(self, method: str, work: Work) -> Any:
-        """A value from any replica; from another one if that dies."""
-        for attempt in range(1, ATTEMPTS + 1):
-            if self._closed:
-                break
-            response = getattr(self._handle, method).remote(work)
-            try:
-                return await self._patiently(_value(response))
+                is_prefetched = bool(await response)
             except asyncio.CancelledError:
+                self.counts["cancelled"] += 1
                 response.cancel()
                 raise
-            except Exception as error:
-                if attempt == ATTEMPTS or not is_lost(error):
-                    raise raised_of(error) from None
-        raise ApiError(NOT_READY, "the server is shutting down", kind=OVERLOADED)
+            except Exception as error:  # the answer does not depend on it
+                self.counts["failed"] += 1
+                LOG.warning("a prefetch failed: %s", type(error).__name__)
+                return
+            self.counts["finished"] += 1
+            watched.is_prefetched = is_prefetched
 
 
-async def _next(response: Any) -> Event | Turn:
-    """The next event of a streaming call."""
-    event: Event | Turn
-    async for event in response:
-        return event
-    raise LostError  # it ended without an answer
+# ---------------------------------------------------------------------------- errors of Ray
+def cause_of(error: BaseException) -> BaseException:
+    """What a replica raised, without Ray's wrapping; of Ray's own errors, ours that says the same.
+
+    Args:
+        error: As it came from a handle.
+    """
+    from ray import exceptions
+    from ray.serve.exceptions import (
+        BackPressureError,
+        DeploymentUnavailableError,
+        ReplicaUnavailableError,
+    )
+
+    if isinstance(error, exceptions.RayTaskError):
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, BaseException) and cause is not error:
+            return cause_of(cause)
+    gone = (
+        DeploymentUnavailableError,
+        ReplicaUnavailableError,
+        exceptions.RayActorError,  # died, or cannot be reached
+        exceptions.NodeDiedError,
+        exceptions.ObjectLostError,  # an event went with the process that held it
+        exceptions.WorkerCrashedError,
+        exceptions.TaskCancelledError,  # with the replica: nothing awaits what we cancel
+        exceptions.RaySystemError,
+    )
+    if isinstance(error, gone):
+        return ReplicaLostError(type(error).__name__)
+    return ReplicasFullError() if isinstance(error, BackPressureError) else error
 
 
-async def _value(response: Any) -> Any:
-    return await response
+def is_lost(error: BaseException) -> bool:
+    """Whether the replica, or the way to it, has gone; what it was asked is not to blame."""
+    return isinstance(cause_of(error), ReplicaLostError)
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """What became of a call that was taken back interests nobody."""
-    if not task.cancelled():
-        task.exception()
+def failed_of(error: BaseException) -> Failed:
+    """One sentence for the client; what is no fault but ours is logged in full.
+
+    Args:
+        error: As it came from a handle.
+    """
+    cause = cause_of(error)
+    if isinstance(cause, ReplicaLostError):
+        LOG.warning("a request was lost: %s", cause)
+    return failure(cause, "a replica", otherwise=REPLICA_FAULT)
+
+
+def raised_of(error: BaseException) -> KVCacheRagError:
+    """The same as an exception, for calls that answer with a value."""
+    cause = cause_of(error)
+    return cause if isinstance(cause, KVCacheRagError) else ApiError.of(failed_of(error))

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.pretrained import resolve
 from kvcache_rag.ray_session import ray_session
-from kvcache_rag.serve.ray.backend import RayBackend
-from kvcache_rag.serve.ray.replica import Ahead, Replica
+from kvcache_rag.serve.ray.backend import RayBackend, RemotePrefetcher
+from kvcache_rag.serve.ray.replica import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvcache_rag.serve.backend import Retriever
+    from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
 
 
@@ -82,7 +83,12 @@ def is_apart(settings: ServerSettings) -> bool:
 
 
 @contextmanager
-def launch(settings: ServerSettings, *, retriever: Retriever | None = None) -> Iterator[RayBackend]:
+def launch(
+    settings: ServerSettings,
+    make: Callable[[ServerSettings], LocalBackend],
+    *,
+    retriever: Retriever | None = None,
+) -> Iterator[RayBackend]:
     """Run replicas as long as the context lasts.
 
     Enter it in a thread that outlives it: Ray's processes end with the thread that started them.
@@ -91,6 +97,7 @@ def launch(settings: ServerSettings, *, retriever: Retriever | None = None) -> I
         settings: Of the server.  With `ray_address` the replicas are deployed on a cluster that
             runs, by whatever `RAY_AUTH_*` says; else a cluster of this machine's own is started,
             with a fresh token, on loopback.
+        make: Loads the model in the process of a replica; a function of a module.
         retriever: Finds documents, in threads of this process; None for none.
 
     Yields:
@@ -115,7 +122,8 @@ def launch(settings: ServerSettings, *, retriever: Retriever | None = None) -> I
         logs = LoggingConfig(log_level="WARNING", enable_access_log=False)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=logs)
-        names = _run(settings, Shares.of(settings, cores, ray.cluster_resources().get("GPU", 0)))
+        shares = Shares.of(settings, cores, ray.cluster_resources().get("GPU", 0))
+        names = _run(settings, make, shares)
         try:
             yield _backend(settings, names, retriever)
         finally:
@@ -124,7 +132,9 @@ def launch(settings: ServerSettings, *, retriever: Retriever | None = None) -> I
                 serve.delete(name)
 
 
-def _run(settings: ServerSettings, shares: Shares) -> list[str]:
+def _run(
+    settings: ServerSettings, make: Callable[[ServerSettings], LocalBackend], shares: Shares
+) -> list[str]:
     """Start all processes, wait until they have loaded the model, and name what was deployed."""
     from ray import serve
 
@@ -139,11 +149,12 @@ def _run(settings: ServerSettings, shares: Shares) -> list[str]:
         there = _visible(settings.prefetch, shares.generating)
         generator = replace(alone, prefetch="off", device=there)
         targets.append((f"{name}-generator", generator, 1, shares.generating))
+    at_once = 2 * (settings.max_waiting + settings.max_batch)
     try:
         serve.run_many(
             [
                 serve.RunTarget(
-                    target=_application(one, count, shares.threads, gpus),
+                    target=_deployment(count, gpus, at_once).bind(one, make, shares.threads),
                     name=named,
                     route_prefix=None,
                 )
@@ -155,23 +166,22 @@ def _run(settings: ServerSettings, shares: Shares) -> list[str]:
     return [named for named, *_ in targets]
 
 
-def _application(settings: ServerSettings, count: int, threads: int, gpus: float) -> Any:
+def _deployment(count: int, gpus: float, at_once: int) -> Any:
     from ray import serve
 
-    deployment: Any = serve.deployment(  # its type says that it may be a decorator
+    return serve.deployment(
         Replica,
         num_replicas=count,
         ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
         # All that may wait and all that may be answered, and calls that only count: Serve never
         # holds a request back, the replica's own queue does, and refuses what is too much.
-        max_ongoing_requests=2 * (settings.max_waiting + settings.max_batch),
+        max_ongoing_requests=at_once,
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=HEALTH_WAIT,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=2.0,
         max_constructor_retry_count=1,  # until one has started; then without end
     )
-    return deployment.bind(settings, threads)
 
 
 def _backend(settings: ServerSettings, names: list[str], retriever: Retriever | None) -> RayBackend:
@@ -188,7 +198,7 @@ def _backend(settings: ServerSettings, names: list[str], retriever: Retriever | 
 
     ahead = None
     if generator:
-        ahead = Ahead(serve.get_app_handle(generator[0]), settings.prefetch_after)
+        ahead = RemotePrefetcher(serve.get_app_handle(generator[0]), settings.prefetch_after)
     return RayBackend(
         serve.get_app_handle(name),
         name=settings.name,
