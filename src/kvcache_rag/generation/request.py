@@ -11,8 +11,8 @@ from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, In
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.prompt.template import as_messages
-from kvcache_rag.stitching.loader import ContextChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,7 +203,7 @@ class Planner:
                 raise FingerprintMismatchError(mismatch)
             held = not mismatch and self._is_held(key)
             if held or text is None:
-                return ContextChunk(key, None, text)
+                return ContextChunk(key, (), text)
         return self._from_text(text or "", index)
 
     def _from_text(self, text: str, index: int) -> ContextChunk:

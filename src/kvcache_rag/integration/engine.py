@@ -15,7 +15,7 @@ from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvcache_rag.generation.rotation_mode import RotationMode
+    from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.stores import ChunkStore
 
 

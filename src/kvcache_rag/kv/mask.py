@@ -22,6 +22,34 @@ PositionScheme = Literal["reordered", "composite"]
 """`reordered`: one chunk behind the other; `composite`: each keeps its local positions."""
 
 
+def first_positions(
+    parts: Sequence[tuple[int, int]], scheme: PositionScheme, *, adjacent: bool = False
+) -> list[int]:
+    """At which position each part of a context begins: the prefix, if any, and the chunks.
+
+    `block_mask` says the same in its own words, on purpose: it is what a prompt put together by
+    these numbers is tested against.
+
+    Args:
+        parts: Per part the position at which its first key was computed, and its tokens.
+        scheme: Where the chunks stand.
+        adjacent: Whether the highest position is the one before the query, which stands behind as
+            many positions as there are tokens.  Composite chunks overlap, so a gap would be left;
+            prefix and chunks all move up by it.  The rotation knows only distances, so this is the
+            query standing right behind them.
+    """
+    places = []
+    place = highest = 0
+    for start, tokens in parts:
+        places.append(place)
+        place += tokens
+        highest = max(highest, start + tokens)
+    if scheme == "reordered":
+        return places
+    gap = place - highest if adjacent else 0
+    return [start + gap for start, _ in parts]
+
+
 @dataclass(frozen=True)
 class MaskedSequence:
     """A sequence with explicit positions and visibility.
@@ -78,15 +106,31 @@ def block_mask(
     ids += query
     positions += range(place, place + len(query))
     indices += range(place, place + len(query))
-    in_query = torch.tensor([False] * len(block) + [True] * len(query))
-    blocks = torch.tensor(block + [-1] * len(query))
-    seen = torch.tensor(visible + [True] * len(query))
+    in_query = torch.tensor([False] * len(block) + [True] * len(query))  # (n,) all of them
+    blocks = torch.tensor(block + [-1] * len(query))  # the prefix is of the first chunk's block
+    seen = torch.tensor(visible + [True] * len(query))  # by the query: one copy of each place
     order = torch.arange(len(ids))
-    causal = order[:, None] >= order[None]
+    causal = order[:, None] >= order[None]  # (n, n), row sees column
     allowed = causal & torch.where(in_query[:, None], seen[None], blocks[:, None] == blocks[None])
     return MaskedSequence(
         torch.tensor(ids), torch.tensor(positions), torch.tensor(indices), allowed, len(query)
     )
+
+
+def chunk_columns(prefix: int, chunks: Sequence[int]) -> list[int]:
+    """Where the tokens of the chunks are in the sequence of `block_mask`.
+
+    Args:
+        prefix: Tokens of the prefix, a copy of which stands before every chunk.
+        chunks: Tokens of each chunk.
+    """
+    columns: list[int] = []
+    stop = 0
+    for tokens in chunks:
+        start = stop + prefix
+        stop = start + tokens
+        columns += range(start, stop)
+    return columns
 
 
 def recompute_mask(
@@ -111,20 +155,21 @@ def recompute_mask(
         scheme: Where the chunks stand.
     """
     plain = block_mask(prefix, chunks, query, scheme)
-    held = len(plain.ids) - len(query)
-    visible = plain.allowed[-1, :held]  # what the query sees: one token per place of the context
-    originals = visible.nonzero()[:, 0][selected]
-    places = selected.nonzero()[:, 0]
+    stored = len(plain.ids) - len(query)  # tokens of the context, copies of the prefix included
+    visible = plain.allowed[-1, :stored]  # what the query sees: one token per place of the context
+    originals = visible.nonzero()[:, 0][selected]  # (selected,) columns
+    places = selected.nonzero()[:, 0]  # (selected,) places, which are also their true positions
 
-    def placed(of: Tensor, copies: Tensor) -> Tensor:
-        return torch.cat([of[:held], copies, of[held:]])
+    def with_copies(of: Tensor, copies: Tensor) -> Tensor:
+        return torch.cat([of[:stored], copies, of[stored:]])  # (stored + selected + query,)
 
-    ids = placed(plain.ids, plain.ids[originals])
-    positions, indices = placed(plain.positions, places), placed(plain.indices, places)
+    ids = with_copies(plain.ids, plain.ids[originals])
+    positions = with_copies(plain.positions, places)
+    indices = with_copies(plain.indices, places)
     seen = visible.clone()
-    seen[originals] = False
-    seen = torch.cat([seen, torch.ones(len(ids) - held, dtype=torch.bool)])
-    allowed = seen[None] & (indices[None] <= indices[:, None])
-    allowed[:held] = False
-    allowed[:held, :held] = plain.allowed[:held, :held]
+    seen[originals] = False  # a copy stands for them
+    seen = torch.cat([seen, torch.ones(len(ids) - stored, dtype=torch.bool)])
+    allowed = seen[None] & (indices[None] <= indices[:, None])  # (n, n), causal by places
+    allowed[:stored] = False
+    allowed[:stored, :stored] = plain.allowed[:stored, :stored]  # as when they were prefilled
     return MaskedSequence(ids, positions, indices, allowed, len(query))

@@ -1,8 +1,9 @@
 """Put cached chunks together into one prompt.
 
-The chunks already lie in their places of one buffer; stitching turns their keys from the positions
-at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590, section
-3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129, section 3).
+The chunks already lie in their places of one buffer; stitching rotates their keys from the
+positions at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590,
+section 3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129,
+section 3).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.models.rotation import Move
 
 if TYPE_CHECKING:
@@ -112,17 +114,14 @@ def distances(
     The arguments are those of `stitch`.
     """
     found: list[tuple[Tensor, Tensor] | None] = []
-    gap = 0
-    if adjacent and scheme == "composite":
-        highest = max((part.start + len(part) for part in parts), default=0)
-        gap = sum(map(len, parts)) - highest
-    place = 0
-    for part in parts:
-        steps = torch.arange(len(part))
-        here = torch.zeros_like(steps) if stored == "raw" else part.start + steps
-        there = (part.start if scheme == "composite" else place) + gap + steps
+    sizes = [(part.start, len(part)) for part in parts]
+    for (start, tokens), first in zip(
+        sizes, first_positions(sizes, scheme, adjacent=adjacent), strict=True
+    ):
+        steps = torch.arange(tokens)
+        here = torch.zeros_like(steps) if stored == "raw" else start + steps
+        there = first + steps
         found.append(None if torch.equal(here, there) else (here, there))
-        place += len(part)
     return found
 
 
@@ -153,9 +152,9 @@ def stitch(
     adjacent: bool = False,
     sources: Mapping[int, ChunkKV] | None = None,
 ) -> None:
-    """Turn the keys of `parts` in place from where they stand to their prompt positions.
+    """Rotate the keys of `parts` in place from where they stand to their prompt positions.
 
-    This is the specification; `placing` does the same while chunks are read.
+    This is the specification; `overlap` does the same while chunks are read.
 
     Args:
         layout: How the model rotates its caches.
@@ -163,9 +162,8 @@ def stitch(
         scheme: Where chunks shall stand; `composite` means at their local positions.
         stored: Where their keys stand now.
         adjacent: Whether the highest position is the one before the query, which stands behind as
-            many positions as there are tokens.  Prefix and chunks all move up by the same; the
-            rotation knows only distances, so this is the query standing right behind them.
-        sources: By index, chunks whose content `parts` do not hold yet: it is copied and turned in
+            many positions as there are tokens (see `first_positions`).
+        sources: By index, chunks whose content `parts` do not hold yet: it is copied and rotated in
             one pass.
 
     Raises:
