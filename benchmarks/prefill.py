@@ -38,7 +38,7 @@ from benchmarks.shapes import CHUNK, PREFIX, SHAPES, build_model, build_tokenize
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate
 from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.models.cache import layer_tensors
-from kvcache_rag.prefill import PendingChunk, batches
+from kvcache_rag.prefill import ContextChunk, batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ def chunk_batches(engine: Engine, texts: Sequence[str]) -> tuple[list[int], list
     """Ids of the prefix, and the batches that `engine.add` makes, `(rows, tokens)` int64 each."""
     keys = engine.keys(texts)
     prompt = engine.tokenize("", texts)
-    pending = [PendingChunk(*pair) for pair in zip(keys, map(tuple, prompt.chunks), strict=True)]
+    pending = [ContextChunk(*pair) for pair in zip(keys, map(tuple, prompt.chunks), strict=True)]
     made = batches(pending, len(prompt.prefix))
     return list(prompt.prefix), [torch.tensor([one.ids for one in batch]) for batch in made]
 

@@ -18,6 +18,7 @@ from benchmarks.stock import Sample, Stock, stock_attention, timed_generate
 from benchmarks.turborag import TurboRag
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.buffer import KVBuffer
+from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.stitch import stitch
 
@@ -218,14 +219,14 @@ class Bench:
             stitch(self.adapter.measured, parts, "reordered")
 
         def run(new_tokens: int) -> Sample:
-            cache = self.adapter.cache(buffer, held)
+            cache = buffer_cache(buffer, self.adapter.measured.kinds, held)
             return timed_generate(self.model, ids, new_tokens, cache)
 
         return run
 
     def _place_prefix(self, buffer: KVBuffer, ids: Tensor) -> None:
         tokens = len(self.prefix_ids)
-        cache = self.adapter.cache(buffer, 0)
+        cache = buffer_cache(buffer, self.adapter.measured.kinds, 0)
         with stock_attention(self.model), torch.inference_mode():
             self.model.model(
                 ids[:, :tokens].to(self.model.device), past_key_values=cache, use_cache=True

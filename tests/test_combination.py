@@ -263,7 +263,7 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
         engine.add_combination([TEXTS])
     expected = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
     assert mine.delete_namespace() >= len(TEXTS) + 1
-    assert mine._answerer._buffer is None
+    assert mine._answerer.buffer.kept is None
     assert not any(kept.memory.numel() for kept in rotary._KEPT_BY.values())
     prefiller: Any = mine._prefiller
     assert (prefiller._computed_prefix, prefiller._stored_prefix) == (None, None)

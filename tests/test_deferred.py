@@ -380,7 +380,7 @@ class TestAuto:
 
     @pytest.fixture
     def engine(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
         engine = make_engine("qwen2")
         engine.add(TEXTS)
         return engine
@@ -400,12 +400,10 @@ class TestAuto:
     def test_it_copies_until_it_knows_and_then_takes_the_sooner(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        deferral = engine._answerer.deferral
-        assert deferral is not None
+        assert engine._answerer.filler is not None
+        deferral = engine._answerer.filler.deferral
         assert self.ask(engine)[1].startswith("no context of this size was copied yet")
-        monkeypatch.setattr(
-            "kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 1e-3
-        )
+        monkeypatch.setattr("kvcache_rag.generation.context.segment_seconds", lambda model: 1e-3)
         nbytes = deferral._nbytes(engine_prompt(engine))
         # 4 chunks with the prefix, 4 layers: 16 ms per token.
         for _ in range(7):
@@ -418,7 +416,7 @@ class TestAuto:
     def test_what_is_not_in_memory_is_read_into_place(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
         engine = Engine(
             build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=DiskStore(tmp_path)
         )
@@ -426,10 +424,8 @@ class TestAuto:
             assert self.ask(engine)[1].startswith("not all chunks lie in this process's memory")
 
     def test_a_model_that_cannot_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
-        monkeypatch.setattr(
-            "kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 0.0
-        )
+        monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
+        monkeypatch.setattr("kvcache_rag.generation.context.segment_seconds", lambda model: 0.0)
         engine = make_engine("gemma2")
         engine.add(TEXTS)
         self.ask(engine)

@@ -259,7 +259,7 @@ def test_queries_read_in_pieces_are_the_same_in_a_batch(mode: Any, size: int) ->
 def test_auto_asks_no_slow_tier_whether_it_holds_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
+    monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
     slow = DiskStore(tmp_path)
     engine = Engine(
         build("qwen2"),
@@ -274,7 +274,8 @@ def test_auto_asks_no_slow_tier_whether_it_holds_a_chunk(
         raise AssertionError("asked")
 
     monkeypatch.setattr(slow, "contains", asked)
-    why = engine._answerer.why_copied([prompt])
+    assert engine._answerer.filler is not None
+    why = engine._answerer.filler.deferral.why_copied([prompt])
     assert why.startswith("not all chunks lie in this process's memory")
 
 
@@ -282,8 +283,8 @@ def test_auto_tries_the_model_only_where_deferring_would_be_sooner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trying takes several forward passes, in the middle of somebody's question."""
-    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.SMALLEST", 1)
-    monkeypatch.setattr("kvcache_rag.generation.rotation_mode.segment_seconds", lambda model: 1e3)
+    monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
+    monkeypatch.setattr("kvcache_rag.generation.context.segment_seconds", lambda model: 1e3)
     engine = make_engine("qwen2")
     engine.add(TEXTS)
     for _ in range(3):
@@ -296,3 +297,44 @@ def test_devices_without_a_kernel_have_none() -> None:
     shape = (torch.float32, 16, 16, 4, 2)
     assert is_fast(*shape, torch.device("cpu"))
     assert not is_fast(*shape, torch.device("mps"))
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+@pytest.mark.parametrize("twice", [False, True])
+def test_both_ways_find_load_and_compute_the_same(held: int, twice: bool) -> None:
+    texts = [*TEXTS, TEXTS[0]] if twice else TEXTS
+    counted = ("hits", "misses", "reused_tokens", "prefilled_tokens", "declined")
+    found = []
+    for mode in ("copied", "deferred"):
+        engine = make_engine("qwen2", rotation=mode)
+        engine.add(TEXTS[:held])
+        answers = [engine.generate(QUESTION, texts, max_new_tokens=4) for _ in range(2)]
+        stats = engine.store.stats()
+        costs = [[getattr(one.metrics, name) for name in counted] for one in answers]
+        found.append((costs, [one.token_ids for one in answers], stats.puts))
+        assert [one.metrics.rotation for one in answers] == [mode] * 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", ["copied", "deferred"])
+def test_a_reference_that_has_gone_is_its_text_in_a_batch_too(mode: Any) -> None:
+    engine = make_engine("qwen2", rotation=mode)
+    keys = engine.add(TEXTS)
+    chunks = [StoredChunk(key, text) for key, text in zip(keys, TEXTS, strict=True)]
+    questions: list[Any] = [(QUESTION, chunks), ("x", chunks[:1])]
+    expected = engine.generate_batch(questions, max_new_tokens=4)
+    chunks[0] = StoredChunk(keys[0], text="This one is new.")
+    store, get = engine.store, engine.store.get
+
+    def gone(key: Any, *rest: Any, **options: Any) -> Any:
+        store.delete(keys[0])  # after the question was planned
+        return get(key, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "get", gone)
+        found = engine.generate_batch([questions[0], ("x", chunks[:1])], max_new_tokens=4)
+    written = ["This one is new.", *TEXTS[1:]]
+    alone = [engine.generate(QUESTION, written, max_new_tokens=4)]
+    alone.append(engine.generate("x", written[:1], max_new_tokens=4))
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert found[0].token_ids != expected[0].token_ids

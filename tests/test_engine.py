@@ -242,12 +242,12 @@ def ids_of(answers: list[Answer]) -> list[tuple[int, ...]]:
 def test_nothing_of_an_earlier_question_is_left_in_the_next() -> None:
     used = make_engine()
     reused = [used.generate(q, c, max_new_tokens=6) for q, c in many()]
-    buffer = used._answerer._buffer
+    buffer = used._answerer.buffer.kept
     fresh = []
     for question, chunks in many():
-        used._answerer._buffer = None
+        used._answerer.buffer.kept = None
         fresh.append(used.generate(question, chunks, max_new_tokens=6))
-    assert buffer is not used._answerer._buffer
+    assert buffer is not used._answerer.buffer.kept
     assert ids_of(reused) == ids_of(fresh)
 
 

@@ -157,7 +157,7 @@ def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> None:
     policy = Picked(random_third, scheme)
-    engine._answerer.forget()  # a buffer that holds nothing of this prompt yet
+    engine._answerer.buffer.forget()  # a buffer that holds nothing of this prompt yet
     answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=5)
     told = engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=answer.token_ids[:-1])
     assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
@@ -183,7 +183,7 @@ def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
     ]
     for asked in (questions, questions[::3]):
         singles = [engine.generate(q, c, policy=policy, max_new_tokens=6) for q, c in asked]
-        engine._answerer.forget()
+        engine._answerer.buffer.forget()
         batch = engine.generate_batch(asked, policy=policy, max_new_tokens=6)
         assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
         recomputed = [one.metrics.recomputed_tokens for one in singles]

@@ -16,7 +16,7 @@ from kvcache_rag import DiskStore, Engine, MemoryStore, Reuse, TieredStore
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.stitching.costs import Costs
-from kvcache_rag.stitching.loader import Fetcher, Opened
+from kvcache_rag.stitching.loader import ContextLoader, OpenChunk
 from kvcache_rag.stitching.overlap import Part, Placing, PlacingAhead
 from kvcache_rag.stitching.stitch import stitch
 from kvcache_rag.stores.base import ResidentChunk
@@ -41,13 +41,13 @@ def make_engine(name: str, store: ChunkStore, dtype: torch.dtype = torch.float32
 
 @pytest.fixture(params=["ahead", "before"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(Fetcher, "pays_ahead", lambda *_: request.param == "ahead")
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: request.param == "ahead")
     return bool(request.param == "ahead")
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fetcher, "pays_ahead", lambda *_: True)
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: True)
 
 
 @pytest.fixture
@@ -322,28 +322,28 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = Costs()
-    fetcher = Fetcher(None, costs)  # type: ignore[arg-type]  # asked for nothing
+    loader = ContextLoader(None, None, costs)  # type: ignore[arg-type]  # asked for nothing
 
-    def opened(nbytes: int) -> list[Opened]:
+    def opened(nbytes: int) -> list[OpenChunk]:
         reader = ResidentChunk.__new__(ResidentChunk)
         reader.tier, reader.nbytes = "disk", nbytes
-        return [Opened(None, reader, 0.0)]  # type: ignore[arg-type]  # no key is asked for
+        return [OpenChunk(reader, 0.0)]
 
     def free(threads: int, processors: int) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         monkeypatch.setattr("kvcache_rag.stitching.loader._processors", lambda: processors)
 
     free(1, 2)
-    assert not fetcher.pays_ahead(opened(1 << 30)), "nothing is known"
+    assert not loader.pays_ahead(opened(1 << 30)), "nothing is known"
     for _ in range(3):
         costs.loaded("disk", 1 << 20, 0.0005)  # 2 GB/s
-    assert fetcher.pays_ahead(opened(32 << 20))
-    assert not fetcher.pays_ahead(opened(1 << 20)), "over before a thread has begun"
+    assert loader.pays_ahead(opened(32 << 20))
+    assert not loader.pays_ahead(opened(1 << 20)), "over before a thread has begun"
     free(2, 2)
-    assert not fetcher.pays_ahead(opened(32 << 20)), "it would take the model's processor"
+    assert not loader.pays_ahead(opened(32 << 20)), "it would take the model's processor"
     for _ in range(7):
         costs.loaded("disk", 1 << 20, 0.01)  # 0.1 GB/s: mostly waiting
-    assert fetcher.pays_ahead(opened(32 << 20))
+    assert loader.pays_ahead(opened(32 << 20))
 
 
 @pytest.mark.usefixtures("always")
@@ -416,7 +416,7 @@ def test_an_interrupted_loader_writes_into_no_other_question(
         started[0]._thread.join()
 
     layers[0].register_forward_pre_hook(let_it_write)
-    monkeypatch.setattr(Fetcher, "pays_ahead", lambda *_: False)
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: False)
     assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected)
 
 

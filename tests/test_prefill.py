@@ -16,7 +16,7 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.prefill import BATCH_TOKENS, PendingChunk, Prefiller, batches
+from kvcache_rag.prefill import BATCH_TOKENS, ContextChunk, Prefiller, batches
 from kvcache_rag.stores.device import device_of
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Passes:
         patch.setattr(engine.model, "forward", counted)
 
 
-def pending(ids: tuple[int, ...]) -> PendingChunk:
-    return PendingChunk(chunk_key(ids, prefix_ids=(), spec=SPEC, namespace=""), ids)
+def pending(ids: tuple[int, ...]) -> ContextChunk:
+    return ContextChunk(chunk_key(ids, prefix_ids=(), spec=SPEC, namespace=""), ids)
 
 
 def make_engine(**options: Any) -> Engine:
@@ -108,7 +108,7 @@ def test_what_another_thread_stored_meanwhile_is_not_computed_again(
     model = TransformersModel(build("qwen2"))
     prefiller = Prefiller(model, store, (5, 6), SPEC, "")
     ids = [tuple(range(10, 30)), tuple(range(40, 60))]
-    work = [PendingChunk(prefiller.key(one), one) for one in ids]
+    work = [ContextChunk(prefiller.key(one), one) for one in ids]
     computed: list[int] = []
     original = prefiller.compute
 
@@ -177,7 +177,7 @@ def test_an_empty_prefix_is_not_stored() -> None:
     prefiller = Prefiller(TransformersModel(build("qwen2")), store, (), SPEC, "")
     assert prefiller.prefix() is None
     ids = tuple(range(9, 20))
-    assert prefiller.fill([PendingChunk(prefiller.key(ids), ids)]) == 1
+    assert prefiller.fill([ContextChunk(prefiller.key(ids), ids)]) == 1
     assert [key.start for key, _ in store.written] == [0]
 
 

@@ -99,11 +99,14 @@ def test_batches_of_beams_and_stop_strings_equal_their_singles(engine: Engine) -
     policy = CacheBlend(0.3)
     questions = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS[1:]), ("x", TEXTS[:1])]
     text = engine.generate(*questions[0], policy=policy, max_new_tokens=9).text
-    for options in ({"num_beams": 2}, {"stop": [text[3:5]]}):
+    stop = {"stop": [text[3:5]]}
+    for options in ({"num_beams": 2}, stop, {"num_beams": 2, **stop}):
         settings: dict[str, Any] = {"max_new_tokens": 9, "policy": policy, **options}
         singles = [engine.generate(q, c, **settings) for q, c in questions]
         batch = engine.generate_batch(questions, **settings)
         assert [one.text for one in batch] == [one.text for one in singles]
+        assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
+        assert [one.finish_reason for one in batch] == [one.finish_reason for one in singles]
 
 
 def test_refining_rounds_compute_again_in_each(behind: Behind) -> None:

@@ -277,7 +277,7 @@ async def test_no_memory_is_kept_of_prompts_that_were_explained(backend: LocalBa
         await backend.explain(make_work(1, namespace=tenant, policy="cacheblend:0.5"))
     engines = backend._engines
     await eventually(lambda: backend._scheduler.stats()["running"] == 0)
-    kept = {name: engines.of(name)._answerer._buffer is not None for name in "abc"}
+    kept = {name: engines.of(name)._answerer.buffer.kept is not None for name in "abc"}
     assert kept == {"a": True, "b": False, "c": False}, "the one that answers keeps its own"
 
 

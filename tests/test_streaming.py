@@ -15,7 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Answer, Engine, InvalidInputError, PromptTemplate
-from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, TextDecoder
+from kvcache_rag.generation.answer import TextDecoder
+from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.generation.answer import Answerer
+from kvcache_rag.generation.context import PromptBuffer
 from kvcache_rag.models.attention.last_layer import QueryAttention
+from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.prompt.alignment import Offsets, spread
 from kvcache_rag.prompt.offsets import chunk_offsets
 from kvcache_rag.stitching.costs import Costs
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvcache_rag.kv.chunk import ChunkKey
-    from kvcache_rag.stitching.loader import ContextChunk
+    from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stores import ChunkStore
 
 
@@ -109,13 +110,13 @@ class Auxiliary:
         self.engine = engine
         self._name = ""
         self._attention = QueryAttention(engine._adapter)
-        model, renderer, window = self._attention.model, engine._renderer, engine.context_window
-        prefiller = replace(engine._capturing, model=model)
-        self._loader = ContextLoader(prefiller, renderer, Costs(enabled=engine._costs.enabled))
-        self._answerer = Answerer(model, engine.tokenizer, renderer, self._loader, window)
+        prefiller = replace(engine._capturing, model=self._attention.model)
+        costs = Costs(enabled=engine._costs.enabled)
+        self._loader = ContextLoader(prefiller, engine._renderer, costs)
+        self._buffer = PromptBuffer(self._attention.model)
         self._lock = threading.Lock()
         # The other half is for the question.
-        self._longest = (window - len(prefiller.prefix_ids)) // 2
+        self._longest = (engine.context_window - len(prefiller.prefix_ids)) // 2
 
     @classmethod
     def from_pretrained(
@@ -163,7 +164,7 @@ class Auxiliary:
     def forget_buffer(self) -> None:
         """Let go of the memory of the last chunks scored."""
         with self._lock:
-            self._answerer.forget()
+            self._buffer.forget()
 
     def prefill(
         self, chunks: Sequence[str], *, owner: str = "", show_progress: bool = False
@@ -232,10 +233,10 @@ class Auxiliary:
         for piece in pieces:
             ends.append(ends[-1] + len(piece.planned))
         with self._lock, torch.inference_mode():
-            buffer = self._answerer.room(1, ends[-1] + len(query))
+            buffer = self._buffer.room(1, ends[-1] + len(query))
             planned = [piece.planned for piece in pieces]
-            self._loader.load(buffer, 0, 0, planned, "reordered")
-            cache = model.cache(buffer, ends[-1])
+            self._loader.load(buffer, planned, "reordered")
+            cache = buffer_cache(buffer, model.measured.kinds, ends[-1])
             weights = self._attention.weights(torch.tensor(query), cache, ends[-1]).mean(0)
         # A copy: tensors of the inference mode are of no use outside of it.
         return [weights[start:stop].clone() for start, stop in pairwise(ends)]

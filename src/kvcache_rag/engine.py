@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError, InvalidInputError
-from kvcache_rag.generation.answer import Answerer, Asked, answer_batch
+from kvcache_rag.generation.answer import Answerer, Asked
+from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
 from kvcache_rag.generation.request import ChunkInput, Planner, Request
-from kvcache_rag.generation.rotation_mode import checked_mode
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, Emit, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
@@ -24,7 +24,7 @@ from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.auto import with_auxiliary
-from kvcache_rag.prefill import PendingChunk, Prefiller
+from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.template import Message, PromptTemplate
 from kvcache_rag.stitching.costs import Costs
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.explain import Explained
-    from kvcache_rag.generation.rotation_mode import RotationMode
     from kvcache_rag.metrics import Answer
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
@@ -133,8 +133,11 @@ class Engine:
         self._prefiller = loader.prefiller if loader else None
         self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
-        stores = (self.store, self.combinations)
-        self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
+        self._gate: BoundGate | None = None
+        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
+        if gate is not None and self._prefiller is not None:
+            stores = (self.store, self.combinations)
+            self._gate = BoundGate.of(gate, self._prefiller, self._renderer, stores, auxiliary)
         with self._lock:  # it may try out the model
             self._answerer = Answerer(
                 self._adapter,
@@ -226,7 +229,7 @@ class Engine:
     @property
     def gate(self) -> Gate | None:
         """Which policies are let through; None for all."""
-        return self._gate.gate
+        return None if self._gate is None else self._gate.gate
 
     @property
     def prefix_text(self) -> str:
@@ -278,7 +281,7 @@ class Engine:
             ContextTooLongError: If one does not fit the context window.
         """
         _ = self._capturing
-        if policy.is_full or self._gate.objection(policy):
+        if policy.is_full or (self._gate is not None and self._gate.objection(policy)):
             return []
         planned = self._planner.chunks(chunks)
         if policy.joint and self._joint is not None:
@@ -308,11 +311,10 @@ class Engine:
         """
         prefiller = self._capturing
         chunks = self._planner.chunks(texts)
-        pending = [PendingChunk(chunk.key, chunk.ids or ()) for chunk in chunks]
-        if pending:
+        if chunks:
             with self._lock:
                 prefiller.prefix()
-        prefiller.fill(pending, guard=self._lock, show_progress=show_progress)
+        prefiller.fill(chunks, guard=self._lock, show_progress=show_progress)
         ahead = getattr(self.auxiliary, "prefill", None)
         if ahead is not None:
             ahead(texts, show_progress=show_progress)
@@ -400,7 +402,7 @@ class Engine:
         with self._lock:
             if self._joint is not None:
                 self._joint.forget_all()
-            self._answerer.forget()
+            self._answerer.buffer.forget()
             forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
             return sum(store.delete_namespace(self.namespace) for store in stores)
@@ -408,7 +410,7 @@ class Engine:
     def forget_buffer(self) -> None:
         """Let go of the memory of the last prompt, which the next one would have used again."""
         with self._lock:
-            self._answerer.forget()
+            self._answerer.buffer.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)
         if forget is not None:
             forget()
@@ -468,7 +470,7 @@ class Engine:
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
         with self._lock:
-            return answer_batch(self._answerer, requests, cancelled)
+            return self._answerer.run_batch(requests, cancelled)
 
     def complete(self, prompt: str, **options: Any) -> Answer:
         """Continue a text as it is, without template and chunks.
@@ -540,8 +542,7 @@ class Engine:
             history=history,
             max_new_tokens=FEWEST_NEW,
         )
-        asked = self._gate.admitted(asked)
-        request = asked if self._joint is None else self._joint.arranged(asked)
+        asked, request = self._admitted(asked)
         with self._lock, torch.inference_mode():
             return explained(self._answerer, asked, request)
 
@@ -581,9 +582,15 @@ class Engine:
         self, question: str, chunks: Sequence[ChunkInput], options: dict[str, Any]
     ) -> Request:
         policy = options.pop("policy", None) or self.policy
-        request = self._planner.request(question, chunks, policy=policy, **options)
-        request = self._gate.admitted(request)
-        return self._joint.arranged(request) if self._joint is not None else request
+        return self._admitted(self._planner.request(question, chunks, policy=policy, **options))[1]
+
+    def _admitted(self, request: Request) -> tuple[Request, Request]:
+        """What the gate lets be answered, with the chunks one by one and as the policy wants."""
+        if self._gate is not None:
+            request = self._gate.admitted(request)
+        if self._joint is None or not request.policy.joint:
+            return request, request
+        return request, self._joint.arranged(request)
 
     def _run(
         self, request: Request, emit: Emit | None, cancelled: threading.Event | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from kvcache_rag.stores.device import moved
 from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.rotary import StoredPosition
@@ -35,16 +36,24 @@ _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
-class PendingChunk:
-    """A chunk to be prefilled.
+class ContextChunk:
+    """A chunk of a prompt, on its way from a text to its keys and values.
 
     Attributes:
         key: Its address.
-        ids: Its token ids.
+        ids: Its token ids; empty when it is known by its key alone.
+        text: Its text, for a reference that has gone meanwhile; None when it is not known.
+        is_joint: Whether it is several chunks computed together (`Combinations`).
     """
 
     key: ChunkKey
     ids: tuple[int, ...]
+    text: str | None = None
+    is_joint: bool = False
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.key.tokens
 
 
 @dataclass(eq=False)
@@ -60,6 +69,7 @@ class Prefiller:
         dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
             either way.
         description: What of the spec a person wants to know.
+        key: Gives the address of token ids behind the prefix.
     """
 
     model: TransformersModel
@@ -69,8 +79,14 @@ class Prefiller:
     namespace: str
     dtype: torch.dtype | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
+    key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.key = partial(
+            chunk_key, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace
+        )
 
     @classmethod
     def of(
@@ -117,10 +133,6 @@ class Prefiller:
         rotated = unrotated(layout, chunk) if self.position == "raw" else chunk
         return converted(rotated, layout.dtype)
 
-    def key(self, ids: Sequence[int]) -> ChunkKey:
-        """Address of a chunk behind the prefix."""
-        return chunk_key(ids, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace)
-
     def prefix(self) -> ChunkKV | None:
         """The prefix's own cache as the store keeps it, computed once, on the model's device.
 
@@ -165,7 +177,7 @@ class Prefiller:
 
     def fill(
         self,
-        pending: Sequence[PendingChunk],
+        chunks: Sequence[ContextChunk],
         *,
         guard: AbstractContextManager[object] = _NOTHING,
         show_progress: bool = False,
@@ -173,12 +185,12 @@ class Prefiller:
         """Prefill and store what is not held yet; return how many chunks were computed.
 
         Args:
-            pending: Chunks, also several times the same.
+            chunks: With their ids, also several times the same.
             guard: Held for one batch at a time, so that questions are answered in between.
             show_progress: Whether to show a bar.
         """
         missing = list(
-            {one.key: one for one in pending if not self.store.contains(one.key)}.values()
+            {one.key: one for one in chunks if not self.store.contains(one.key)}.values()
         )
         computed, total = 0, len(missing)
         bar = progress_bar(total, "prefill", "chunk", show=True) if show_progress else None
@@ -194,7 +206,7 @@ class Prefiller:
             self.model.narrow()
         return computed
 
-    def fill_batch(self, batch: Sequence[PendingChunk]) -> dict[ChunkKey, ChunkKV]:
+    def fill_batch(self, batch: Sequence[ContextChunk]) -> dict[ChunkKey, ChunkKV]:
         """Compute what of one batch is still missing under its locks, and store it."""
         with torch.inference_mode(), self.store.locked([one.key for one in batch]):
             todo = [one for one in batch if not self.store.contains(one.key)]
@@ -211,15 +223,15 @@ def _position(model: TransformersModel, store: ChunkStore) -> StoredPosition:
     return "raw" if store.codec.raw_keys and not model.measured.immovable else "local"
 
 
-def batches(pending: Sequence[PendingChunk], behind: int = 0) -> Iterator[list[PendingChunk]]:
+def batches(chunks: Sequence[ContextChunk], behind: int = 0) -> Iterator[list[ContextChunk]]:
     """Batches of similar length, padded to `BATCH_TOKENS` at most (or one long chunk).
 
     Args:
-        pending: Chunks to be computed.
+        chunks: To be computed, with their ids.
         behind: Tokens of the prefix, of which each row holds a copy.
     """
-    batch: list[PendingChunk] = []
-    for one in sorted(pending, key=lambda chunk: len(chunk.ids)):
+    batch: list[ContextChunk] = []
+    for one in sorted(chunks, key=lambda chunk: len(chunk.ids)):
         if batch and (len(batch) + 1) * (behind + len(one.ids)) > BATCH_TOKENS:
             yield batch
             batch = []

@@ -11,6 +11,7 @@ query stands too, and the others keep theirs.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,36 +69,13 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     Raises:
         UnsupportedModelError: If the model takes no positions, or its attention no mask.
     """
-    try:
-        _forward(row, selected, row.shape.tokens - 1, keep=1, halts=True)
-    except HaltedError:
-        return
-
-
-def recompute_logits(row: StitchedRow, selected: Tensor) -> Tensor:
-    """Compute chosen tokens again, and the whole query.
-
-    Args:
-        row: A stitched prompt.
-        selected: `(context_tokens,)` bool.
-
-    Returns:
-        Logits of the query's tokens, `(query, vocabulary)`.
-
-    Raises:
-        UnsupportedModelError: If the model takes no positions, or its attention no mask.
-    """
-    query = row.shape.tokens - row.shape.context_tokens
-    return _forward(row, selected, row.shape.tokens, keep=query, halts=False)[0]
-
-
-def _forward(row: StitchedRow, selected: Tensor, stop: int, *, keep: int, halts: bool) -> Tensor:
-    model, context = row.model, row.shape.context_tokens
+    model, context, stop = row.model, row.shape.context_tokens, row.shape.tokens - 1
     model.ensure_recomputable()
     chosen = selected.nonzero()[:, 0]
     places = torch.cat([chosen, torch.arange(context, stop)])
     columns = torch.arange(stop)
     mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
     kinds = model.measured.kinds
-    cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=halts)
-    return model.forward(row.ids[None, places], cache, places, mask=mask, keep=keep)
+    cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
+    with suppress(HaltedError):
+        model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)

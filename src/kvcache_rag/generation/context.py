@@ -1,45 +1,69 @@
-"""Fill a row of a buffer with a prompt's context: load, stitch, choose tokens, compute them again.
+"""The contexts of a batch of prompts: copied into one buffer, attended to in place, or computed.
 
-What a policy asks for is done here, for single answers and batches alike.
+What a policy asks for is done here: load, stitch, choose tokens, compute them again.  Who runs the
+model sees a `Context` and never asks which it is.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.models.attention.scaled import weighed_chunks
+from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.models.deferred.cache import HeldSegments, deferred_cache
 from kvcache_rag.models.deferred.segments import SegmentTable
-from kvcache_rag.models.deferred.support import deferred_rotation
+from kvcache_rag.models.deferred.support import (
+    deferral_refusal,
+    deferred_rotation,
+    segment_seconds,
+)
+from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
-from kvcache_rag.prefill import PendingChunk, batches
 from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.recompute import chosen_tokens, recompute
-from kvcache_rag.stitching.loader import LoadedContext
+from kvcache_rag.stitching.costs import Timings
+from kvcache_rag.stitching.overlap import used
 from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
-from kvcache_rag.stores.device import moved
+from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from kvcache_rag.generation.request import Request
-    from kvcache_rag.kv.buffer import KVBuffer
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
+    from kvcache_rag.kv.chunk import ChunkKV
+    from kvcache_rag.metrics import Metrics
+    from kvcache_rag.models.cache import Loading
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
-    from kvcache_rag.stitching.loader import ContextChunk, ContextLoader
+    from kvcache_rag.prefill import ContextChunk
+    from kvcache_rag.stitching.loader import ContextLoader, LoadedContext, SharedChunks
+    from kvcache_rag.stores import ChunkStore
+
+# Room for generated tokens is rounded up, so that a buffer can serve the next question too.
+CAPACITY_STEP = 256
+
+RotationMode = Literal["auto", "copied", "deferred"]
+"""`copied`: keys are copied and rotated; `deferred`: the query is rotated instead; `auto`: what is
+sooner by what was measured, copying until something was."""
+
+# Answers whose copying is looked back at, and how large a context must be to be worth a thought:
+# below, copying takes a few milliseconds, and what was measured is mostly other work.
+COPIES = 7
+
+SMALLEST = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -58,28 +82,53 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
-class FilledRow:
-    """A row whose context lies in its buffer.
+class ContextRow:
+    """One prompt of a batch, and what bringing its context cost.
 
     Attributes:
-        row: The prompt.
-        loaded: What loading and stitching cost.
+        ids: `(tokens,)` int64 of the whole prompt, on the CPU.
+        shape: The prompt's spans; in a full prefill all of it is the query.
+        loaded: What finding the chunks gave and cost.
         policy: What selected for this prompt.
+    """
+
+    ids: Tensor
+    shape: StitchedPrompt
+    loaded: LoadedContext
+    policy: ReusePolicy
+
+    @property
+    def missing(self) -> int:
+        """Last tokens of the prompt that generating has to compute: the query."""
+        return self.shape.tokens - self.shape.context_tokens
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What it adds to `Metrics`."""
+        loaded = self.loaded
+        waited = 0.0 if loaded.ahead is None else loaded.ahead.waited
+        names = ("stitch", "reused_tokens", "prefilled_tokens", "hits", "misses", "declined")
+        costs = {name: getattr(loaded, name) for name in names}
+        return {**costs, "load": loaded.load + waited, "policy": repr(self.policy)}
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedRow(ContextRow):
+    """A prompt whose context lies in a buffer.
+
+    Attributes:
+        stitched: Where it lies.
         selected: `(context_tokens,)` bool, tokens to be computed again; None for none.
         choosing: Seconds for choosing them.
         recomputing: Seconds for computing them again, 0 before that.
         is_copy: Whether all that was done for another row of the batch.
-        not_deferred: Why keys were copied instead of attended to where they lie.
     """
 
-    row: StitchedRow
-    loaded: LoadedContext
-    policy: ReusePolicy
+    stitched: StitchedRow
     selected: Tensor | None = None
     choosing: float = 0.0
     recomputing: float = 0.0
     is_copy: bool = False
-    not_deferred: str = ""
 
     @property
     def recomputed_tokens(self) -> int:
@@ -88,22 +137,16 @@ class FilledRow:
 
     @property
     def missing(self) -> int:
-        """Last tokens of the prompt that generating has to compute, once the row is recomputed."""
-        shape = self.row.shape
+        """The query; its last token, once tokens were computed again and the query with them."""
         is_query = self.selected is None or self.is_copy
-        return shape.tokens - shape.context_tokens if is_query else 1
+        return self.shape.tokens - self.shape.context_tokens if is_query else 1
 
     @property
     def costs(self) -> dict[str, Any]:
         """What it adds to `Metrics`."""
-        return {
-            **costs_of(self.loaded),
-            "policy": repr(self.policy),
-            "recompute": self.choosing + self.recomputing,
-            "recomputed_tokens": self.recomputed_tokens,
-            "rotation": "copied",
-            "not_deferred": self.not_deferred,
-        }
+        recomputing = self.choosing + self.recomputing
+        tokens = self.recomputed_tokens
+        return {**super().costs, "recompute": recomputing, "recomputed_tokens": tokens}
 
     @property
     def can_be_copied(self) -> bool:
@@ -113,102 +156,433 @@ class FilledRow:
 
 
 @dataclass(frozen=True, eq=False)
-class RowFiller:
-    """Fills rows for one engine.
+class InPlaceRow(ContextRow):
+    """A prompt whose context lies in chunks of the store.
+
+    Attributes:
+        parts: Prefix (if any) and chunks, and how far the keys of each have to move.
+    """
+
+    parts: tuple[tuple[ChunkKV, int], ...]
+
+
+class Context(Protocol):
+    """What stands before the queries of one batch of prompts, there or on its way."""
+
+    @property
+    def rows(self) -> Sequence[ContextRow]:
+        """One per prompt."""
+
+    def cache(self, missing: Sequence[int]) -> Any:
+        """A transformers cache of one left-padded batch; None where everything is computed.
+
+        Args:
+            missing: Last tokens of each prompt that the forward pass will compute.
+        """
+
+    def attended(self) -> AbstractContextManager[None]:
+        """What forward passes run in, with the attention that they need in force.
+
+        What is still on its way is closed behind them.
+
+        Raises:
+            AheadError: If a pass ended because loading failed; it may be run again over another.
+            UnsupportedModelError: On entering, if the policy weighs chunks and the model cannot.
+        """
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which forward passes waited for what was on its way."""
+
+    def costs(self, row: int) -> dict[str, Any]:
+        """What the context of one prompt adds to its `Metrics`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlainContext:
+    """None: the forward pass computes prompts as they are."""
+
+    rows: Sequence[ContextRow]
+    waited: float = 0.0
+
+    def cache(self, missing: Sequence[int]) -> None:
+        """Nothing is held."""
+
+    def attended(self) -> AbstractContextManager[None]:
+        """The model's own attention."""
+        return nullcontext()
+
+    def costs(self, row: int) -> dict[str, Any]:
+        """All tokens are computed."""
+        return self.rows[row].costs
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedContext:
+    """Contexts side by side in one buffer.
+
+    A row's context ends where its query begins, so index = position + padding everywhere and
+    windows stay right.
+
+    Attributes:
+        model: The model.
+        rows: The prompts.
+        buffer: Where their contexts lie, left-padded.
+        policy: What all of them ask for.
+        not_deferred: Why keys were copied instead of attended to where they lie.
+        ahead: Brings what is not there yet; None when everything is.
+    """
+
+    model: TransformersModel
+    rows: Sequence[CopiedRow]
+    buffer: KVBuffer
+    policy: ReusePolicy
+    not_deferred: str
+    ahead: Loading | None
+
+    def cache(self, missing: Sequence[int]) -> Any:
+        """Of the buffer, which may still be filled layer by layer."""
+        width, longest = max(row.shape.tokens for row in self.rows), max(missing)
+        keep = None
+        if min(missing) < longest:
+            # The input's columns of rows with fewer missing tokens begin inside what they hold.
+            keep = torch.tensor([longest - count for count in missing], device=self.model.device)
+        kinds = self.model.measured.kinds
+        return buffer_cache(self.buffer, kinds, width - longest, keep, self.ahead)
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Plain attention, unless the policy weighs chunks."""
+        with ExitStack() as stack:
+            if self.ahead is not None:
+                stack.enter_context(used(self.ahead))
+            if self.policy.scaling is not None and any(row.shape.chunks for row in self.rows):
+                columns = self._chunk_columns()
+                temperature, scale = self.policy.scaling.temperature, self.policy.scaling.scale
+                stack.enter_context(weighed_chunks(self.model, temperature, scale, columns))
+            yield
+
+    def _chunk_columns(self) -> list[tuple[int, int]]:
+        """Per row the columns of the left-padded batch that hold chunks, half-open."""
+        shapes = [row.shape for row in self.rows]
+        width = max(shape.tokens for shape in shapes)
+        paddings = [width - shape.tokens for shape in shapes]
+        return [
+            (padding + shape.spans[0].stop, padding + shape.context_tokens)
+            for padding, shape in zip(paddings, shapes, strict=True)
+        ]
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which forward passes waited for layers."""
+        return 0.0 if self.ahead is None else self.ahead.waited
+
+    def costs(self, row: int) -> dict[str, Any]:
+        """With the reason why it was copied."""
+        costs = self.rows[row].costs
+        return {**costs, "rotation": "copied", "not_deferred": self.not_deferred}
+
+
+@dataclass(frozen=True, eq=False)
+class InPlaceContext:
+    """Contexts that lie where the store keeps them; only what follows needs memory.
+
+    Deferred rotation (LazyAttention, arXiv 2606.04302): one copy of a chunk serves any prompt at
+    any position.
+
+    Attributes:
+        model: The model.
+        rows: The prompts.
+        buffer: For as many tokens as the longest query has, and the answer.
+    """
+
+    model: TransformersModel
+    rows: Sequence[InPlaceRow]
+    buffer: KVBuffer
+    waited: float = 0.0
+
+    def cache(self, missing: Sequence[int]) -> Any:
+        """Of segments and, behind them, the buffer (see `SegmentTable`)."""
+        layout, longest = self.model.measured, max(missing)
+        width = max(row.shape.tokens for row in self.rows)
+        table = []
+        for row in self.rows:
+            column, members = width - row.shape.tokens, []
+            for chunk, far in row.parts:
+                members.append((chunk, column, far))
+                column += len(chunk)
+            table.append(members)
+        keep = [longest - count for count in missing]
+        segments = SegmentTable.of(layout, table, width - longest, keep)
+        return deferred_cache(HeldSegments.of(segments), layout.kinds, self.buffer)
+
+    def attended(self) -> AbstractContextManager[None]:
+        """The query is rotated instead of the keys."""
+        return deferred_rotation(self.model)
+
+    def costs(self, row: int) -> dict[str, Any]:
+        """What finding the chunks cost."""
+        return {**self.rows[row].costs, "rotation": "deferred"}
+
+
+class PromptBuffer:
+    """Memory for prompts: that of the last ones serves the next, if it is large enough.
+
+    Attributes:
+        kept: What is there, or None.
+    """
+
+    def __init__(self, model: TransformersModel) -> None:
+        """Keep nothing yet."""
+        self._model = model
+        self.kept: KVBuffer | None = None
+
+    def room(self, rows: int, capacity: int) -> KVBuffer:
+        """A buffer of at least `capacity` tokens per row, with anything in it."""
+        kept = self.kept
+        if kept is None or kept.rows < rows or kept.capacity < capacity:
+            self.kept = None  # release the old one before the new one is made
+            rounded = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+            layout = self._model.measured.chunk_layout
+            kept = self.kept = KVBuffer.allocate(layout, rows, rounded, self._model.device)
+        return kept.narrowed(rows)
+
+    def forget(self) -> None:
+        """Release it."""
+        self.kept = None
+
+
+class Deferral:
+    """Copy the chunks of a prompt and rotate their keys, or attend to them where they lie?
+
+    Copying costs time per byte, once.  Attending in place costs a kernel's call per chunk, layer
+    and token, which on a CPU is soon more.  Both are measured; what cannot be deferred says why.
+    Not thread-safe: used by whoever holds the model.
+
+    Attributes:
+        mode: What the caller wants.
+        loader: Knows model and stores.
+    """
+
+    def __init__(self, mode: RotationMode, loader: ContextLoader) -> None:
+        """Know no rate yet; with `deferred` the model is tried out now, not by a question.
+
+        Raises:
+            InvalidInputError: If `mode` is none of the three.
+        """
+        self.mode, self.loader = checked_mode(mode), loader
+        self._copies = Timings(COPIES)
+        if mode == "deferred":
+            deferral_refusal(loader.prefiller.model)
+
+    def why_copied(self, prompts: Sequence[Prompt]) -> str:
+        """Why the chunks of a batch have to be copied, or ""."""
+        if self.mode == "copied":
+            return 'the engine was made with rotation="copied"'
+        request = prompts[0].request
+        if request.policy.scaling is not None:
+            return f"{request.policy!r} weighs chunks against the rest"
+        if not request.policy.is_reuse:
+            return f"{request.policy!r} computes tokens again"
+        if uses_beams(request.options):
+            return "beam search repeats and reorders rows"
+        for prefiller in (self.loader.of(prompt.chunks).prefiller for prompt in prompts):
+            if prefiller.position == "raw":
+                codec = prefiller.store.codec.name
+                return (
+                    f"codec {codec} keeps every key at position 0, and one angle turns one distance"
+                )
+        sooner = self._why_sooner(prompts) if self.mode == "auto" else ""
+        return sooner or deferral_refusal(self.loader.prefiller.model)
+
+    def answered(self, prompt: Prompt, metrics: Metrics) -> None:
+        """Note what copying took for one prompt, if all of it lay in memory."""
+        nbytes, seconds = self._nbytes(prompt), metrics.load + metrics.stitch
+        tiers = {one.tier for one in _memory_tiers(self.loader.of(prompt.chunks).prefiller.store)}
+        from_memory = {*metrics.hits} <= tiers and not metrics.prefilled_tokens
+        if metrics.rotation == "copied" and from_memory and seconds and nbytes >= SMALLEST:
+            self._copies.note(nbytes, seconds)
+
+    def _nbytes(self, prompt: Prompt) -> int:
+        tokens = len(self.loader.prefiller.prefix_ids) + sum(map(len, prompt.chunks))
+        return self.loader.prefiller.model.measured.chunk_layout.nbytes(tokens)
+
+    def _why_sooner(self, prompts: Sequence[Prompt]) -> str:
+        """Why copying is sooner, or ""."""
+        nbytes = sum(map(self._nbytes, prompts))
+        megabytes = f"{nbytes / 1e6:.3g} MB"
+        if nbytes < SMALLEST:
+            return f"copying {megabytes} is a matter of milliseconds"
+        for prompt in prompts:
+            # Not `locate`, which would ask slower tiers too.
+            tiers = _memory_tiers(self.loader.of(prompt.chunks).prefiller.store)
+            if not all(any(one.contains(chunk.key) for one in tiers) for chunk in prompt.chunks):
+                return "not all chunks lie in this process's memory; others are read into place"
+        rate = self._copies.rate()
+        if rate is None:
+            return "no context of this size was copied yet, so nothing is known to compare with"
+        model = self.loader.prefiller.model
+        segments = sum(1 + len(prompt.chunks) for prompt in prompts)
+        tokens = 1 + prompts[0].request.max_new_tokens
+        calls = segment_seconds(model) * segments * len(model.measured.kinds) * tokens
+        if not math.isfinite(calls):
+            return deferral_refusal(model) or "no kernel knows the shapes of its attention"
+        copying = rate * nbytes
+        if copying > calls:
+            return ""
+        return (
+            f"copying {megabytes} is sooner here: {copying:.2g} s against {calls:.2g} s more for "
+            f"{tokens} tokens over {segments} chunks"
+        )
+
+
+def checked_mode(mode: RotationMode) -> RotationMode:
+    """The mode; raises `InvalidInputError` if it is none."""
+    if mode not in ("auto", "copied", "deferred"):
+        raise InvalidInputError(f'rotation must be "auto", "copied" or "deferred", not {mode!r}')
+    return mode
+
+
+def _memory_tiers(store: ChunkStore) -> list[MemoryStore]:
+    """The tiers that are memory of this process."""
+    tiers = getattr(store, "tiers", (store,))
+    return [one for one in tiers if isinstance(one, MemoryStore)]
+
+
+class ContextFiller:
+    """Brings the contexts of prompts for one engine.
 
     Attributes:
         model: The model.
         tokenizer: Its tokenizer.
         loader: Loads and stitches.
+        buffer: Memory for prompts.
         auxiliary: Scores chunks for policies that bring no scorer of their own.
+        deferral: Decides whether chunks are copied.
     """
 
-    model: TransformersModel
-    tokenizer: Any
-    loader: ContextLoader
-    auxiliary: Scorer | None = None
-
-    def fill(
+    def __init__(
         self,
-        buffer: KVBuffer,
-        row: int,
-        offset: int,
-        prompt: Prompt,
-        chunks: Sequence[ContextChunk],
-        *,
-        ahead: bool = False,
-    ) -> FilledRow:
-        """Load and stitch a prompt's context, and choose what has to be computed again.
+        model: TransformersModel,
+        tokenizer: Any,
+        loader: ContextLoader,
+        buffer: PromptBuffer,
+        auxiliary: Scorer | None,
+        rotation: RotationMode,
+    ) -> None:
+        """Fill `buffer`; with `rotation="deferred"` the model is tried out now."""
+        self.model, self.tokenizer, self.loader = model, tokenizer, loader
+        self.buffer, self.auxiliary = buffer, auxiliary
+        self.deferral = Deferral(rotation, loader)
+
+    def fill(self, prompts: Sequence[Prompt], *, ahead: bool = False) -> Context:
+        """Bring the contexts of a batch whose requests are alike.
 
         Args:
-            buffer: With the model's layout.
-            row: Which row.
-            offset: Place of the first token in it.
-            prompt: The prompt.
-            chunks: Its chunks, or what became of them.
-            ahead: Whether a context that is not computed again may still be on its way when this
-                returns (`FilledRow.loaded.ahead`).
+            prompts: One or more.
+            ahead: Whether the context of a single prompt may still be on its way when this returns.
 
         Raises:
             ChunkNotFoundError: If a chunk without text is not held any more.
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
             InvalidInputError: If the policy needs a scorer and there is none, or selects nonsense.
         """
-        policy = prompt.request.policy
-        scores = self._scoring(policy, prompt.request.question, chunks)
-        loaded = self.loader.load(
-            buffer,
-            row,
-            offset,
-            chunks,
+        try:
+            return self._fill(prompts, ahead=ahead and len(prompts) == 1)
+        except ChunkNotFoundError:
+            # A reference has gone, or was not what it said: its text is what counts.
+            written = [
+                replace(prompt, chunks=tuple(map(self.loader.from_text, prompt.chunks)))
+                for prompt in prompts
+            ]
+            return self._fill(written, ahead=False)
+
+    def _fill(self, prompts: Sequence[Prompt], *, ahead: bool) -> Context:
+        why = self.deferral.why_copied(prompts)
+        return self._copied(prompts, why, ahead=ahead) if why else self._in_place(prompts)
+
+    def _copied(self, prompts: Sequence[Prompt], why: str, *, ahead: bool) -> CopiedContext:
+        request, sizes = prompts[0].request, list(map(self._tokens, prompts))
+        width = max(sizes)
+        buffer = self.buffer.room(len(prompts), width + request.max_new_tokens)
+        rows: list[CopiedRow] = []
+        known: dict[tuple[ContextChunk, ...], CopiedRow] = {}
+        for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+            place = buffer.single(number, width - size)
+            source = known.get(prompt.chunks)
+            if source is not None:
+                rows.append(self._copy(source, place, prompt))
+                continue
+            row = self._recomputed(self._chosen(prompt, place, ahead=ahead))
+            rows.append(row)
+            if row.can_be_copied:
+                known[prompt.chunks] = row
+        # More than one are complete before they begin.
+        arriving = rows[0].loaded.ahead
+        return CopiedContext(self.model, rows, buffer, request.policy, why, arriving)
+
+    def choose(self, prompt: Prompt) -> CopiedRow:
+        """Load and stitch the context of a prompt and choose tokens; none is computed again."""
+        buffer = self.buffer.room(1, self._tokens(prompt) + prompt.request.max_new_tokens)
+        return self._chosen(prompt, buffer, ahead=False)
+
+    def _tokens(self, prompt: Prompt) -> int:
+        prefix = len(self.loader.prefiller.prefix_ids)
+        return prefix + sum(map(len, prompt.chunks)) + len(prompt.query)
+
+    def _chosen(self, prompt: Prompt, place: KVBuffer, *, ahead: bool) -> CopiedRow:
+        """Load and stitch a context into a buffer of one row, and choose tokens."""
+        policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+        scores = self._scoring(policy, prompt.request.question, prompt.chunks)
+        loaded = loader.load(
+            place,
+            prompt.chunks,
             policy.positions,
             policy.adjacent_query,
             ahead=ahead and policy.is_reuse,
         )
-        prefix = len(loaded.ids) - sum(map(len, chunks))
-        shape = StitchedPrompt.of(prefix, [len(one) for one in chunks], len(prompt.query))
-        ids = torch.tensor([*loaded.ids, *prompt.query])
-        stitched = StitchedRow(self.model, buffer.single(row, offset), ids, shape)
+        ids, shape = self._joined(prompt, loaded)
+        stitched = StitchedRow(self.model, place, ids, shape)
         if policy.is_reuse or not shape.context_tokens:
-            return FilledRow(stitched, loaded, policy)
+            return CopiedRow(ids, shape, loaded, policy, stitched)
         started = time.perf_counter()
         signals = RowSignals(stitched, self.loader.costs, scores)
         policy = policy.resolved(shape, signals)
         selected = chosen_tokens(policy, shape, signals)
         choosing = time.perf_counter() - started
         kept = selected if bool(selected.any()) else None
-        return FilledRow(stitched, loaded, policy, kept, choosing)
+        return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing)
 
-    def recompute(self, filled: FilledRow) -> FilledRow:
+    def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
+        chunks = [chunk.key.tokens for chunk in prompt.chunks]
+        shape = StitchedPrompt.of(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
+        return torch.tensor([*loaded.ids, *prompt.query]), shape
+
+    def _recomputed(self, row: CopiedRow) -> CopiedRow:
         """Compute what was chosen and the query but its last token; nothing if none was chosen."""
-        if filled.selected is None:
-            return filled
+        if row.selected is None:
+            return row
         started = time.perf_counter()
-        recompute(filled.row, filled.selected)
+        recompute(row.stitched, row.selected)
         self.model.wait()
         seconds = time.perf_counter() - started
-        query = filled.row.shape.tokens - filled.row.shape.context_tokens - 1
-        self.loader.costs.recomputed(filled.recomputed_tokens + query, seconds)
-        return replace(filled, recomputing=seconds)
+        query = row.shape.tokens - row.shape.context_tokens - 1
+        self.loader.costs.recomputed(row.recomputed_tokens + query, seconds)
+        return replace(row, recomputing=seconds)
 
-    def copy(
-        self, source: FilledRow, buffer: KVBuffer, row: int, offset: int, prompt: Prompt
-    ) -> FilledRow:
+    def _copy(self, source: CopiedRow, place: KVBuffer, prompt: Prompt) -> CopiedRow:
         """Fill a row with what another one holds whose chunks are the same.
 
         Context never sees a query, so it is the same whatever is asked.
         """
-        context = source.row.shape.context_tokens
-        target = buffer.single(row, offset)
-        target.copy_first(source.row.buffer, context)
-        chunks = [len(span) for span in source.row.shape.chunks]
-        shape = StitchedPrompt.of(context - sum(chunks), chunks, len(prompt.query))
-        ids = torch.cat((source.row.ids[:context], torch.tensor(prompt.query, dtype=torch.long)))
-        loaded = replace(source.loaded, load=0.0, stitch=0.0)
+        place.copy_first(source.stitched.buffer, source.shape.context_tokens)
+        ids, shape = self._joined(prompt, source.loaded)
         return replace(
             source,
-            row=StitchedRow(self.model, target, ids, shape),
-            loaded=loaded,
+            ids=ids,
+            shape=shape,
+            loaded=replace(source.loaded, load=0.0, stitch=0.0),
+            stitched=StitchedRow(self.model, place, ids, shape),
             choosing=0.0,
             recomputing=0.0,
             is_copy=True,
@@ -234,251 +608,17 @@ class RowFiller:
         ]
         return ChunkScores.start(scorer, question, texts, template, self.tokenizer)
 
+    def _in_place(self, prompts: Sequence[Prompt]) -> InPlaceContext:
+        shared: SharedChunks = {}
+        rows = [self._held(prompt, shared) for prompt in prompts]
+        capacity = max(row.missing for row in rows) + prompts[0].request.max_new_tokens
+        return InPlaceContext(self.model, rows, self.buffer.room(len(rows), capacity))
 
-def costs_of(loaded: LoadedContext) -> dict[str, Any]:
-    """What bringing a context adds to `Metrics`."""
-    counts = ("reused_tokens", "prefilled_tokens", "hits", "misses", "declined")
-    names = ("load", "stitch", *counts)
-    waited = 0.0 if loaded.ahead is None else loaded.ahead.waited
-    return {**{name: getattr(loaded, name) for name in names}, "load": loaded.load + waited}
-
-
-def weighing(
-    model: TransformersModel, policy: ReusePolicy, rows: Sequence[FilledRow | None]
-) -> AbstractContextManager[None]:
-    """What the query's forward passes run in: plain attention, unless the policy weighs chunks.
-
-    Args:
-        model: The model.
-        policy: What all rows ask for.
-        rows: Of one left-padded batch, None for those that are prefilled plainly.
-
-    Raises:
-        UnsupportedModelError: On entering, if the model's attention is code of its own.
-    """
-    shapes = [one.row.shape for one in rows if one is not None]
-    if policy.scaling is None or not any(shape.chunks for shape in shapes):
-        return nullcontext()
-    width = max(shape.tokens for shape in shapes)
-    columns = []
-    for shape in shapes:
-        padding, prefix = width - shape.tokens, shape.spans[0]
-        columns.append((padding + prefix.stop, padding + shape.context_tokens))
-    return weighed_chunks(model, policy.scaling.temperature, policy.scaling.scale, columns)
-
-
-# Hold the chunks of a prompt where they lie, instead of copying them into one buffer.
-#
-# Deferred rotation (LazyAttention, arXiv 2606.04302): one copy of a chunk serves any prompt at any
-# position. What is missing is prefilled, stored and held at once.
-
-
-Known: TypeAlias = "dict[ChunkKey, tuple[ChunkKV, str]]"
-"""Chunks that rows of one batch share, and the tier that each came from."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeldRow:
-    """A prompt whose context lies in chunks of the store.
-
-    Attributes:
-        ids: `(tokens,)` int64 of the whole prompt, on the CPU.
-        shape: The prompt's spans.
-        loaded: What finding the chunks cost.
-        policy: What was asked for.
-        parts: Prefix (if any) and chunks, and how far the keys of each have to move.
-    """
-
-    ids: Tensor
-    shape: StitchedPrompt
-    loaded: LoadedContext
-    policy: ReusePolicy
-    parts: tuple[tuple[ChunkKV, int], ...]
-
-    @property
-    def missing(self) -> int:
-        """Last tokens of the prompt that generating has to compute: the query."""
-        return self.shape.tokens - self.shape.context_tokens
-
-    @property
-    def costs(self) -> dict[str, Any]:
-        """What it adds to `Metrics`."""
-        return {**costs_of(self.loaded), "policy": repr(self.policy), "rotation": "deferred"}
-
-
-Row: TypeAlias = FilledRow | HeldRow
-"""A prompt whose context is there."""
-
-
-@dataclass(frozen=True, eq=False)
-class Holder:
-    """Finds the chunks of prompts, and computes those that are missing.
-
-    Attributes:
-        loader: Knows store, prefix, model and costs; those of combinations have their own.
-    """
-
-    loader: ContextLoader
-
-    def hold(self, prompt: Prompt, chunks: Sequence[ContextChunk], known: Known) -> HeldRow:
-        """Find the chunks of a prompt.
-
-        Args:
-            prompt: The prompt.
-            chunks: Its chunks, or what became of them.
-            known: Of other rows of the batch; those of this one are added.
-
-        Raises:
-            ChunkNotFoundError: If a chunk without text is not held any more.
-        """
-        joint = any(chunk.is_joint for chunk in chunks)
-        loader = self.loader.combinations if joint else None
-        found = _Finding(loader or self.loader, known)
-        started = time.perf_counter()
-        prefix = found.loader.prefiller.prefix()
-        loaded = found.load(chunks, started)
-        policy, device = prompt.request.policy, found.loader.prefiller.model.device
-        members = [] if prefix is None else [moved(prefix, device)]
-        members += [known[chunk.key][0] for chunk in chunks]
-        sizes = [len(chunk) for chunk in chunks]
-        shape = StitchedPrompt.of(len(loaded.ids) - sum(sizes), sizes, len(prompt.query))
-        firsts = first_positions(
-            [(one.start, len(one)) for one in members],
-            policy.positions,
-            adjacent=policy.adjacent_query,
-        )
-        parts = [(one, first - one.start) for one, first in zip(members, firsts, strict=True)]
-        ids = torch.tensor([*loaded.ids, *prompt.query])
-        return HeldRow(ids, shape, loaded, policy, tuple(parts))
-
-
-@dataclass(frozen=True, eq=False)
-class _Finding:
-    """Brings chunks of one loader."""
-
-    loader: ContextLoader
-    known: Known
-
-    def load(self, chunks: Sequence[ContextChunk], started: float) -> LoadedContext:
-        prefiller = self.loader.prefiller
-        fresh = [one for one in dict.fromkeys(chunks) if one.key not in self.known]
-        reasons = {one: why for one in fresh if (why := self.loader.reason(one))}
-        missing = [one for one in fresh if one not in reasons and not self._fetch(one)]
-        try:
-            computed = self._compute(missing, prefiller.fill_batch)
-            for key, chunk in self._compute([*reasons], self._without_storing).items():
-                tier = next(tier for one, (tier, _) in reasons.items() if one.key == key)
-                prefiller.store.promote(key, chunk, tier)
-        finally:
-            prefiller.model.narrow()
-        prefilled = {one.key: len(one) for one in (*reasons, *missing)}
-        hits = Counter(self.known[one.key][1] for one in chunks if one.key not in prefilled)
-        ids = [*prefiller.prefix_ids]
-        for one in chunks:
-            ids += self.known[one.key][0].tokens.tolist()
-        return LoadedContext(
-            ids=tuple(ids),
-            load=time.perf_counter() - started,
-            stitch=0.0,
-            hits=dict(hits),
-            misses=len(computed),
-            reused_tokens=sum(map(len, chunks)) - sum(prefilled.values()),
-            prefilled_tokens=sum(prefilled.values()),
-            declined=dict(Counter(why for _, why in reasons.values())),
-        )
-
-    def _fetch(self, chunk: ContextChunk) -> bool:
-        """Take a chunk as the store gives it, shared with others; False for a miss."""
-        prefiller, costs = self.loader.prefiller, self.loader.costs
-        layout, started = prefiller.model.measured.chunk_layout, costs.clock()
-        try:
-            hit = prefiller.store.get(chunk.key, layout)
-        except ChunkNotFoundError:
-            return False
-        costs.loaded(hit.tier, hit.chunk.nbytes, costs.clock() - started)
-        # The key is the hash of these ids, so this holds even for a file that lies about itself.
-        if prefiller.key(hit.chunk.tokens.tolist()) != chunk.key:
-            prefiller.store.delete(chunk.key)
-            return False
-        self.known[chunk.key] = moved(hit.chunk, prefiller.model.device), hit.tier
-        return True
-
-    def _compute(
-        self,
-        missing: Sequence[ContextChunk],
-        fill: Callable[[Sequence[PendingChunk]], dict[ChunkKey, ChunkKV]],
-    ) -> dict[ChunkKey, ChunkKV]:
-        prefiller, costs = self.loader.prefiller, self.loader.costs
-        pending = [PendingChunk(one.key, self._known_ids(one)) for one in missing]
-        computed: dict[ChunkKey, ChunkKV] = {}
-        for batch in batches(pending, len(prefiller.prefix_ids)):
-            started = costs.clock()
-            found = fill(batch)
-            computed.update(found)
-            tokens = sum(len(one.ids) for one in batch if one.key in found)
-            costs.passed(tokens, costs.clock() - started)
-        for chunk, one in zip(missing, pending, strict=True):
-            if one.key not in computed and not self._fetch(chunk):
-                # Another process stored it; it is gone again.
-                computed[one.key] = prefiller.compute([one.ids])[0]
-            if one.key in computed:
-                tier = prefiller.store.locate(one.key) or prefiller.store.tier
-                device = prefiller.model.device
-                self.known[one.key] = moved(computed[one.key], device), tier
-        return computed
-
-    def _without_storing(self, batch: Sequence[PendingChunk]) -> dict[ChunkKey, ChunkKV]:
-        costs, started = self.loader.costs, self.loader.costs.clock()
-        chunks = self.loader.prefiller.compute([one.ids for one in batch])
-        costs.prefilled([len(one.ids) for one in batch], costs.clock() - started)
-        return {one.key: chunk for one, chunk in zip(batch, chunks, strict=True)}
-
-    def _known_ids(self, chunk: ContextChunk) -> tuple[int, ...]:
-        ids = chunk.ids
-        if ids is None:
-            ids = self.loader.renderer.chunk_ids(chunk.text) if chunk.text is not None else ()
-        if self.loader.prefiller.key(ids) != chunk.key:
-            raise ChunkNotFoundError(
-                f"chunk {chunk.key.digest[:12]} is not in the store any more; pass its text "
-                "instead of its key"
-            )
-        return ids
-
-
-def held_cache(model: TransformersModel, rows: Sequence[HeldRow], buffer: KVBuffer) -> Any:
-    """A transformers cache of one left-padded batch (see `SegmentTable`).
-
-    Args:
-        model: The model.
-        rows: Of the batch.
-        buffer: Memory for as many tokens as the longest query has, and the answer.
-    """
-    width = max(row.shape.tokens for row in rows)
-    longest = max(row.missing for row in rows)
-    table = []
-    for row in rows:
-        column, members = width - row.shape.tokens, []
-        for chunk, far in row.parts:
-            members.append((chunk, column, far))
-            column += len(chunk)
-        table.append(members)
-    keep = [longest - row.missing for row in rows]
-    segments = SegmentTable.of(model.measured, table, width - longest, keep)
-    return deferred_cache(HeldSegments.of(segments), model.measured.kinds, buffer)
-
-
-def attending(
-    model: TransformersModel, policy: ReusePolicy, rows: Sequence[Row | None]
-) -> AbstractContextManager[None]:
-    """What the query's forward passes run in: `deferred_rotation` over held rows, else `weighing`.
-
-    Args:
-        model: The model.
-        policy: What all rows ask for.
-        rows: Of one batch, all held or none, None for those that are prefilled plainly.
-
-    Raises:
-        UnsupportedModelError: On entering, if the policy weighs chunks and the model cannot.
-    """
-    filled = [row for row in rows if not isinstance(row, HeldRow)]
-    return weighing(model, policy, filled) if filled else deferred_rotation(model)
+    def _held(self, prompt: Prompt, shared: SharedChunks) -> InPlaceRow:
+        policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+        loaded, members = loader.hold(prompt.chunks, shared)
+        ids, shape = self._joined(prompt, loaded)
+        old = [(member.start, len(member)) for member in members]
+        new = first_positions(old, policy.positions, adjacent=policy.adjacent_query)
+        distances = [there - here for there, (here, _) in zip(new, old, strict=True)]
+        return InPlaceRow(ids, shape, loaded, policy, tuple(zip(members, distances, strict=True)))

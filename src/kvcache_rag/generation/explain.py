@@ -1,12 +1,15 @@
-"""What becomes of every token of a prompt: reused or computed."""
+"""What becomes of every token of a prompt: reused or computed, said without answering.
+
+What is said is what `generate` would do now: the same plan, gate, lock and choice of tokens.
+Nothing is computed that it would not compute, and where the policy chooses without looking at keys
+and values, nothing is computed at all.
+"""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.prompt.alignment import token_offsets
 from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.stitching.loader import ContextChunk, ContextLoader
+    from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stitching.stitch import SpanKind
 
 
@@ -105,13 +108,6 @@ class Explained:
         return asdict(self)
 
 
-# Say of every token of a prompt whether it would be reused or computed, without answering.
-#
-# What is said is what `generate` would do now: the same plan, gate, lock and choice of tokens.
-# Nothing is computed that it would not compute, and where the policy chooses without looking at
-# keys and values, nothing is computed at all.
-
-
 FEWEST_NEW = 1  # a prompt that leaves no room for a single token of an answer is refused
 
 
@@ -135,10 +131,12 @@ class _Choice:
 def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     """Explain a request; `asked` has the chunks as the caller named them, one by one."""
     prompt = runner.prompt(request, 0, "")
-    members = [_known(runner, chunk) for chunk in asked.rounds[0]]
+    members = asked.rounds[0]
+    if runner.loader is not None:
+        members = tuple(map(runner.loader.known, members))
     joint = any(chunk.is_joint for chunk in prompt.chunks)
     prefix = runner.renderer.prefix_ids
-    ids = [*prefix, *(one for chunk in members for one in chunk.ids or ()), *prompt.query]
+    ids = [*prefix, *(token for chunk in members for token in chunk.ids), *prompt.query]
     shape = StitchedPrompt.of(len(prefix), [len(one) for one in members], len(prompt.query))
     named = zip(prompt.chunks, members, strict=not joint)
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
@@ -168,55 +166,22 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     )
 
 
-def _known(runner: Answerer, chunk: ContextChunk) -> ContextChunk:
-    """A chunk with its ids; a reference that has gone is what its text is."""
-    if chunk.ids is not None or runner.loader is None:
-        return chunk
-    try:
-        return replace(chunk, ids=runner.loader.ids(replace(chunk, text=None)))
-    except ChunkNotFoundError:
-        if chunk.text is None:
-            raise
-        return runner.loader.from_text(chunk)
-
-
 def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
     policy = prompt.request.policy
     if runner.filler is None or runner.is_full(prompt):
         runner.ensure_capturable(prompt)
         return _Choice(policy, ("",) * len(chunks), None)
-    is_joint = any(chunk.is_joint for chunk in chunks)
-    tiers = _tiers((is_joint and runner.filler.loader.combinations) or runner.filler.loader, chunks)
+    tiers = runner.filler.loader.of(chunks).foreseen(chunks)
     firsts = [chunk.key not in {one.key for one in chunks[:at]} for at, chunk in enumerate(chunks)]
     prefilled = tuple(first and not tier for first, tier in zip(firsts, tiers, strict=True))
     if policy.is_reuse:
         return _Choice(policy, tiers, prefilled)
-    length = len(runner.renderer.prefix_ids) + sum(map(len, chunks)) + len(prompt.query)
     try:
-        buffer = runner.room(1, length + FEWEST_NEW)
-        filled = runner.filler.fill(buffer, 0, 0, prompt, chunks)
+        row = runner.filler.choose(replace(prompt, chunks=chunks))
     except BaseException:
-        runner.forget()  # as when an answer fails
+        runner.buffer.forget()  # as when an answer fails
         raise
-    return _Choice(filled.policy, tiers, prefilled, filled.selected)
-
-
-def _tiers(loader: ContextLoader, chunks: Sequence[ContextChunk]) -> tuple[str, ...]:
-    """Per chunk the tier from which it would be loaded, "" for one that would be computed.
-
-    Like `ContextLoader.reason`, but it decides on a copy of what was measured, and tries out
-    nothing.
-    """
-    store, layout = loader.prefiller.store, loader.prefiller.model.measured.chunk_layout
-    costs, found = copy.deepcopy(loader.costs), dict[Any, str]()
-    for chunk in chunks:
-        if chunk.key in found:
-            continue
-        tier, size = store.locate(chunk.key) or "", layout.nbytes(len(chunk))
-        is_known = chunk.ids is not None or chunk.text is not None  # else nobody can compute it
-        is_slow = bool(tier) and is_known and costs.is_slow(size, len(chunk))
-        found[chunk.key] = "" if is_slow and costs.verdict(tier, size, len(chunk)) else tier
-    return tuple(found[chunk.key] for chunk in chunks)
+    return _Choice(row.policy, tiers, prefilled, row.selected)
 
 
 def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[TokenState]:
@@ -234,18 +199,18 @@ def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[Toke
 
 
 def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
-    """Where keys stand, as `stitch.distances` and `recompute` have it."""
+    """Where keys stand, as `stitch` and `recompute` have it."""
     places, policy = list(range(shape.tokens)), choice.policy
     if choice.prefilled is None or policy.positions == "reordered":
         return places
-    prefix, *chunks = shape.spans[:-1]
-    parts = [(0, len(prefix)), *((prefix.stop, len(chunk)) for chunk in chunks)]
-    firsts = first_positions(parts, policy.positions, adjacent=policy.adjacent_query)
-    stays = set() if choice.selected is None else set(choice.selected.nonzero()[:, 0].tolist())
-    for span, first in zip(shape.spans[:-1], firsts, strict=True):
+    spans, behind = shape.spans[:-1], shape.spans[0].stop
+    computed_at = [(behind if span.kind == "chunk" else 0, len(span)) for span in spans]
+    first = first_positions(computed_at, policy.positions, adjacent=policy.adjacent_query)
+    recomputed = set() if choice.selected is None else set(choice.selected.nonzero()[:, 0].tolist())
+    for span, start in zip(spans, first, strict=True):
         for place in range(span.start, span.stop):
-            if place not in stays:
-                places[place] = first + place - span.start
+            if place not in recomputed:
+                places[place] = start + place - span.start
     return places
 
 
@@ -254,14 +219,13 @@ def _texts(runner: Answerer, asked: Request, members: Sequence[ContextChunk]) ->
     tokenizer, renderer = runner.tokenizer, runner.renderer
     parts = [(renderer.prefix_text, renderer.prefix_ids)]
     for chunk in members:
-        ids = chunk.ids or ()
-        if chunk.text is not None and renderer.chunk_ids(chunk.text) == ids:
-            parts.append((renderer.template.wrap(chunk.text), ids))
+        if chunk.text is not None and renderer.chunk_ids(chunk.text) == chunk.ids:
+            parts.append((renderer.template.wrap(chunk.text), chunk.ids))
         else:  # known by its key alone
             read = tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(chunk.ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            parts.append((read, ids))
+            parts.append((read, chunk.ids))
     written = renderer.query_text(renderer.template.ask(asked.question), asked.history)
     parts.append((written, asked.query))
     return [piece for text, ids in parts for piece in _pieces(tokenizer, text, ids)]

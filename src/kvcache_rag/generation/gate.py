@@ -55,7 +55,7 @@ def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
 
 @dataclass(frozen=True)
 class BoundGate:
-    """A gate of an engine; lets everything pass without a verdict.
+    """A gate of an engine.
 
     Attributes:
         gate: The setting.
@@ -64,16 +64,16 @@ class BoundGate:
         exact_combinations: Whether chunks computed together are stored without loss.
     """
 
-    gate: Gate | None = None
-    verdict: Verdict | None = None
-    auxiliary: Scorer | None = None
-    exact_combinations: bool = True
+    gate: Gate
+    verdict: Verdict
+    auxiliary: Scorer | None
+    exact_combinations: bool
 
     @classmethod
     def of(
         cls,
-        given: Gate | Verdict | str | os.PathLike[str] | None,
-        prefiller: Prefiller | None,
+        setting: Gate | Verdict | str | os.PathLike[str],
+        prefiller: Prefiller,
         renderer: PromptRenderer,
         stores: Sequence[ChunkStore],
         auxiliary: Scorer | None,
@@ -81,8 +81,8 @@ class BoundGate:
         """Read the verdict and compare it with the engine.
 
         Args:
-            given: The setting, a verdict or the path of one, or None for no gate.
-            prefiller: None for a model that keeps no keys and values.
+            setting: A gate, a verdict or the path of one.
+            prefiller: Knows model, prefix and codec.
             renderer: Writes prompts.
             stores: Of chunks and of combinations.
             auxiliary: The engine's own scorer.
@@ -91,10 +91,7 @@ class BoundGate:
             InvalidInputError: If it cannot be read, or is none.
             FingerprintMismatchError: If it is about another model, template or codec.
         """
-        # A model without a prefiller keeps no keys and values: nothing of it can be reused.
-        if given is None or prefiller is None:
-            return cls()
-        gate = given if isinstance(given, Gate) else Gate(given)
+        gate = setting if isinstance(setting, Gate) else Gate(setting)
         verdict = gate.loaded()
         verdict.identity.ensure_same(identity(prefiller, renderer))
         exact = all(store.codec.name == Native.name for store in stores)
@@ -102,7 +99,7 @@ class BoundGate:
 
     def objection(self, policy: ReusePolicy) -> str:
         """Why a policy does not pass, or ""; what equals a full prefill always passes."""
-        if self.gate is None or self.verdict is None or policy.is_full:
+        if policy.is_full:
             return ""
         if policy.joint and self.exact_combinations:
             return ""
@@ -121,7 +118,7 @@ class BoundGate:
         if not reason:
             return request
         reuses = any(request.rounds)
-        if self.gate is not None and self.gate.below == "error" and reuses:
+        if self.gate.below == "error" and reuses:
             raise InvalidInputError(f"{reason}; use FullRecompute() or another policy")
         # Without chunks nothing is lost and there is nothing to report; the policy is replaced all
         # the same, because a batch is answered under one policy.

@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 from array import array
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from kvcache_rag.errors import ChunkNotFoundError, ContextTooLongError, InvalidInputError
-from kvcache_rag.prefill import PendingChunk
-from kvcache_rag.stitching.loader import ContextChunk
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 
@@ -70,13 +70,11 @@ class Combinations:
         return self._joint.prefiller.store
 
     def arranged(self, request: Request) -> Request:
-        """The request with the chunks of each round as one, if its policy wants that.
+        """The request with the chunks of each round as one, as its policy wants it.
 
         Raises:
             ChunkNotFoundError: If only the key of a chunk is known and its ids are nowhere.
         """
-        if not request.policy.joint:
-            return request
         self._look()
         self._idle.start()
         return replace(request, rounds=tuple(map(self.joined, request.rounds)))
@@ -86,7 +84,7 @@ class Combinations:
         if len(chunks) < 2:
             return tuple(chunks)
         parts = [self._known_ids(chunk) for chunk in chunks]
-        ids = tuple(one for part in parts for one in part)
+        ids = tuple(chain.from_iterable(parts))
         members = frozenset(chunk.key for chunk in chunks)
         key = self._joint.prefiller.key(ids)
         with self._lock:
@@ -96,24 +94,13 @@ class Combinations:
         return (ContextChunk(key, ids, is_joint=True),)
 
     def _known_ids(self, chunk: ContextChunk) -> Sequence[int]:
-        if chunk.ids is not None:
+        if chunk.ids:
             return chunk.ids
         with self._lock:
             remembered = self._ids.get(chunk.key)
         if remembered is not None:
             return remembered
-        written = () if chunk.text is None else self._plain.renderer.chunk_ids(chunk.text)
-        if written and self._plain.prefiller.key(written) == chunk.key:
-            return written
-        try:
-            return self._plain.ids(replace(chunk, text=None))
-        except ChunkNotFoundError as error:
-            if written:  # a reference that has gone: its text is what counts
-                return written
-            raise ChunkNotFoundError(
-                f"chunk {chunk.key.digest[:12]} is not in the store any more; pass its text "
-                "instead of its key"
-            ) from error
+        return self._plain.known(chunk).ids
 
     def fill(
         self,
@@ -150,15 +137,15 @@ class Combinations:
                 )
         joined = [self.joined(chunks)[0] for chunks in lists]
         for loader in (self._plain, self._joint):
-            pending = [
-                PendingChunk(chunk.key, tuple(self._known_ids(chunk)))
+            mine = [
+                replace(chunk, ids=tuple(self._known_ids(chunk)))
                 for chunk in joined
                 if chunk.is_joint == (loader is self._joint)
             ]
-            if pending:
+            if mine:
                 with guard:
                     loader.prefiller.prefix()
-                loader.prefiller.fill(pending, guard=guard, show_progress=show_progress)
+                loader.prefiller.fill(mine, guard=guard, show_progress=show_progress)
         return [chunk.key for chunk in joined]
 
     def forget_all(self) -> None:

@@ -14,8 +14,8 @@ from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, In
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.prompt.template import as_messages
-from kvcache_rag.stitching.loader import ContextChunk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -254,9 +254,9 @@ class Planner:
         if text is None:
             if mismatch:
                 raise FingerprintMismatchError(mismatch)
-            return ContextChunk(key, None, None)
+            return ContextChunk(key, (), None)
         if not mismatch and self.prefiller is not None and self.prefiller.store.contains(key):
-            return ContextChunk(key, None, text)
+            return ContextChunk(key, (), text)
         return self._from_text(text, index)  # the reference has gone, or is of another engine
 
     def _from_text(self, text: str, index: int) -> ContextChunk:

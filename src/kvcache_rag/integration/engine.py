@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcache_rag.engine import Engine
-    from kvcache_rag.generation.rotation_mode import RotationMode
+    from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, MemoryStore

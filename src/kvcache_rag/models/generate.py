@@ -80,29 +80,41 @@ class Generated:
 
 
 class _Watch(StoppingCriteria):
-    """Notes the time of the first token, hands tokens on, and stops when it is told to."""
+    """Notes the time of the first token, hands tokens on, and stops when it is told to.
+
+    Attributes:
+        first_at: `time.perf_counter()` at the first token, 0 before.
+        ends: Per row after how many tokens it ended, None while it goes on; what follows in a batch
+            is padding.
+    """
 
     def __init__(
         self,
-        prompt_tokens: int,
-        emit: Callable[[Sequence[int]], bool] | None,
+        ids: Tensor,
+        stops: frozenset[int],
+        emit: Callable[[int, Sequence[int]], bool] | None,
         cancelled: threading.Event | None,
     ) -> None:
         self.first_at = 0.0
-        self._seen = prompt_tokens
-        self._emit, self._cancelled = emit, cancelled
-        self._stopped = False
+        self.ends: list[int | None] = [None] * len(ids)
+        self._prompt = self._seen = ids.shape[1]
+        self._stops, self._emit, self._cancelled = stops, emit, cancelled
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         # Reading the ids waits for the device, so the clock is right there too.
-        fresh = input_ids[0, self._seen :].tolist()
+        fresh = input_ids[:, self._seen :].tolist()
         self._seen = input_ids.shape[1]
         self.first_at = self.first_at or time.perf_counter()
         if self._emit is not None:
-            self._stopped = self._emit(fresh) or self._stopped
-        if self._cancelled is not None and self._cancelled.is_set():
-            self._stopped = True
-        return torch.full((input_ids.shape[0],), self._stopped, device=input_ids.device)
+            for row, ids in enumerate(fresh):
+                if self.ends[row] is not None:
+                    continue
+                if self._emit(row, ids) or not self._stops.isdisjoint(ids):
+                    self.ends[row] = self._seen - self._prompt
+        is_over = self._cancelled is not None and self._cancelled.is_set()
+        if is_over or self._emit is None:  # of beams there are more than rows
+            return torch.full((len(input_ids),), is_over, device=input_ids.device)
+        return torch.tensor([end is not None for end in self.ends], device=input_ids.device)
 
 
 def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str, Any]:
@@ -172,7 +184,7 @@ def generate(
     max_new_tokens: int,
     tokenizer: Any,
     options: dict[str, Any],
-    emit: Callable[[Sequence[int]], bool] | None = None,
+    emit: Callable[[int, Sequence[int]], bool] | None = None,
     cancelled: threading.Event | None = None,
 ) -> Generated:
     """Generate from full ids and a cache that covers all but their last columns.
@@ -185,12 +197,14 @@ def generate(
         max_new_tokens: At most so many per row.
         tokenizer: Needed by `stop_strings`.
         options: Further arguments of `generate()`.
-        emit: Called with the new ids of row 0 after each step; True stops.
+        emit: Called after each step with the number and the new ids of each row that has not ended;
+            True ends the row.  None with beam search, whose rows are known at the end only.
         cancelled: Stops at the next token once set.
     """
-    watch = _Watch(ids.shape[1], emit, cancelled)
-    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
+    stops = _stop_ids(config.eos_token_id)
+    watch = _Watch(ids, stops, emit, cancelled)
+    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     arguments["stopping_criteria"] = criteria
     if cache is not None and len(ids) > 1:
         # What rows hold already of the input's columns is the affair of one first pass.
@@ -208,8 +222,8 @@ def generate(
             **arguments,
         )
     ended = time.perf_counter()
-    stops = _stop_ids(config.eos_token_id)
-    rows = tuple(_trim(row, stops) for row in output[:, ids.shape[1] :].tolist())
+    answers = output[:, ids.shape[1] :].tolist()
+    rows = tuple(_trim(row, stops)[:end] for row, end in zip(answers, watch.ends, strict=True))
     # Without a stop token, an answer was cut, by its length or its time or a cancellation, unless
     # the caller gave reasons of its own to end it.
     own = bool(options.get("stop_strings") or options.get("stopping_criteria"))

@@ -21,7 +21,6 @@ from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.models.cache import Arrivals
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
 
@@ -277,16 +276,6 @@ class TransformersModel:
         pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)
         return {name: masks[kind.window] for name, kind in pairs if not kind.shared}
 
-    def cache(
-        self,
-        buffer: KVBuffer,
-        length: int,
-        keep: Tensor | None = None,
-        arrivals: Arrivals | None = None,
-    ) -> Any:
-        """A transformers cache over a buffer with `length` tokens per row (see `buffer_cache`)."""
-        return buffer_cache(buffer, self.measured.kinds, length, keep, arrivals)
-
     def prefill(self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Compute keys and values of chunks, each behind the prefix and seeing nothing else.
 
@@ -308,7 +297,8 @@ class TransformersModel:
             if prefix is not None and start:
                 buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
         positions = torch.arange(start, start + longest)
-        self.forward(ids, self.cache(buffer, start), positions, keep=1)
+        cache = buffer_cache(buffer, self.measured.kinds, start)
+        self.forward(ids, cache, positions, keep=1)
         return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
 
     def wait(self) -> None:

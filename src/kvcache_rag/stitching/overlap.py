@@ -1,7 +1,9 @@
-"""Put the chunks of a prompt into their places on a device, first layers first.
+"""Put the chunks of a prompt into their places first layers first, beside the forward pass.
 
-What `placing` does in main memory: here chunks that are kept in memory cross the bus band of layers
-by band, and each band is turned behind its copies, while the forward pass is at earlier layers.
+The plain path brings every chunk whole and rotates its keys afterwards (`stitch`).  In main memory
+(`Placing`) each byte is read, hashed, rotated and placed once, one layer at a time; on a device
+(`cross`) chunks that are kept in memory cross the bus band of layers by band, and each band is
+rotated behind its copies.  The forward pass is at the first layers meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.stores.base import ChunkReader
     from kvcache_rag.stores.device import LayerArrivals
+
+    Layers = tuple[Tensor, ...]
 
 
 def cross(
@@ -110,17 +114,6 @@ def _joined_places(places: Sequence[ChunkKV]) -> ChunkKV:
     ids = torch.cat([place.tokens for place in places])
     return ChunkKV(first.layout, ids, first.start, tensors)
 
-
-# Put the chunks of a prompt into their places layer by layer, beside the forward pass if it pays.
-#
-# The plain path reads every chunk whole and turns its keys afterwards (`stitch`). Here each byte is
-# read, hashed, turned and placed once, one layer at a time, and the first are used meanwhile.
-
-
-if TYPE_CHECKING:
-    Layers = tuple[Tensor, ...]
-
-_Answer = TypeVar("_Answer")
 
 # Numbers turned in one go: few calls, and the float32 copies (2 x 1 MiB) fit into a cache.
 _RUN = 1 << 18
@@ -328,15 +321,12 @@ class AheadError(Exception):
 
 
 @contextmanager
-def used(ahead: Loading | None) -> Iterator[None]:
+def used(ahead: Loading) -> Iterator[None]:
     """What a forward pass over a context runs in, that may still be on its way; it is closed.
 
     Raises:
         AheadError: If the pass ended because loading failed.
     """
-    if ahead is None:
-        yield
-        return
     try:
         yield
     except Exception as error:
@@ -345,14 +335,6 @@ def used(ahead: Loading | None) -> Iterator[None]:
         raise
     finally:
         ahead.close()
-
-
-def while_loading(run: Callable[[bool], _Answer]) -> _Answer:
-    """What `run` gives, told that it may load ahead, or, when that fails, that it may not."""
-    try:
-        return run(True)
-    except AheadError:
-        return run(False)
 
 
 def _settle(slot: Sequence[tuple[Tensor, Tensor]], table: RotaryTable | None) -> None:

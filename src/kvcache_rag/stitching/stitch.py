@@ -154,7 +154,7 @@ def stitch(
 ) -> None:
     """Rotate the keys of `parts` in place from where they stand to their prompt positions.
 
-    This is the specification; `placing` does the same while chunks are read.
+    This is the specification; `overlap` does the same while chunks are read.
 
     Args:
         layout: How the model rotates its caches.

@@ -22,6 +22,7 @@ from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention.support import attention_switched
+from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.models.deferred.attention import deferred_attention, is_fast
 from kvcache_rag.models.deferred.cache import HeldSegments, awaited, deferred_cache
 from kvcache_rag.models.deferred.segments import SegmentTable
@@ -172,7 +173,7 @@ class _Probe:
                 if rotation.style != "none":
                     cos, sin = (one[1:] for one in angles[rotation.frequency])
                     rotate_(view.keys(index), rotation, cos, sin)
-        return self.model.cache(buffer, 2 * _CHUNK)
+        return buffer_cache(buffer, self.layout.kinds, 2 * _CHUNK)
 
     def _buffer(self, tokens: int) -> KVBuffer:
         return KVBuffer.allocate(self.layout.chunk_layout, 1, tokens, self.model.device)
