@@ -56,7 +56,6 @@ class Call:
         )
 
     def open(self) -> AnswerStream:
-        """Start answering."""
         asked = self.asked
         if isinstance(asked, Conversation):
             return self.engine.stream_complete(self._prompt(asked), **self.options)

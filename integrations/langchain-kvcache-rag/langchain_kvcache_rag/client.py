@@ -46,15 +46,12 @@ class PrefilledClient:
         return PrefilledCollection(collection, self._source, show_progress=self._show_progress)
 
     def get_or_create_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
-        """As Chroma's."""
         return self.wrap(self.client.get_or_create_collection(*args, **options))
 
     def create_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
-        """As Chroma's."""
         return self.wrap(self.client.create_collection(*args, **options))
 
     def get_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
-        """As Chroma's."""
         return self.wrap(self.client.get_collection(*args, **options))
 
     def delete_collection(self, name: str) -> None:

@@ -185,7 +185,6 @@ class PrefilledCollection:
         )
 
     def clear(self) -> None:
-        """Delete every row."""
         self._drop()
 
     def _drop(self, **which: Any) -> dict[str, int]:
@@ -254,7 +253,6 @@ class PrefilledCollection:
         return found
 
     def search(self, *args: Any, **options: Any) -> Any:
-        """As Chroma's."""
         found: Any = self.collection.search(*args, **options)
         found["metadatas"] = [
             None if column is None else [self._read(one) for one in column]

@@ -82,12 +82,10 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 
     @property
     def InputType(self) -> Any:
-        """`RagInput`."""
         return RagInput
 
     @property
     def OutputType(self) -> Any:
-        """A message."""
         return BaseMessage
 
     def invoke(

@@ -1,4 +1,7 @@
-"""What every codec is, and the plain one."""
+"""What every codec is, the plain one, and what quantising ones share.
+
+These share the walk over K and V slots, and the rounding of their scales.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,6 @@ class Native(Codec):
         return {name: tensor.contiguous() for name, tensor in _named(chunk).items()}
 
     def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
-        """Copy."""
         for name, tensor in _named(out).items():
             tensor.copy_(stored[name])
 
@@ -93,9 +95,6 @@ def _named(chunk: ChunkKV) -> dict[str, Tensor]:
         for names, tensors in zip(chunk.layout.names(), chunk.tensors, strict=True)
         for name, tensor in zip(names, tensors, strict=True)
     }
-
-
-# What quantising codecs share: the walk over K and V slots, and rounding of their scales.
 
 
 # Along which axis of `[layers, heads, tokens, width]` the values of one scale lie (KIVI, arXiv

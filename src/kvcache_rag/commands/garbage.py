@@ -1,4 +1,9 @@
-"""Claims on chunks that no row refers to any more: finding and releasing them, in all tiers."""
+"""`kvcache-rag store gc`: release chunks that no row of the named collections refers to any more.
+
+Only claims of the named owners are touched, in all tiers, so no other collection can lose a chunk.
+A claim younger than the grace time is left alone, because a row may still be on its way, and what
+was released by mistake is claimed again when a row turns up.
+"""
 
 from __future__ import annotations
 
@@ -164,13 +169,6 @@ def release(found: Unused, owner: Owner, remote: Remote | None = None) -> int:
     if remote is not None:
         remote.release(found.spec, released, owner.id)
     return len(released)
-
-
-# `kvcache-rag store gc`: mark what the rows of named collections use, and release the rest.
-#
-# Only claims of the named owners are touched, so no other collection can lose a chunk. A claim
-# younger than the grace time is left alone, because a row may still be on its way, and what was
-# released by mistake is claimed again when a row turns up.
 
 
 LEFTOVER_AGE = 3600.0  # seconds; as of `DiskStore.temp_age`

@@ -181,7 +181,6 @@ class Processes:
     """
 
     def __init__(self, settings: BuildSettings, workers: int, devices: Sequence[str] = ()) -> None:
-        """Start nothing yet."""
         self.settings = settings
         self.workers = workers
         self.devices = tuple(devices)

@@ -73,7 +73,6 @@ class Attempts:
     """Counts how often each block was begun, where no death of an actor can make it forget."""
 
     def __init__(self) -> None:
-        """Know of none."""
         self._begun: Counter[int] = Counter()
 
     def begin(self, first: int) -> int:
@@ -125,7 +124,6 @@ class Actor:
         return int(ray.get(self._attempts.begin.remote(texts[0].index))) > DEATHS_OF_A_TEXT
 
     def build(self, texts: list[Text]) -> BatchReport:
-        """Build some texts."""
         if self._worker is None:
             return BatchReport(refusal=self._refusal)
         return self._worker.build(texts) if texts else BatchReport()

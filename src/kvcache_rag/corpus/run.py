@@ -80,7 +80,6 @@ class ProcessPool:
     def run(
         self, settings: BuildSettings, reading: Reading, batch: int
     ) -> Generator[BatchReport, None, None]:
-        """See `Workers`."""
         pool = Processes(settings, self.workers, self.devices)
         with closing(pool.run(batches(reading.texts(), batch))) as reports:
             yield from reports
@@ -119,7 +118,6 @@ class Tally:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, report: BatchReport) -> None:
-        """Count a report."""
         for name in ("prefilled", "there", "tokens", "prefilled_tokens", "nbytes"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
         self.spec = report.spec or self.spec

@@ -167,7 +167,6 @@ class BatchReport:
     refusal: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     @classmethod

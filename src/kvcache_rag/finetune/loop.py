@@ -87,7 +87,6 @@ class Trainer:
         self._work.cut_log(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint."""
         self._work.save(
             {
                 "step": self.step,

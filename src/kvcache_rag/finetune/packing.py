@@ -85,7 +85,6 @@ class Feed:
         self.state = {"portions": 0, "asked": 0, "qa": 0, "qa_before": 0, "plain": 0, "skipped": 0}
 
     def next(self) -> Portion:
-        """The next portion."""
         state, config = self.state, self._config
         number = state["portions"]
         state["portions"] += 1

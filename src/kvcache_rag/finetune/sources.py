@@ -85,7 +85,6 @@ class Listed(Generic[T]):
     seed: int
 
     def draw(self, number: int) -> T:
-        """Sample `number`."""
         rounds, place = divmod(number, len(self.samples))
         return self.samples[_order(self.seed, rounds, len(self.samples))[place]]
 
@@ -104,7 +103,6 @@ class Drawn(Generic[T]):
     make: Callable[[int], T]
 
     def draw(self, number: int) -> T:
-        """Sample `number`."""
         return self.make(number)
 
 

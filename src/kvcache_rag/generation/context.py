@@ -333,7 +333,6 @@ class PromptBuffer:
     """
 
     def __init__(self, model: TransformersModel) -> None:
-        """Keep nothing yet."""
         self._model = model
         self.kept: KVBuffer | None = None
 
@@ -348,7 +347,6 @@ class PromptBuffer:
         return kept.narrowed(rows)
 
     def forget(self) -> None:
-        """Release it."""
         self.kept = None
 
 

@@ -100,7 +100,6 @@ class Explained:
 
     @property
     def text(self) -> str:
-        """The prompt's text."""
         return "".join(token.text for token in self.tokens)
 
     def to_dict(self) -> dict[str, Any]:

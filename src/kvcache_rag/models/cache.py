@@ -1,4 +1,10 @@
-"""Layers of a context that are still being loaded while the forward pass has begun."""
+"""The one module that touches transformers' cache classes, with `deferred/cache.py`.
+
+A layer of ours keeps its tokens in a preallocated buffer and appends in place.  It never drops
+tokens, not even for sliding windows: the models' own masks add the window by index.  A layer may
+still be on its way while the forward pass is at earlier ones (`Arrivals`); passes over chosen
+tokens put them back in place, or only look at them.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +54,6 @@ class Loading(Arrivals, Protocol):
 
     def close(self) -> None:
         """Let nothing more be written to the buffer by the time it is used again."""
-
-
-# The one module that touches transformers' cache classes.
-#
-# A layer of ours keeps its tokens in a preallocated buffer and appends in place. It never drops
-# tokens, not even for sliding windows: the models' own masks add the window by index.
 
 
 GROWTH = 256
@@ -274,11 +274,6 @@ def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:
             raise UnsupportedModelError(f"layer {index} wrote no keys and values into its cache")
         found.append((keys, values))
     return found
-
-
-# Caches for passes over chosen tokens: put back in place, or only looked at.
-#
-# Beside `models.cache`, the one module that touches transformers' cache classes.
 
 
 class HaltedError(Exception):

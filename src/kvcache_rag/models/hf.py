@@ -1,4 +1,8 @@
-"""Which model it is: hub id and revision, or a digest of the weights."""
+"""A transformers causal language model, as the rest of the package uses it.
+
+Fingerprint (hub id and revision, or a digest of the weights), prefilling and forward passes.  No
+model family is named; what differs between families is measured (`models/probe.py`).
+"""
 
 from __future__ import annotations
 
@@ -86,12 +90,6 @@ def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
             flat = flat[:: max(1, flat.numel() // sample)]
         state.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return state.hexdigest()
-
-
-# A transformers causal language model, as the rest of the package uses it.
-#
-# Loading, fingerprinting, prefilling and forward passes. No model family is named; what differs
-# between families is measured (`models.probe`).
 
 
 class TransformersModel:

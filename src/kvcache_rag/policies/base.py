@@ -174,7 +174,6 @@ class Union(ReusePolicy):
     policies: tuple[ReusePolicy, ...]
 
     def __init__(self, *policies: ReusePolicy) -> None:
-        """Join `policies`."""
         flat: list[ReusePolicy] = []
         for policy in policies:
             if not isinstance(policy, ReusePolicy):

@@ -53,7 +53,6 @@ class PromptIds:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """The whole prompt."""
         return self.context + self.query
 
 

@@ -106,7 +106,6 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's."""
         return wilson(self.successes, self.trials)
 
     def __str__(self) -> str:

@@ -41,7 +41,6 @@ class ByKey:
     """FastAPI dependency of a server with keys: who calls says the key, and nothing else."""
 
     def __init__(self, keys: ApiKeys) -> None:
-        """Accept `keys`."""
         self._keys = keys
 
     async def __call__(

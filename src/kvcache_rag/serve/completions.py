@@ -50,7 +50,6 @@ class ChatForm(CompletionForm):
     chunk_object = "chat.completion.chunk"
 
     def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
-        """A `chat.completion`."""
         message = AssistantMessage(content=answer.text)
         return plain(
             ChatCompletion(
@@ -68,7 +67,6 @@ class ChatForm(CompletionForm):
         return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
 
     def said(self, text: str) -> dict[str, Any]:
-        """A delta."""
         return {"delta": {"content": text} if text else {}}
 
 
@@ -156,7 +154,6 @@ class TextForm(CompletionForm):
     chunk_object = "text_completion"
 
     def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
-        """A `text_completion`."""
         return plain(
             Completion(
                 id=self.id,
@@ -169,7 +166,6 @@ class TextForm(CompletionForm):
         )
 
     def said(self, text: str) -> dict[str, Any]:
-        """A text."""
         return {"text": text}
 
 

@@ -1,7 +1,7 @@
 """One request from its admission to the last byte of its answer, whatever API it came by.
 
 `respond` refuses, counts, streams, keeps silent connections awake, and takes the work back when the
-client goes away.  What an answer looks like is said by a `Form`.
+client goes away.  What an answer looks like is said by a `AnswerForm`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class AppContext:
     retriever: Retriever | None = None
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """What an API's answers look like, as JSON objects."""
 
     def whole(self, started: Started, answer: Answer) -> Mapping[str, Any]:
@@ -141,7 +141,7 @@ async def respond(
     request: Request,
     caller: Caller,
     work: BackendRequest,
-    form: Form,
+    form: AnswerForm,
     *,
     route: str,
 ) -> Response:
@@ -283,7 +283,7 @@ class _Exchange:
             self._events.put_nowait(ClientLeft())
 
 
-async def _whole(exchange: _Exchange, form: Form) -> Response:
+async def _whole(exchange: _Exchange, form: AnswerForm) -> Response:
     started = Started(0.0)
     while True:
         event = await exchange.next()
@@ -304,7 +304,7 @@ async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]
 
 
 async def _frames(
-    exchange: _Exchange, form: Form, first: Sequence[Event | None], silence: float
+    exchange: _Exchange, form: AnswerForm, first: Sequence[Event | None], silence: float
 ) -> AsyncGenerator[bytes, None]:
     """The frames of a stream; a failure is the last one, since the status has been sent."""
     try:
@@ -326,7 +326,7 @@ async def _frames(
         yield frame(body(exchange.failure(error)))
 
 
-def _written(form: Form, event: Event | None, started: Started) -> Iterator[bytes]:
+def _written(form: AnswerForm, event: Event | None, started: Started) -> Iterator[bytes]:
     """The frames of one event; a comment for too long a silence."""
     if event is None:
         yield HEARTBEAT

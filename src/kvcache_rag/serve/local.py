@@ -236,11 +236,9 @@ class LocalBackend:
         }
 
     async def models(self) -> list[str]:
-        """The model's name."""
         return [self._name]
 
     async def close(self) -> None:
-        """Stop; see `Backend.close`."""
         await in_thread(self._close)
 
     def _close(self) -> None:

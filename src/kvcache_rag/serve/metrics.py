@@ -86,7 +86,6 @@ class BackendCollector(Collector):
     """Shows the last `Backend.stats()`; what is not in it is not shown."""
 
     def __init__(self, prefix: str) -> None:
-        """Name metrics `prefix`_..."""
         self._prefix = prefix
         self._stats: Mapping[str, Any] | None = None
 

@@ -65,7 +65,6 @@ class Shell:
         self._app, self._body_bytes, self._body_seconds = app, body_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

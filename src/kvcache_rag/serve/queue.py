@@ -104,7 +104,6 @@ class TenantQueue:
     """Who comes next: tenants in turn, and of each the one that came first."""
 
     def __init__(self) -> None:
-        """An empty queue."""
         self._queues: OrderedDict[str, list[Job]] = OrderedDict()
         self._count = 0
 
@@ -115,7 +114,6 @@ class TenantQueue:
         return job in self._queues.get(job.work.namespace, ())
 
     def jobs(self) -> list[Job]:
-        """All that wait."""
         return [job for queue in self._queues.values() for job in queue]
 
     def add(self, job: Job) -> None:
@@ -182,7 +180,6 @@ class TenantQueue:
         return max(longest, key=_number) if len(longest) > own + 1 else None
 
     def drain(self) -> list[Job]:
-        """Take out everything."""
         left = self.jobs()
         self._queues.clear()
         self._count = 0

@@ -126,7 +126,6 @@ class RagForm:
     created: int = field(default_factory=now)
 
     def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
-        """A `rag.answer`."""
         return plain(
             RagAnswer(
                 id=self.id,
@@ -150,7 +149,6 @@ class RagForm:
         return [self._chunk(sources=sources)]
 
     def piece(self, text: str) -> dict[str, Any]:
-        """Further text."""
         return self._chunk(text=text)
 
     def closing(self, started: Started, answer: Answer) -> list[dict[str, Any]]:

@@ -368,7 +368,6 @@ class CompletionRequest(Asking):
 
     @property
     def text(self) -> str:
-        """The prompt."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 

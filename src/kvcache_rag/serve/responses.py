@@ -322,7 +322,6 @@ class EventStream(Response):
         self.init_headers({**headers, "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for data in self._frames:

@@ -1,7 +1,7 @@
-"""Connections on which nothing is asked: closed after a while, so that they cannot pile up.
+"""From settings to a running server: model, store, backend, application, socket.
 
-Of itself uvicorn gives up idle connections only behind a first answer, and none whose request never
-ends.
+Connections on which nothing is asked are closed after a while, so that they cannot pile up: of
+itself uvicorn gives up idle ones only behind a first answer, and none whose request never ends.
 """
 
 from __future__ import annotations
@@ -57,31 +57,25 @@ class Patient(asyncio.Protocol):
         self._seen: object = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait."""
         self._transport = transport
         self._inner.connection_made(transport)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
         if self._timer is not None:
             self._timer.cancel()
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on."""
         self._inner.data_received(data)
 
     def eof_received(self) -> None:
-        """Hand on."""
         self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Hand on."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """Hand on."""
         self._inner.resume_writing()
 
     def _wait(self) -> None:
@@ -116,9 +110,6 @@ def patient(limit: float, http: str = AUTO) -> type[Patient]:
         implementation = import_from_string(places[http])
 
     return Configured
-
-
-# From settings to a running server: model, store, backend, application, socket.
 
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")

@@ -128,7 +128,6 @@ class Server:
     """
 
     def __init__(self, engines: Engines, replica: str = "") -> None:
-        """Answer with `engines`."""
         self.engines, self.replica = engines, replica
 
     def warm_up(self) -> bool:
@@ -256,7 +255,6 @@ class AllCancelled(threading.Event):
     """Set when all of several events are: a batch goes on while anybody wants an answer."""
 
     def __init__(self, events: Sequence[threading.Event]) -> None:
-        """Look at `events`."""
         super().__init__()
         self._events = tuple(events)
 

@@ -230,7 +230,6 @@ class Placing:
             self.turning += time.perf_counter() - started
 
     def finish(self) -> None:
-        """Verify every part."""
         for part in self.parts:
             part.reader.finish()
 

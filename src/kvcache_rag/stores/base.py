@@ -416,7 +416,6 @@ class Counters:
     """The numbers behind `StoreStats`."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._lock = threading.Lock()
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()

@@ -316,7 +316,6 @@ class Done:
     """What has happened already."""
 
     def query(self) -> bool:
-        """Yes."""
         return True
 
     def synchronize(self) -> None:
@@ -327,12 +326,10 @@ class DirectLane:
     """Does at once what it is told: the plain path, for every device without streams of ours."""
 
     def __init__(self, device: torch.device) -> None:
-        """Lead to `device`."""
         self.device = device
         self.arena = Arena(_PLAIN)
 
     def send(self, work: Callable[[], None], touched: Sequence[Tensor]) -> Event:
-        """Do it now."""
         del touched
         work()
         return Done()

@@ -23,7 +23,6 @@ class EpochWatch:
     """
 
     def __init__(self, store: ChunkStore, recheck: float) -> None:
-        """Know nothing yet."""
         self.store = store
         self.recheck = recheck
         self._lock = threading.Lock()

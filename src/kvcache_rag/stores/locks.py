@@ -28,7 +28,6 @@ class ThreadLocks:
     """Locks by name among the threads of a process, made on first use and kept."""
 
     def __init__(self) -> None:
-        """Start without locks."""
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
         self._holders: dict[str, int] = {}

@@ -89,7 +89,6 @@ class TieredStore(ChunkStore):
 
     @property
     def codec(self) -> Codec:
-        """The last tier's."""
         return self.tiers[-1].codec
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
@@ -202,7 +201,6 @@ class TieredStore(ChunkStore):
             store.release(key, owner)
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
-        """Tell all tiers."""
         for store in self._stores:
             store.describe(spec, namespace, description)
 

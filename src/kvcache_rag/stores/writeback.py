@@ -87,7 +87,6 @@ class WriteBack(ChunkStore):
 
     @property
     def codec(self) -> Codec:
-        """The slow store's."""
         return self.store.codec
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
@@ -152,7 +151,6 @@ class WriteBack(ChunkStore):
         return self.store.delete_namespace(namespace) + waited
 
     def epoch(self, namespace: str) -> int:
-        """The slow store's."""
         return self.store.epoch(namespace)
 
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:

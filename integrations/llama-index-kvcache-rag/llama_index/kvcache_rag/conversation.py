@@ -140,7 +140,6 @@ class Mismatches:
     """Counts prompts that wanted other text before the chunks, and warns once of each kind."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self.count = 0
         self._warned: set[str] = set()
 
@@ -153,5 +152,4 @@ class Mismatches:
                 warnings.warn(reason, stacklevel=2)
 
     def forget(self) -> None:
-        """Warn again."""
         self._warned.clear()

@@ -179,7 +179,6 @@ class KVCacheLLM(CustomLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Continue a text."""
         return self._answer(self._formatted(prompt, formatted), kwargs)
 
     @llm_completion_callback()

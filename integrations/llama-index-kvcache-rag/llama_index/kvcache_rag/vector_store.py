@@ -136,7 +136,6 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     @property
     def client(self) -> Collection:
-        """The Chroma collection."""
         collection: Collection = self._rows.collection
         return collection
 
@@ -218,7 +217,6 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(self.delete_nodes, node_ids, filters)
 
     def clear(self) -> None:
-        """Delete every node."""
         self._drop(lambda: self._rows.get(metadata_only=True))
 
     async def aclear(self) -> None:

@@ -18,7 +18,7 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention.scaled import scaled_attention
 from kvcache_rag.models.deferred.cache import LayerSegments, awaited, segments_of
-from kvcache_rag.models.deferred.plan import Plan, Shape, make_plan
+from kvcache_rag.models.deferred.plan import CallShape, Plan, make_plan
 
 if TYPE_CHECKING:
     from kvcache_rag.models.deferred.segments import SegmentTable
@@ -218,7 +218,7 @@ def fast_attention(
     groups = key.shape[1]
     packed = query.reshape(rows, groups, -1, width)  # the heads of a group fold into the queries
     length = packed.shape[2]  # repeats * queries
-    plan = _plan(layer, mask, Shape(queries, heads // groups, key.shape[2], width), query.dtype)
+    plan = _plan(layer, mask, CallShape(queries, heads // groups, key.shape[2], width), query.dtype)
     out, level = attend(packed, key, value, 0.0, False, attn_mask=plan.tail_mask, scale=factor)
     if rows > 1:  # as the partial results of chunks are: (1, kv_heads, rows * length, width)
         out = out.transpose(0, 1).reshape(1, groups, -1, width)
@@ -285,9 +285,9 @@ def _merged(
     return merged.index_add_(1, plan.owners, wide.mul_(shares[..., None]))
 
 
-def _plan(layer: LayerSegments, mask: Tensor | None, shape: Shape, dtype: torch.dtype) -> Plan:
+def _plan(layer: LayerSegments, mask: Tensor | None, shape: CallShape, dtype: torch.dtype) -> Plan:
     held = layer.held
-    known: dict[tuple[int, int], tuple[Shape, Plan]] = held.unmasked_plans
+    known: dict[tuple[int, int], tuple[CallShape, Plan]] = held.unmasked_plans
     if mask is not None:
         known = held.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
     elif shape.queries == 1 and not any(held.table.keep):

@@ -27,7 +27,7 @@ from kvcache_rag.models.deferred.triton_kernels import (
     NO_PAIRS,
     NOTHING,
     QUERY,
-    Shape,
+    KernelShape,
     Tile,
     attend,
     merge,
@@ -218,11 +218,11 @@ def _shape(
     aligned: bool,
     has_sinks: bool,
     dtype: torch.dtype,
-) -> Shape:
+) -> KernelShape:
     half = rotation.dim // 2 if rotation.style != "none" else 0
     rest = width - 2 * half
     start = rotation.start if half else 0
-    return Shape(
+    return KernelShape(
         kv_heads=kv_heads,
         repeats=heads // kv_heads,
         width=width,
@@ -244,7 +244,7 @@ def _shape(
 def _launch(
     known: KernelTable,
     table: SegmentTable,
-    shape: Shape,
+    shape: KernelShape,
     query: Tensor,
     tail_tokens: int,
     rotated: Rotated | None,

@@ -63,7 +63,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """Sizes of one forward pass.
 
     Attributes:
@@ -80,7 +80,7 @@ class Shape:
 
 
 def make_plan(
-    table: SegmentTable, group: int, mask: Tensor | None, shape: Shape, dtype: torch.dtype
+    table: SegmentTable, group: int, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
 ) -> Plan:
     """What the layers of a group attend to.
 
@@ -175,7 +175,7 @@ class _Seen:
 
     @classmethod
     def of(
-        cls, table: SegmentTable, mask: Tensor | None, shape: Shape, dtype: torch.dtype
+        cls, table: SegmentTable, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
     ) -> _Seen:
         device = table.angles[0][0].device
         rows, columns = len(table.rows), table.tail + shape.tail

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kvcache_rag.models.deferred.worklist import ANGLE_BITS, CHUNK_BITS, FIRST_BITS, TOKENS_BITS
 
-NO_PAIRS, HALVES, NEIGHBOURS = 0, 1, 2  # Shape.style: how the partners lie
+NO_PAIRS, HALVES, NEIGHBOURS = 0, 1, 2  # KernelShape.style: how the partners lie
 
 NOTHING, QUERY, KEYS = 0, 1, 2  # Tile.rotated: what is rotated
 
@@ -41,7 +41,7 @@ _CHUNK_MOST = tl.constexpr((1 << CHUNK_BITS) - 1)
 _HALVES = tl.constexpr(HALVES)
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What is fixed by a layer; `*_size` are counts of columns rounded up to powers of two."""
 
     kv_heads: int

@@ -532,7 +532,6 @@ class LayerFile(ChunkReader):
         self._done(self._seconds + time.perf_counter() - started)
 
     def close(self) -> None:
-        """Close the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -326,7 +326,6 @@ class StoredFile:
 
     @property
     def digest(self) -> str:
-        """The chunk's digest."""
         return os.path.basename(self.stem)
 
     @property
@@ -453,7 +452,6 @@ class SpecFolder:
             yield Stripe.at(found.path, dated=dated)
 
     def chunks(self) -> Iterator[StoredFile]:
-        """Chunks and claims."""
         for stripe in self.stripes():
             yield from stripe.files
 
@@ -650,7 +648,6 @@ class Manifests:
     """The manifests that this process may have to write, by folder."""
 
     def __init__(self) -> None:
-        """Know none."""
         self._known: dict[str, Mapping[str, Any]] = {}
 
     def note(self, folder: str, description: Mapping[str, Any]) -> None:
