@@ -5,7 +5,91 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcache_rag import Engine, MemoryStore, RemoteStore
+    from kvcache_rag.generation.answer import Answerer
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.prompt.renderer import PromptRenderer
+    from kvcache_rag.serve.local import LocalBackend
+    from kvcache_rag.serve.scheduler import Scheduler
+    from kvcache_rag.serve.worker import Engines
+    from kvcache_rag.stitching.costs import Costs
+    from kvcache_rag.stores.base import ChunkLayout
+    from kvcache_rag.stores.remote.objects import Objects
+    from kvcache_rag.stores.remote.transport import Transport
     from langchain_kvcache_rag import KVCacheChroma
+
+
+# An engine.
+def adapter(engine: Engine) -> TransformersModel:
+    """The model with what was measured of it."""
+    return engine._adapter
+
+
+def chunk_layout(engine: Engine) -> ChunkLayout:
+    """Shapes of its chunks."""
+    return adapter(engine).measured.chunk_layout
+
+
+def wide(model: TransformersModel) -> TransformersModel | None:
+    """The model in another dtype, while it is wanted."""
+    return model._wide
+
+
+def answerer(engine: Engine) -> Answerer:
+    """What answers one question after the other."""
+    return engine._answerer
+
+
+def renderer(engine: Engine) -> PromptRenderer:
+    """What makes tokens of texts."""
+    return engine._renderer
+
+
+def prefiller(engine: Engine) -> Any:
+    """What computes chunks; a `Prefiller`, or None where keys cannot move."""
+    return engine._prefiller
+
+
+def costs(engine: Engine) -> Costs:
+    """What it measured of loading and prefilling."""
+    return engine._costs
+
+
+def lock(engine: Engine) -> Any:
+    """What whoever uses the model holds."""
+    return engine._lock
+
+
+# A server.
+def engines(backend: LocalBackend) -> Engines:
+    """The engines of its tenants."""
+    return backend._engines
+
+
+def scheduler(backend: LocalBackend) -> Scheduler:
+    """Its queue."""
+    return backend._scheduler
+
+
+# Stores.
+def transport(store: RemoteStore) -> Transport:
+    """Where its calls go."""
+    return store._transport
+
+
+def objects(store: RemoteStore) -> Objects:
+    """Its names and what is done with them."""
+    return store._objects
+
+
+def owners(store: MemoryStore) -> Any:
+    """Who claims a key, and until when: by key."""
+    return store._owners
+
+
+def chunks(store: MemoryStore) -> Any:
+    """What it holds: by key."""
+    return store._chunks
 
 
 # LangChain's vector store.

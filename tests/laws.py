@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import access
 import torch
 from torch import Tensor
 from zoo import build, byte_tokenizer
@@ -50,7 +51,7 @@ def masked_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
 
 def sequence_logits(engine: Engine, sequence: MaskedSequence) -> Tensor:
     """Logits of the query from one forward pass over a sequence with its own mask."""
-    adapter = engine._adapter
+    adapter = access.adapter(engine)
     mask = adapter.mask_argument(sequence.allowed, sequence.indices)
     logits = adapter.forward(sequence.ids[None], None, sequence.positions, mask=mask)
     return logits[0, -sequence.query_tokens :].float()

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import access
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -259,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
             times = (status.st_atime_ns - shift, status.st_mtime_ns - shift)
             os.utime(path, ns=times, follow_symlinks=False)
         for store in parts(self.store):
-            for claims in store._owners.values() if isinstance(store, MemoryStore) else ():
+            for claims in access.owners(store).values() if isinstance(store, MemoryStore) else ():
                 for owner, since in claims.items():
                     claims[owner] = None if since is None else since - seconds
 

@@ -10,6 +10,8 @@ from contextlib import aclosing
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
+import access
+
 from kvcache_rag import Answer, Engine, MemoryStore, Metrics, policy_by_name
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.serve.backend import BackendRequest, Failed, Finished, Piece, Started
@@ -125,7 +127,7 @@ class Valve:
 
 async def held(backend: LocalBackend, patch: Any) -> tuple[Valve, asyncio.Task[list[Event]]]:
     """A backend whose model is held by a first question; open the valve, then await its answer."""
-    valve = Valve(backend._engines.base.model, patch)
+    valve = Valve(access.engines(backend).base.model, patch)
     valve.close()
     front = asyncio.create_task(events_of(backend, make_work(0, chunks=(), is_plain=True)))
     await eventually(valve.held.is_set)

@@ -143,7 +143,7 @@ def reference_logits(
 ) -> Tensor:
     """Logits of query and answer from one forward pass."""
     sequence = overlapping(ids, answer)
-    mask = engine._adapter.mask_argument(sequence.allowed, sequence.indices)
+    mask = access.adapter(engine).mask_argument(sequence.allowed, sequence.indices)
     first = len(sequence.ids) - sequence.query_tokens
     scaling = AttentionScaling(policy.temperature, policy.scale)
     _columns.append(Columns(chunk_columns(ids, sequence), first, scaling))

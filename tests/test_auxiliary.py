@@ -62,7 +62,7 @@ def plain_weights(auxiliary: Auxiliary, question: str, texts: list[str]) -> list
     engine = auxiliary.engine
     ids = engine.tokenize(question, texts)
     sequence = block_mask(ids.prefix, ids.chunks, ids.query)
-    mask = engine._adapter.mask_argument(sequence.allowed, sequence.indices)
+    mask = access.adapter(engine).mask_argument(sequence.allowed, sequence.indices)
     with torch.no_grad():
         found = eager(engine.model)(
             input_ids=sequence.ids[None],
@@ -71,7 +71,7 @@ def plain_weights(auxiliary: Auxiliary, question: str, texts: list[str]) -> list
             output_attentions=True,
             use_cache=False,
         )
-    layer = found.attentions[QueryAttention(engine._adapter).layer][0]
+    layer = found.attentions[QueryAttention(access.adapter(engine)).layer][0]
     seen = sequence.allowed[-1]
     mean = layer[:, -len(ids.query) :].float().mean(0).mean(0)[seen][len(ids.prefix) :]
     return list(mean[: sum(map(len, ids.chunks))].split([len(chunk) for chunk in ids.chunks]))
@@ -110,7 +110,7 @@ def test_weights_are_those_of_an_eager_pass_under_the_block_mask(name: str) -> N
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_last_layer_that_sees_everything_is_read(name: str) -> None:
     model = build(name)
-    adapter = Engine(model, byte_tokenizer(), template=TEMPLATE)._adapter
+    adapter = access.adapter(Engine(model, byte_tokenizer(), template=TEMPLATE))
     attention = QueryAttention(adapter)
     kinds = adapter.measured.kinds
     assert all(kind.window is not None for kind in kinds[attention.layer + 1 :])
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_scored_in_parts() -> None:
             *large.attention("Who?", parts[2:]),
         ],
     )
-    room = 120 - len(small.engine._renderer.prefix_ids)
+    room = 120 - len(access.renderer(small.engine).prefix_ids)
     assert sum(len(one.weights) for one in together) > room
     for one, other in zip(together, apart, strict=True):
         assert one.offsets == other.offsets
@@ -278,7 +278,7 @@ def test_it_is_a_value_but_no_parcel() -> None:
     auxiliary = Auxiliary.from_pretrained("tiny")
     assert repr(auxiliary) == "Auxiliary.from_pretrained('tiny')"
     assert repr(auxiliary_of()) == "<Auxiliary LlamaForCausalLM>"
-    assert auxiliary.engine._adapter.device.type == "cpu"
+    assert access.adapter(auxiliary.engine).device.type == "cpu"
     with pytest.raises(InvalidInputError, match="cannot be pickled"):
         pickle.dumps(auxiliary)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import access
 import pytest
 import torch
 from tokenizers_zoo import word_pieces
@@ -225,7 +226,7 @@ def test_the_main_attention_is_that_of_a_full_prefill(engine: Engine) -> None:
             found = engine.model(input_ids=torch.tensor([ids.all]), output_attentions=True)
     finally:
         engine.model.set_attn_implementation("kvcache_rag_packed")
-    layer = found.attentions[QueryAttention(engine._adapter).layer][0]
+    layer = found.attentions[QueryAttention(access.adapter(engine)).layer][0]
     expected = layer[:, -len(ids.query) :].mean(0).mean(0)[len(ids.prefix) : len(ids.context)]
     weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
     assert torch.allclose(weights, expected, atol=1e-6)

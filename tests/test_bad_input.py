@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from transformers import StoppingCriteria
@@ -286,7 +287,7 @@ def test_a_damaged_chunk_is_a_miss(expected: tuple[int, ...]) -> None:
 def test_a_chunk_that_lies_about_its_tokens_is_not_used(expected: tuple[int, ...]) -> None:
     engine = make_engine()
     mine, other = engine.add([TEXTS[0], TEXTS[0][::-1]])
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     engine.store.put(mine, engine.store.get(other, layout).chunk)
     answer = engine.generate(QUESTION, TEXTS, max_new_tokens=5)
     assert answer.token_ids == expected

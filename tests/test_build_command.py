@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from building_traps import TEMPLATE, saved_model, write_lines
+from corpus_traps import TEMPLATE, saved_model, write_lines
 from small import make_tokenizer
 from store_place import Place, write
 

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import access
 import pytest
 import torch
 from zoo import FAMILIES, build, byte_tokenizer
@@ -94,7 +95,7 @@ def test_answers_are_those_of_native(engines: tuple[Engine, Engine]) -> None:
 def test_what_is_stored_stands_at_position_0(engines: tuple[Engine, Engine]) -> None:
     native, raw = engines
     assert native.spec != raw.spec
-    layout = native._adapter.measured
+    layout = access.adapter(native).measured
     local, moved = (
         engine.store.get(engine.add(TEXTS[:1])[0], layout.chunk_layout).chunk for engine in engines
     )
@@ -126,7 +127,7 @@ def test_the_law_would_notice_keys_taken_for_local_ones(
 
 def test_turning_back_copies() -> None:
     engine = engine_over(build("qwen2"), MemoryStore())
-    layout = engine._adapter.measured
+    layout = access.adapter(engine).measured
     chunk = engine.store.get(engine.add(TEXTS[:1])[0], layout.chunk_layout).chunk
     before = [tensor.clone() for tensor in flat(chunk)]
     turned = unrotated(layout, chunk)
@@ -201,7 +202,7 @@ def test_float32_prefill_is_turned_before_it_is_rounded() -> None:
     wide = engine_over(model, RawMemory(), prefill_dtype=torch.float32)
     exact = engine_over(build("qwen2", dtype=torch.bfloat16).float(), RawMemory())
     found, reference = (
-        engine.store.get(engine.add(TEXTS[:1])[0], engine._adapter.measured.chunk_layout).chunk
+        engine.store.get(engine.add(TEXTS[:1])[0], access.chunk_layout(engine)).chunk
         for engine in (wide, exact)
     )
     for mine, theirs in zip(flat(found), flat(reference), strict=True):

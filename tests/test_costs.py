@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from hypothesis import given
@@ -297,14 +298,14 @@ def make(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     def made(name: str = "qwen2", **options: Any) -> Engine:
         options = {"store": FarStore(machine), "template": TEMPLATE, **options}
         engine = Engine(build(name), byte_tokenizer(), **options)
-        engine._costs.clock = machine.clock
-        prefill = engine._adapter.prefill
+        access.costs(engine).clock = machine.clock
+        prefill = access.adapter(engine).prefill
 
         def slow(prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
             machine.now += machine.per_pass + machine.per_token * sum(map(len, chunks))
             return prefill(prefix, chunks)
 
-        monkeypatch.setattr(engine._adapter, "prefill", slow)
+        monkeypatch.setattr(access.adapter(engine), "prefill", slow)
         return engine
 
     return made

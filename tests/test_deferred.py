@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine
@@ -169,7 +170,7 @@ def test_stored_chunks_are_the_ones_attended_to_and_stay_as_they_are(
         for _ in range(3)
     ]
     keys = engines[0].add(TEXTS)
-    layout = engines[0]._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engines[0])
     chunks = [store.get(key, layout).chunk for key in keys]
     before = [snapshot(chunk) for chunk in chunks]
     pointers = {chunk.keys(0)[layer].data_ptr() for chunk in chunks for layer in range(4)}
@@ -264,8 +265,8 @@ class TestReasons:
 
     def test_a_model_loaded_for_other_attention(self) -> None:
         engine = self.engine("copied")
-        engine._adapter.config._attn_implementation_internal = "flex_attention"
-        why = support.deferral_refusal(engine._adapter)
+        access.adapter(engine).config._attn_implementation_internal = "flex_attention"
+        why = support.deferral_refusal(access.adapter(engine))
         assert why == (
             "qwen2: it was loaded for attention by flex_attention; load it with "
             'attn_implementation="sdpa" instead'
@@ -287,7 +288,7 @@ class TestReasons:
             Engine(build("qwen2"), tokenizer, template=bare, rotation=mode)
             for mode in ("deferred", "copied")
         ]
-        assert not engines[0]._renderer.prefix_ids
+        assert not access.renderer(engines[0]).prefix_ids
         found, expected = (one.logits(QUESTION, TEXTS) for one in engines)
         assert error(found, expected) < TOLERANCE
 
@@ -350,7 +351,7 @@ def test_a_file_that_lies_about_its_tokens_is_a_miss() -> None:
     engine = make_engine("qwen2", rotation="deferred")
     keys = engine.add(TEXTS)
     expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    chunk = engine.store.get(keys[0], engine._adapter.measured.chunk_layout).chunk
+    chunk = engine.store.get(keys[0], access.chunk_layout(engine)).chunk
     chunk.tokens[0] += 1
     again = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
     assert (again.metrics.misses, again.token_ids) == (1, expected.token_ids)
@@ -400,8 +401,8 @@ class TestAuto:
     def test_it_copies_until_it_knows_and_then_takes_the_sooner(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert engine._answerer.filler is not None
-        deferral = engine._answerer.filler.deferral
+        assert access.answerer(engine).filler is not None
+        deferral = access.answerer(engine).filler.deferral
         assert self.ask(engine)[1].startswith("no context of this size was copied yet")
         monkeypatch.setattr("kvcache_rag.generation.context.segment_seconds", lambda model: 1e-3)
         nbytes = deferral._nbytes(engine_prompt(engine))
@@ -432,9 +433,9 @@ class TestAuto:
         assert self.ask(engine) == ("copied", NOT_DEFERRED["gemma2"])
 
     def test_a_chunk_more_costs_time(self, engine: Engine) -> None:
-        seconds = support.segment_seconds(engine._adapter)
+        seconds = support.segment_seconds(access.adapter(engine))
         assert 0 < seconds < 1e-2
 
 
 def engine_prompt(engine: Engine) -> Any:
-    return engine._answerer.prompt(engine._request(QUESTION, TEXTS, {}), 0, "")
+    return access.answerer(engine).prompt(engine._request(QUESTION, TEXTS, {}), 0, "")

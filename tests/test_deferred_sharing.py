@@ -169,7 +169,7 @@ def test_nothing_of_a_chunk_stays_behind_an_answer() -> None:
     questions = [(QUESTION, TEXTS), ("And why is it so?", TEXTS[1:])]
     engine.generate_batch(questions, max_new_tokens=3)
     engine.generate(QUESTION, TEXTS, max_new_tokens=3)
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     watched = [weakref.ref(engine.store.get(key, layout).chunk.tensors[0][0]) for key in keys]
     for key in keys:
         engine.store.delete(key)
@@ -202,8 +202,8 @@ def test_a_declined_reference_whose_text_is_another_is_loaded(
     engine = make_engine("qwen2", rotation="deferred")
     keys = engine.add(TEXTS)
     expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    monkeypatch.setattr(engine._costs, "is_slow", lambda *_: True)
-    monkeypatch.setattr(engine._costs, "verdict", lambda *_: "slow")
+    monkeypatch.setattr(access.costs(engine), "is_slow", lambda *_: True)
+    monkeypatch.setattr(access.costs(engine), "verdict", lambda *_: "slow")
     chunks = [StoredChunk(key, text="something else") for key in keys]
     (found,) = engine.generate_batch([(QUESTION, chunks)], max_new_tokens=4)
     assert found.token_ids == expected.token_ids
@@ -231,7 +231,7 @@ def test_a_prefill_that_fails_keeps_no_wide_copy_of_the_model(
     monkeypatch.setattr(engine.store, "put", full)
     with pytest.raises(OSError, match="no space"):
         engine.generate(QUESTION, TEXTS, max_new_tokens=1)
-    assert engine._adapter._wide is None
+    assert access.wide(access.adapter(engine)) is None
 
 
 def test_beams_that_only_the_model_asks_for_are_none() -> None:
@@ -268,14 +268,14 @@ def test_auto_asks_no_slow_tier_whether_it_holds_a_chunk(
         store=TieredStore(MemoryStore(), slow),
     )
     request = engine._request(QUESTION, TEXTS, {})
-    prompt = engine._answerer.prompt(request, 0, "")
+    prompt = access.answerer(engine).prompt(request, 0, "")
 
     def asked(*_: Any) -> bool:
         raise AssertionError("asked")
 
     monkeypatch.setattr(slow, "contains", asked)
-    assert engine._answerer.filler is not None
-    why = engine._answerer.filler.deferral.why_copied([prompt])
+    assert access.answerer(engine).filler is not None
+    why = access.answerer(engine).filler.deferral.why_copied([prompt])
     assert why.startswith("not all chunks lie in this process's memory")
 
 

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import access
 import pytest
 import torch
 from zoo import build, byte_tokenizer
@@ -95,13 +96,13 @@ def test_a_stored_chunk_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [engine.reference(key.digest, key.spec, key.tokens) for key in keys]
     assert rows == keys
     calls: list[str] = []
-    encode = engine._renderer._encode
+    encode = access.renderer(engine)._encode
 
     def counted(text: str) -> list[int]:
         calls.append(text)
         return encode(text)
 
-    monkeypatch.setattr(engine._renderer, "_encode", counted)
+    monkeypatch.setattr(access.renderer(engine), "_encode", counted)
     stored = [StoredChunk(key, text) for key, text in zip(rows, TEXTS, strict=True)]
     ways: list[list[Any]] = [[*stored], [*keys], [keys[0], TEXTS[1], stored[2]]]
     for given in ways:
@@ -242,12 +243,12 @@ def ids_of(answers: list[Answer]) -> list[tuple[int, ...]]:
 def test_nothing_of_an_earlier_question_is_left_in_the_next() -> None:
     used = make_engine()
     reused = [used.generate(q, c, max_new_tokens=6) for q, c in many()]
-    buffer = used._answerer.buffer.kept
+    buffer = access.answerer(used).buffer.kept
     fresh = []
     for question, chunks in many():
-        used._answerer.buffer.kept = None
+        access.answerer(used).buffer.kept = None
         fresh.append(used.generate(question, chunks, max_new_tokens=6))
-    assert buffer is not used._answerer.buffer.kept
+    assert buffer is not access.answerer(used).buffer.kept
     assert ids_of(reused) == ids_of(fresh)
 
 

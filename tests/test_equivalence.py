@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import access
 import pytest
 import torch
 from laws import (
@@ -116,7 +117,7 @@ def test_prefilling_in_float32_stores_what_is_closer_to_exact(name: str) -> None
 
     def values(engine: Engine) -> Tensor:
         (key,) = engine.add(TEXTS[2:])
-        chunk = engine.store.get(key, engine._adapter.measured.chunk_layout).chunk
+        chunk = engine.store.get(key, access.chunk_layout(engine)).chunk
         last = len(chunk.tensors) - 1
         return chunk.values(last)[-1].float()
 

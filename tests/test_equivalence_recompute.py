@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import access
 import pytest
 import torch
 from laws import (
@@ -140,7 +141,7 @@ def test_looking_at_the_signals_changes_nothing(engine: Engine) -> None:
 
 def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
     keys = engine.add(TEXTS)
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
 
     def stored() -> list[Tensor]:
         chunks = [engine.store.get(key, layout).chunk for key in keys]
@@ -157,7 +158,7 @@ def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> None:
     policy = Picked(random_third, scheme)
-    engine._answerer.buffer.forget()  # a buffer that holds nothing of this prompt yet
+    access.answerer(engine).buffer.forget()  # a buffer that holds nothing of this prompt yet
     answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=5)
     told = engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=answer.token_ids[:-1])
     assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
@@ -183,7 +184,7 @@ def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
     ]
     for asked in (questions, questions[::3]):
         singles = [engine.generate(q, c, policy=policy, max_new_tokens=6) for q, c in asked]
-        engine._answerer.buffer.forget()
+        access.answerer(engine).buffer.forget()
         batch = engine.generate_batch(asked, policy=policy, max_new_tokens=6)
         assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
         recomputed = [one.metrics.recomputed_tokens for one in singles]
@@ -193,8 +194,8 @@ def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
 
 def values(engine: Engine, ids: Tensor, positions: Tensor, mask: Any, layer: int) -> Tensor:
     """What one layer keeps of each token apart from its position, `(heads, tokens, width)`."""
-    cache = growing_cache(engine._adapter.measured.kinds)
-    engine._adapter.forward(ids[None], cache, positions, mask=mask)
+    cache = growing_cache(access.adapter(engine).measured.kinds)
+    access.adapter(engine).forward(ids[None], cache, positions, mask=mask)
     found = layer_tensors(cache)[layer]
     assert found is not None
     is_mla = engine.model.config.model_type == "deepseek_v3"  # its V slot is the rotary part
@@ -215,7 +216,7 @@ def test_deviation_is_that_of_the_values_of_a_plain_prefill(engine: Engine) -> N
     ids = engine.tokenize(QUESTION, TEXTS)
     first = len(ids.prefix) + len(ids.chunks[0])
     masked = block_mask(ids.prefix, ids.chunks, ids.query)
-    mask = engine._adapter.mask_argument(masked.allowed, masked.indices)
+    mask = access.adapter(engine).mask_argument(masked.allowed, masked.indices)
     for layer in (1, 2):
         context = torch.tensor(ids.context)
         plain = values(engine, context, torch.arange(len(context)), None, layer)

@@ -121,7 +121,7 @@ def test_nq_looks_for_the_answer_in_normalised_text(tmp_path: Path) -> None:
 
 def test_chinese_sets_cut_words(tmp_path: Path) -> None:
     dureader = task_by_name("dureader", data=folder(tmp_path, "dureader.jsonl", row(0)))
-    # See test_evaluation_metrics: 4/7 against the second answer
+    # See test_scoring_metrics: 4/7 against the second answer
     said = dureader.score("今天天气很好。", asked("明天", "今天天气不好。"))
     assert said == {"rouge_l": pytest.approx(4 / 7, abs=2e-8)}
     data = folder(tmp_path, "longbench_multifieldqa_zh.jsonl", row(0))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import access
 import pytest
 import tokenizers_zoo
 import torch
@@ -175,8 +176,8 @@ def test_a_chunk_that_stands_twice_is_prefilled_once() -> None:
 def test_what_would_be_declined_is_said_and_not_counted_as_declined(policy: ReusePolicy) -> None:
     engine = make_engine("llama")
     keys = engine.add(TEXTS)
-    assert engine._answerer.loader is not None
-    costs = engine._answerer.loader.costs
+    assert access.answerer(engine).loader is not None
+    costs = access.answerer(engine).loader.costs
     for key in keys:
         for _ in range(4):
             costs.loaded("memory", engine.nbytes(key), 9.0)
@@ -216,7 +217,7 @@ def test_texts_of_the_tokens_join_to_the_prompt(name: str) -> None:
     ids = engine.tokenize("Où, 東?", SPOKEN, HISTORY)
     found = engine.explain("Où, 東?", SPOKEN, policy=FullRecompute(), history=HISTORY)
     assert [token.id for token in found.tokens] == list(ids.all)
-    query = engine._answerer.renderer.query_text("Où, 東?", HISTORY)
+    query = access.answerer(engine).renderer.query_text("Où, 東?", HISTORY)
     assert found.text == engine.prefix_text + "".join(map(TEMPLATE.wrap, SPOKEN)) + query
     for span, text in zip(found.spans[1:-1], SPOKEN, strict=True):
         written = "".join(token.text for token in found.tokens[span.start : span.stop])
@@ -233,7 +234,7 @@ def test_whatever_is_written_is_shown(name: str, question: str, text: str) -> No
     engine = engine_of(name)
     template = engine.template
     found = engine.explain(question, [text], policy=FullRecompute())
-    query = engine._answerer.renderer.query_text(template.ask(question))
+    query = access.answerer(engine).renderer.query_text(template.ask(question))
     assert found.text == engine.prefix_text + template.wrap(text) + query
 
 
@@ -293,7 +294,7 @@ class Second(ReusePolicy):
 
 def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
     engine = make_engine("llama")
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     prefix = engine._capturing.prefix()
     assert prefix is not None
     parts = [prefix, *(engine.store.get(key, layout).chunk for key in engine.add(TEXTS))]
@@ -363,7 +364,7 @@ def test_it_waits_for_whoever_has_the_model() -> None:
         engine.explain(QUESTION, TEXTS, policy=Reuse())
         done.set()
 
-    with engine._lock:
+    with access.lock(engine):
         waiting = threading.Thread(target=explain)
         waiting.start()
         assert not done.wait(0.1)

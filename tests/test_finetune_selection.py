@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from test_finetune_forward import TEMPLATE, TEXTS, encoder, make_learner
+from test_finetune_learner import TEMPLATE, TEXTS, encoder, make_learner
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MemoryStore

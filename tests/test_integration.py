@@ -9,6 +9,7 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import access
 import chromadb
 import pytest
 import torch
@@ -410,7 +411,7 @@ def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_pa
     )
     engine = settings.open(store)
     assert (engine.namespace, engine.context_window, engine.store) == ("tenant", 100, store)
-    assert (engine._costs.enabled, engine._options["rotation"]) == (False, "copied")
+    assert (access.costs(engine).enabled, engine._options["rotation"]) == (False, "copied")
 
 
 def test_settings_are_taken_from_what_says_them_by_name() -> None:

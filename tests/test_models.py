@@ -100,7 +100,7 @@ def test_keys_that_cannot_move_are_refused_only_when_they_would_have_to(name: st
 @pytest.mark.parametrize("name", ["llama dynamic", "llama longrope"])
 def test_prompts_beyond_the_regime_of_the_frequencies_are_refused(name: str) -> None:
     engine = make_engine(name)
-    layout = engine._adapter.layout
+    layout = access.adapter(engine).layout
     assert layout is not None
     assert layout.limit is not None
     assert engine.context_window == layout.limit

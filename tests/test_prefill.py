@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from hypothesis import given
@@ -148,7 +149,7 @@ def test_a_batch_is_the_same_as_each_alone() -> None:
 
 def test_a_stored_chunk_does_not_hold_the_memory_of_its_batch() -> None:
     engine = make_engine()
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     for key in engine.add(TEXTS):
         for group in engine.store.get(key, layout).chunk.tensors:
             for tensor in group:
@@ -200,12 +201,12 @@ def test_prefill_dtype_stores_in_the_models_dtype_and_leaves_the_model_alone() -
     model = build("qwen2", dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
     (key,) = engine.add(["some text to keep"])
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     chunk = engine.store.get(key, layout).chunk
     assert layout.dtype == torch.bfloat16
     assert {tensor.dtype for group in chunk.tensors for tensor in group} == {torch.bfloat16}
     assert next(model.parameters()).dtype == torch.bfloat16
-    assert engine._adapter._wide is None, "the wide copy is let go of after adding"
+    assert access.wide(access.adapter(engine)) is None, "the wide copy is let go of after adding"
     narrow = Engine(model, byte_tokenizer(), template=TEMPLATE)
     assert narrow.keys(["some text to keep"]) != [key]
     same = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.bfloat16)
@@ -258,18 +259,18 @@ def test_a_question_keeps_no_wide_copy_of_the_model() -> None:
     options["prefill_dtype"] = torch.float32
     Engine(model, byte_tokenizer(), **options).add(TEXTS)
     engine = Engine(model, byte_tokenizer(), **options)
-    prefiller: Any = engine._prefiller
+    prefiller: Any = access.prefiller(engine)
     prefix = chunk_key(prefiller.prefix_ids, prefix_ids=(), spec=prefiller.spec, namespace="")
     assert store.delete(prefix)
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
     assert store.contains(prefix)
-    assert engine._adapter._wide is None
+    assert access.wide(access.adapter(engine)) is None
 
 
 def test_the_prefix_is_kept_where_the_model_is() -> None:
     engine = make_engine()
-    prefiller: Any = engine._prefiller
+    prefiller: Any = access.prefiller(engine)
     prefiller.prefix()
     prefiller.forget_prefix()
-    engine._adapter.device = torch.device("meta")  # the store holds it in main memory
+    access.adapter(engine).device = torch.device("meta")  # the store holds it in main memory
     assert device_of(prefiller.prefix()) == torch.device("meta")

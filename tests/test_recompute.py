@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import access
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, plain_logits
@@ -134,7 +135,7 @@ def test_a_closed_stream_leaves_nothing_behind(engine: Engine, behind: Behind) -
 
 
 def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
-    answerer = engine._answerer
+    answerer = access.answerer(engine)
     made = engine._request(QUESTION, TEXTS, {"policy": behind, "max_new_tokens": 6})
     full = replace(made, policy=FullRecompute())
     prompts = [Prompt(one.rounds[0], one.query[-1:], one) for one in (made, full)]
@@ -308,14 +309,14 @@ def test_a_scorer_works_beside_the_loading(own: bool, monkeypatch: pytest.Monkey
     scorer = Words()
     engine = make_engine("qwen2", auxiliary=None if own else scorer)
     keys = engine.add(TEXTS)
-    load = engine._answerer.filler.loader.load
+    load = access.answerer(engine).filler.loader.load
 
     def loading(_: Any, *arguments: Any, **options: Any) -> Any:
         found = load(*arguments, **options)
         scorer.go.set()
         return found
 
-    monkeypatch.setattr(type(engine._answerer.loader), "load", loading)
+    monkeypatch.setattr(type(access.answerer(engine).loader), "load", loading)
     found: list[Tensor] = []
     policy = Asking(
         lambda signals: found.append(signals.relevance()), auxiliary=scorer if own else None
@@ -376,7 +377,7 @@ def test_answers_teach_the_rate_and_an_unknown_one_is_measured(
 ) -> None:
     fresh = make_engine("qwen2")
     fresh.add(TEXTS)
-    Costs.__init__(fresh._costs)  # as in a process that has prefilled nothing
+    Costs.__init__(access.costs(fresh))  # as in a process that has prefilled nothing
     found: list[int] = []
     asked = Asking(lambda signals: found.append(signals.affordable(1e6)))
     asked.needs_scorer = False

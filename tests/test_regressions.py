@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import access
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -126,15 +127,19 @@ def test_refine_never_exceeds_the_window(monkeypatch: pytest.MonkeyPatch) -> Non
         template=dataclasses.replace(TEMPLATE, refine="{question} {answer}"),
     )
     longest = []
-    real = engine._answerer.answer
+    real = access.answerer(engine).answer
 
     def watched(prompt: Any, *rest: Any) -> Any:
         answer = real(prompt, *rest)
-        used = len(engine._renderer.prefix_ids) + sum(map(len, prompt.chunks)) + len(prompt.query)
+        used = (
+            len(access.renderer(engine).prefix_ids)
+            + sum(map(len, prompt.chunks))
+            + len(prompt.query)
+        )
         longest.append(used + prompt.request.max_new_tokens)
         return dataclasses.replace(answer, text="\ufffd" * 20)  # 20 tokens that decode to 60
 
-    monkeypatch.setattr(engine._answerer, "answer", watched)
+    monkeypatch.setattr(access.answerer(engine), "answer", watched)
     engine.generate("Who?", ["a" * 30] * 9, max_new_tokens=20, overflow="refine")
     assert max(longest) <= window
 
@@ -286,28 +291,28 @@ def test_the_wide_copy_is_let_go_of_after_a_partial_hit() -> None:
     model = build("qwen2", dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
     engine.generate(QUESTION, TEXTS, max_new_tokens=1)
-    assert engine._adapter._wide is None
+    assert access.wide(access.adapter(engine)) is None
 
 
 def test_the_wide_copy_is_let_go_of_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen2", dtype=torch.bfloat16)
     engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
-    engine._prefiller.prefix()  # type: ignore[union-attr]  # it has one
+    access.prefiller(engine).prefix()  # type: ignore[union-attr]  # it has one
     monkeypatch.setattr(engine.store, "put", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.add(TEXTS)
-    assert engine._adapter._wide is None
+    assert access.wide(access.adapter(engine)) is None
 
 
 def test_ttft_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    encode = engine._renderer.chunk_ids
+    encode = access.renderer(engine).chunk_ids
 
     def slow(text: str) -> Any:
         time.sleep(0.2)
         return encode(text)
 
-    monkeypatch.setattr(engine._renderer, "chunk_ids", slow)
+    monkeypatch.setattr(access.renderer(engine), "chunk_ids", slow)
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.ttft > 0.4
 
 
@@ -316,7 +321,7 @@ def test_a_stream_cancelled_while_it_waits_runs_nothing() -> None:
     engine.generate(QUESTION, TEXTS, max_new_tokens=1)
     passes: list[int] = []
     engine.model.register_forward_hook(lambda *_: passes.append(1))
-    with engine._lock:
+    with access.lock(engine):
         stream = engine.stream(QUESTION, TEXTS, max_new_tokens=50)
         time.sleep(0.05)
         stream._cancelled.set()

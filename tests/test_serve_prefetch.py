@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import access
 import pytest
 import torch
 from serve_works import PATIENCE, QUESTION, TEXTS, Prefills, reader, serve_threads
@@ -255,7 +256,7 @@ def test_a_twin_shares_weights_on_the_same_device_and_makes_the_same_keys() -> N
     for name, weight in second.model.named_parameters():
         assert weight.data_ptr() == weights[name].data_ptr(), name
     assert second.keys(TEXTS) == engine.keys(TEXTS)
-    assert second._lock is not engine._lock, "they compute at a time"
+    assert access.lock(second) is not access.lock(engine), "they compute at a time"
     second.add(TEXTS)
     answer = engine.generate(QUESTION, TEXTS, max_new_tokens=8)
     assert answer.metrics.misses == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import access
 import pytest
 from serve_works import (
     QUESTION,
@@ -42,7 +43,7 @@ async def test_who_waits_finds_its_chunks_ready(
     expected = alone.generate(QUESTION, TEXTS, max_new_tokens=8)
     prefills.counts.clear()
     backend = LocalBackend(reader(), prefetch=where, prefetch_after=0.0)
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     try:
         # The question in front comes with the valve closed, so the other one waits for long.
         valve.close()
@@ -50,7 +51,7 @@ async def test_who_waits_finds_its_chunks_ready(
         await eventually(valve.held.is_set)
         behind = asyncio.create_task(events_of(backend, make_work(1, policy=policy)))
         if where == "same":
-            await eventually(lambda: backend._scheduler.stats()["waiting"] == 1)
+            await eventually(lambda: access.scheduler(backend).stats()["waiting"] == 1)
             valve.open.set()
         else:
             await eventually(lambda: backend._prefetcher.stats()["finished"] == 1)
@@ -106,7 +107,7 @@ async def test_a_turn_that_comes_midway_waits_for_the_chunk_and_computes_the_res
     await eventually(prefills.busy.is_set)  # the second engine holds the first chunk
     valve.open.set()
     await front
-    await eventually(lambda: backend._scheduler.stats()["running"] == 1)
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 1)
     assert not behind.done()
     prefills.go.set()
     begun, last = await behind

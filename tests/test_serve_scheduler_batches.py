@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +135,7 @@ def backend() -> Iterator[LocalBackend]:
 
 
 def prefer_batches(backend: LocalBackend, work: BackendRequest) -> None:
-    rule = backend._scheduler._service._rule
+    rule = access.scheduler(backend)._service._rule
     rule._times.clear()
     for size, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (2, 0.6), (4, 0.5)):
         rule.measured(kind_of(work), size, seconds)
@@ -148,7 +149,7 @@ async def asked_together(
     first = asyncio.create_task(answer_of(backend, make_work(99, policy="full", max_new_tokens=1)))
     await eventually(valve.held.is_set)
     tasks = [asyncio.create_task(events_of(backend, work)) for work in works]
-    await eventually(lambda: backend._scheduler.stats()["waiting"] == len(works))
+    await eventually(lambda: access.scheduler(backend).stats()["waiting"] == len(works))
     valve.budget = passes
     valve.held.clear()
     valve.open.set()
@@ -168,7 +169,9 @@ async def test_a_batch_gives_the_answers_of_singles(
     ]
     alone = [await answer_of(backend, work) for work in works]
     prefer_batches(backend, works[0])
-    tasks = await asked_together(backend, Valve(backend._engines.base.model, monkeypatch), works)
+    tasks = await asked_together(
+        backend, Valve(access.engines(backend).base.model, monkeypatch), works
+    )
     for task, single in zip(tasks, alone, strict=True):
         begun, last = await task
         assert isinstance(begun, Started)
@@ -190,7 +193,9 @@ async def test_a_batch_ends_at_stops_where_singles_do(
     alone = [await answer_of(backend, work) for work in works]
     assert alone[0].text == free.text[: free.text.index(stop[2])] != ""
     prefer_batches(backend, works[0])
-    tasks = await asked_together(backend, Valve(backend._engines.base.model, monkeypatch), works)
+    tasks = await asked_together(
+        backend, Valve(access.engines(backend).base.model, monkeypatch), works
+    )
     for task, single in zip(tasks, alone, strict=True):
         begun, last = await task
         assert isinstance(begun, Started)
@@ -207,13 +212,15 @@ async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
     works[2] = make_work(2, chunks=("  ",))
     single = await answer_of(backend, works[0])
     prefer_batches(backend, works[0])
-    tasks = await asked_together(backend, Valve(backend._engines.base.model, monkeypatch), works)
+    tasks = await asked_together(
+        backend, Valve(access.engines(backend).base.model, monkeypatch), works
+    )
     ends = [(await task)[-1] for task in tasks]
     wrong = ends.pop(2)
     assert isinstance(wrong, Failed)
     assert wrong.status == 400
     assert [end.answer.text for end in ends] == [single.text] * 3
-    assert backend._scheduler._service._rule.seconds(kind_of(works[0]), 4) == 0.5, (
+    assert access.scheduler(backend)._service._rule.seconds(kind_of(works[0]), 4) == 0.5, (
         "no fault of batches"
     )
 
@@ -221,7 +228,7 @@ async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
 async def test_who_leaves_a_batch_does_not_stop_the_others(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = backend._engines.base.model
+    model = access.engines(backend).base.model
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)  # or it ends too soon
     works = [make_work(number, max_new_tokens=20) for number in range(2)]
     single = await answer_of(backend, works[0])
@@ -230,7 +237,7 @@ async def test_who_leaves_a_batch_does_not_stop_the_others(
     leaving, staying = await asked_together(backend, valve, works, passes=3)
     await eventually(valve.held.is_set)
     leaving.cancel()
-    await eventually(lambda: backend._scheduler.stats()["cancelled"] == 1)
+    await eventually(lambda: access.scheduler(backend).stats()["cancelled"] == 1)
     assert not staying.done()
     valve.open.set()
     (_, last) = await staying

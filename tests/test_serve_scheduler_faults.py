@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from serve_fakes import chat, client, says_nothing, scripted
 from serve_works import (
@@ -129,7 +130,7 @@ async def test_a_retrieval_has_a_deadline(shelf: Hanging) -> None:
         failed = failure_of(await events_of(backend, work))
         assert failed.status == 503
         assert "retriev" in failed.message
-        assert backend._scheduler.stats()["waiting"] == 0
+        assert access.scheduler(backend).stats()["waiting"] == 0
         good = make_work(query="The lamp is red.", top_k=1, namespace="good", chunks=())
         await answer_of(backend, good)
     finally:
@@ -174,7 +175,7 @@ async def test_a_backend_whose_thread_has_died_is_not_ready() -> None:
     def head() -> Job:
         raise MemoryError
 
-    scheduler = backend._scheduler
+    scheduler = access.scheduler(backend)
     scheduler._queue.head = head  # type: ignore[method-assign]  # a fault is made
     assert failure_of(await events_of(backend, make_work())).status == 500
     assert not await backend.ready()
@@ -248,7 +249,7 @@ async def backend() -> AsyncIterator[LocalBackend]:
 async def test_explanations_can_be_taken_back_and_do_not_hold_up_the_end(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     valve.close()
     running = asyncio.create_task(events_of(backend, make_work(0)))
     await eventually(valve.held.is_set)
@@ -261,7 +262,7 @@ async def test_explanations_can_be_taken_back_and_do_not_hold_up_the_end(
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert backend._scheduler.stats()["waiting"] == 3
+    assert access.scheduler(backend).stats()["waiting"] == 3
     closing = asyncio.create_task(backend.close())
     for task in tasks:
         with pytest.raises(ApiError, match="shuts down"):
@@ -275,9 +276,9 @@ async def test_no_memory_is_kept_of_prompts_that_were_explained(backend: LocalBa
     await answer_of(backend, make_work(0, namespace="a"))
     for tenant in ("a", "b", "c"):
         await backend.explain(make_work(1, namespace=tenant, policy="cacheblend:0.5"))
-    engines = backend._engines
-    await eventually(lambda: backend._scheduler.stats()["running"] == 0)
-    kept = {name: engines.of(name)._answerer.buffer.kept is not None for name in "abc"}
+    engines = access.engines(backend)
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
+    kept = {name: access.answerer(engines.of(name)).buffer.kept is not None for name in "abc"}
     assert kept == {"a": True, "b": False, "c": False}, "the one that answers keeps its own"
 
 
@@ -285,7 +286,7 @@ async def test_no_memory_is_kept_of_prompts_that_were_explained(backend: LocalBa
 async def test_what_cannot_fit_is_refused_while_the_model_is_busy(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     valve.close()
     running = asyncio.create_task(events_of(backend, make_work(0)))
     await eventually(valve.held.is_set)
@@ -327,7 +328,7 @@ def test_no_more_is_tokenised_than_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_long_texts_of_few_tokens_are_answered(backend: LocalBackend) -> None:
     spaced = QUESTION.replace(" ", " " * 50_000)
-    assert limits.is_doubtful(backend._engines.base, make_work(0, question=spaced))
+    assert limits.is_doubtful(access.engines(backend).base, make_work(0, question=spaced))
     long = await answer_of(backend, make_work(0, question=spaced))
     assert long.text == (await answer_of(backend, make_work(1))).text
     async with aclosing(backend.answer(make_work(2, chunks=TEXTS))) as events:

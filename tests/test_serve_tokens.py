@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import access
 import pytest
 from serve_works import (
     QUESTION,
@@ -67,7 +68,7 @@ async def waited(backend: LocalBackend, valve: Valve, front: asyncio.Task[Any], 
 
 
 def _is_prefetched(backend: LocalBackend) -> bool:
-    jobs = backend._scheduler._queue.jobs()
+    jobs = access.scheduler(backend)._queue.jobs()
     return any(job.prefetch is not None and job.prefetch.done.done() for job in jobs)
 
 

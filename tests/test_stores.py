@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import access
 import pytest
 import torch
 
@@ -27,12 +28,12 @@ class TestMemoryStore(StoreContract):
         return MemoryStore(1 << 30 if max_bytes is None else max_bytes, release_grace=GRACE)
 
     def age(self, store: ChunkStore, seconds: float) -> None:
-        for owners in store._owners.values():
+        for owners in access.owners(store).values():
             for owner, released in owners.items():
                 owners[owner] = None if released is None else released - seconds
 
     def held(self, store: ChunkStore) -> set[str]:
-        return {key.digest for key in store._chunks}
+        return {key.digest for key in access.chunks(store)}
 
 
 class TestDiskStore(StoreContract):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import access
 import forks
 import pytest
 
@@ -362,7 +363,7 @@ def test_memory_forgets_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     store.claim(KEY, "o")
     assert store.delete_namespace("a") == 3
     assert (store.epoch("a") > 0, store.epoch("b")) == (True, 0)
-    assert {key.namespace for key in [*store._chunks, *store._owners]} == {"b"}
+    assert {key.namespace for key in [*access.chunks(store), *access.owners(store)]} == {"b"}
     private = memory.private_copy
 
     def deleting(*args: Any) -> Any:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import access
 import forks
 import fsspec
 import pytest
@@ -52,7 +53,7 @@ class TestRemoteStoreOnAFolder(StoreContract):
 def root(store: ChunkStore) -> Path:
     """Folder of a store on a folder."""
     assert isinstance(store, RemoteStore)
-    return Path(store._objects.root)
+    return Path(access.objects(store).root)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def store(tmp_path: Path) -> RemoteStore:
 
 def place(store: RemoteStore) -> Path:
     """File of the chunk."""
-    return Path(store._objects.path(KEY))
+    return Path(access.objects(store).path(KEY))
 
 
 # Same files as on disk.
@@ -237,7 +238,7 @@ def test_a_hanging_remote_is_given_up_on_once_and_then_skipped(
     assert len(calls) == 1
     with pytest.raises(ChunkNotFoundError, match="skipped for 3600 s"):
         store.get(KEY, LAYOUT)
-    store._transport.breaker._until = 0.0  # the pause is over
+    access.transport(store).breaker._until = 0.0  # the pause is over
     assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
     assert store.contains(KEY)
 
@@ -316,7 +317,7 @@ def test_a_late_upload_does_not_bring_a_deleted_namespace_back(
 ) -> None:
     store = RemoteStore(f"file://{tmp_path}", timeout=0.3, retries=0)
     release, done = threading.Event(), threading.Event()
-    move, upload, moved = LocalFileSystem.mv, store._objects.upload, []
+    move, upload, moved = LocalFileSystem.mv, access.objects(store).upload, []
 
     def late(self: LocalFileSystem, source: str, target: str) -> None:
         if target.endswith(".safetensors"):
@@ -333,7 +334,7 @@ def test_a_late_upload_does_not_bring_a_deleted_namespace_back(
             done.set()
 
     monkeypatch.setattr(LocalFileSystem, "mv", late)
-    monkeypatch.setattr(type(store._objects), "upload", lambda _, *a, **k: noted(*a, **k))
+    monkeypatch.setattr(type(access.objects(store)), "upload", lambda _, *a, **k: noted(*a, **k))
     assert not store.put(KEY, CHUNK)  # nobody waits for it any more
     store.delete_namespace("")
     release.set()
@@ -427,7 +428,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_forked_child_makes_its_own_connections(store: RemoteStore) -> None:
     store.put(KEY, CHUNK)
-    first = store._transport._filesystem()
-    store._transport._opened = (-1, first)  # as after a fork
-    assert store._transport._filesystem() is not first
+    first = access.transport(store)._filesystem()
+    access.transport(store)._opened = (-1, first)  # as after a fork
+    assert access.transport(store)._filesystem() is not first
     assert store.contains(KEY)

@@ -6,6 +6,7 @@ import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
 from kvcache_rag import Engine
@@ -41,8 +42,8 @@ def opened(server: Server, folder: str = "", **settings: Any) -> RemoteStore:
         **settings,
     )
     if server.filesystem is None:
-        server.filesystem = store._transport._filesystem()
-    store._transport._opened = (os.getpid(), server.filesystem)
+        server.filesystem = access.transport(store)._filesystem()
+    access.transport(store)._opened = (os.getpid(), server.filesystem)
     return store
 
 
@@ -66,7 +67,7 @@ class TestRemoteStoreOnS3(StoreContract):
 
 def folder_of(store: ChunkStore) -> str:
     assert isinstance(store, RemoteStore)
-    return store._objects.root.removeprefix(f"{BUCKET}/")
+    return access.objects(store).root.removeprefix(f"{BUCKET}/")
 
 
 # What is particular to the API.
@@ -87,7 +88,7 @@ def test_two_machines_share_a_bucket(server: Server) -> None:
 def test_another_object_in_its_place_is_a_miss_and_removed(server: Server, data: bytes) -> None:
     store = opened(server)
     store.put(KEY, CHUNK)
-    store._transport.run(lambda fs: fs.pipe_file(store._objects.path(KEY), data))
+    access.transport(store).run(lambda fs: fs.pipe_file(access.objects(store).path(KEY), data))
     with pytest.raises(ChunkNotFoundError):
         store.get(KEY, LAYOUT)
     assert not store.contains(KEY) or not data

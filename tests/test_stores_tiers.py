@@ -13,6 +13,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
@@ -52,7 +53,7 @@ class TestThreeTiers(StoreContract):
 
     def age(self, store: ChunkStore, seconds: float) -> None:
         memory, disk, _ = parts(store)
-        for owners in memory._owners.values():
+        for owners in access.owners(memory).values():
             for owner, released in owners.items():
                 owners[owner] = None if released is None else released - seconds
         for path in disk.root.parent.rglob("*"):
@@ -62,7 +63,7 @@ class TestThreeTiers(StoreContract):
     def held(self, store: ChunkStore) -> set[str]:
         memory, disk, _ = parts(store)
         found = {path.stem for path in disk.root.parent.rglob("*.safetensors")}
-        return found | {key.digest for key in memory._chunks}
+        return found | {key.digest for key in access.chunks(memory)}
 
 
 class TestThreeTiersWrittenBack(TestThreeTiers):
@@ -81,14 +82,16 @@ class TestOneTierWrittenBack(TestThreeTiers):
     def age(self, store: ChunkStore, seconds: float) -> None:
         assert store.flush(60)
         assert isinstance(store, TieredStore)
-        for path in Path(store.tiers[0]._objects.root).rglob("*"):
+        for path in Path(access.objects(store.tiers[0]).root).rglob("*"):
             status = path.stat()
             os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
 
     def held(self, store: ChunkStore) -> set[str]:
         assert store.flush(60)
         assert isinstance(store, TieredStore)
-        return {path.stem for path in Path(store.tiers[0]._objects.root).rglob("*.safetensors")}
+        return {
+            path.stem for path in Path(access.objects(store.tiers[0]).root).rglob("*.safetensors")
+        }
 
 
 def parts(store: ChunkStore) -> tuple[MemoryStore, DiskStore, RemoteStore]:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
@@ -228,8 +229,8 @@ def test_a_chunk_in_memory_ends_a_time_after_it_was_put(monkeypatch: pytest.Monk
     for seed in range(1, 9):
         chunk = make_chunk(seed, tokens=4)
         store.put(key_of(chunk), chunk)
-    assert store._chunks.put_at.keys() == set(store._chunks)
-    assert len(store._chunks) == 3
+    assert access.chunks(store).put_at.keys() == set(access.chunks(store))
+    assert len(access.chunks(store)) == 3
 
 
 def test_memory_without_a_ttl_keeps_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

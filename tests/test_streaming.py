@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +38,8 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """With no token that ends an answer early, and certainly idle before and after."""
     shared.model.generation_config.eos_token_id = None
     yield shared
-    assert shared._lock.acquire(timeout=PATIENCE), "a stream still holds the model"
-    shared._lock.release()
+    assert access.lock(shared).acquire(timeout=PATIENCE), "a stream still holds the model"
+    access.lock(shared).release()
 
 
 class Steps:

@@ -169,7 +169,7 @@ def test_broken_numerics_are_a_failure(
 
 
 def test_the_sentence_says_why(tmp_path: Path) -> None:
-    from test_gate_verdict import IDENTITY
+    from test_verdict import IDENTITY
     from verdicts import REUSE, make_verdict
 
     def sentence(verdict: Verdict) -> str:

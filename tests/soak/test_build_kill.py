@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from building_traps import alive, computed, saved_model, wait_for, write_lines
+from corpus_traps import alive, computed, saved_model, wait_for, write_lines
 
 from kvcache_rag import DiskStore, Engine
 
@@ -22,7 +22,7 @@ NEW = [f"chunk {number} that was written later" for number in range(12)]
 # Arguments: crew, model, store, notes, corpus, what kills, how often.  Writes the tally to stdout.
 BUILD = """
 import json, sys
-from building_traps import Trapped
+from corpus_traps import Trapped
 from kvcache_rag.corpus.texts import JsonLines
 from kvcache_rag.corpus.ray_data import RayCluster
 from kvcache_rag.corpus.run import Build, ProcessPool

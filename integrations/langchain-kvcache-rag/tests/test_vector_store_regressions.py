@@ -64,7 +64,7 @@ def test_threads_that_write_the_same_ids_leave_no_claims(
         thread.join()
     assert failures == []
     kept: Any = engine.store
-    claimed = {key.digest for key, owners in kept._owners.items() if None in owners.values()}
+    claimed = {key.digest for key, owners in access.owners(kept).items() if None in owners.values()}
     raw: Any = access.collection(store)
     assert claimed == {one["kv_key"] for one in raw.collection.get()["metadatas"]}
 

@@ -8,6 +8,7 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -310,7 +311,7 @@ async def test_cancelled_call_stops_generating(engine: Engine, call: Callable[..
 
 
 async def test_waiting_questions_leave_the_threads_of_others_alone(llm: KVCacheLLM) -> None:
-    with llm.engine._lock:
+    with access.lock(llm.engine):
         waiting = [asyncio.create_task(llm.acomplete("a", max_new_tokens=2)) for _ in range(40)]
         await asyncio.sleep(0.2)
         await asyncio.wait_for(asyncio.to_thread(int), timeout=20)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from building_traps import TEMPLATE, saved_model, write_lines
+from corpus_traps import TEMPLATE, saved_model, write_lines
 from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from zoo import build, byte_tokenizer
@@ -120,7 +121,7 @@ def test_law_answers_are_those_of_the_plain_path(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(engine.store), "reader", lambda *_: None)
         assert engine.generate(QUESTION, TEXTS, max_new_tokens=6).token_ids == answer.token_ids
-    is_layered = place != "disk" or len(engine._adapter.measured.chunk_layout.names()) == 1
+    is_layered = place != "disk" or len(access.chunk_layout(engine).names()) == 1
     assert bool(started) == (ahead and is_layered and (place, name) != ("disk", "deepseek_v3"))
     assert answer.metrics.misses == 0
     assert sum(answer.metrics.hits.values()) == len(TEXTS)
@@ -137,7 +138,7 @@ def test_law_answers_are_those_of_the_plain_path(
 def test_law_one_pass_changes_no_bit(
     name: str, stored: Any, scheme: Any, dtype: torch.dtype
 ) -> None:
-    layout = replace(make_engine(name, MemoryStore())._adapter.measured, dtype=dtype)
+    layout = replace(access.adapter(make_engine(name, MemoryStore())).measured, dtype=dtype)
     shapes = layout.chunk_layout
     generator = torch.Generator().manual_seed(3)
     chunks = [
@@ -353,10 +354,10 @@ def test_loading_ahead_keeps_no_wide_copy_of_the_model(started: list[PlacingAhea
     options["prefill_dtype"] = torch.float64
     Engine(build("llama"), byte_tokenizer(), **options).add(TEXTS)
     engine = Engine(build("llama"), byte_tokenizer(), **options)
-    engine._adapter.widened(torch.float64)  # as after a trial
+    access.adapter(engine).widened(torch.float64)  # as after a trial
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
     assert started
-    assert engine._adapter._wide is None
+    assert access.wide(access.adapter(engine)) is None
 
 
 class Streamer:

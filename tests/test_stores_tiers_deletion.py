@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
@@ -103,7 +104,7 @@ def test_a_remote_that_is_down_at_first_costs_no_local_chunks(
     first.put(KEY, CHUNK)
     store, disk, remote = opened()
     with monkeypatch.context() as patch:
-        patch.setattr(remote._transport, "run", _down)
+        patch.setattr(access.transport(remote), "run", _down)
         store.get(KEY, LAYOUT)
     assert store.get(KEY, LAYOUT).tier == "disk"
     assert disk.contains(KEY)
@@ -215,7 +216,7 @@ def test_memory_does_not_remember_released_claims_for_ever(monkeypatch: pytest.M
     other = key_of(make_chunk(seed=1), namespace="a")
     store.claim(other, "owner")
     assert not store.contains(KEY)
-    assert [*store._owners] == [other]
+    assert [*access.owners(store)] == [other]
 
 
 def test_a_release_that_was_half_swept_is_swept_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import access
 import pytest
 import torch
 from zoo import build, byte_tokenizer
@@ -102,7 +103,7 @@ def test_a_prompt_without_context_in_a_batch(lane: LateLane) -> None:
     engine = Engine(
         build("llama"), byte_tokenizer(), template=template, store=MemoryStore(), rotation="copied"
     )
-    assert not engine._renderer.prefix_ids
+    assert not access.renderer(engine).prefix_ids
     batch = engine.generate_batch([(QUESTION, TEXTS), (QUESTION, [])], max_new_tokens=4)
     singles = [engine.generate(QUESTION, texts, max_new_tokens=4) for texts in (TEXTS, [])]
     assert [one.token_ids for one in batch] == [one.token_ids for one in singles]

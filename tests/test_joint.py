@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 import torch
 from zoo import FAMILIES, REFUSED, build, byte_tokenizer
@@ -263,9 +264,9 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
         engine.add_combination([TEXTS])
     expected = mine.generate(QUESTION, TEXTS, max_new_tokens=6)
     assert mine.delete_namespace() >= len(TEXTS) + 1
-    assert mine._answerer.buffer.kept is None
+    assert access.answerer(mine).buffer.kept is None
     assert not any(kept.memory.numel() for kept in rotary._KEPT_BY.values())
-    prefiller: Any = mine._prefiller
+    prefiller: Any = access.prefiller(mine)
     assert (prefiller._computed_prefix, prefiller._stored_prefix) == (None, None)
     assert not any(map(mine.store.contains, mine.keys(TEXTS)))
     with pytest.raises(ChunkNotFoundError):
@@ -310,7 +311,7 @@ def test_combinations_on_disk_are_not_deleted_for_those_in_memory(
 def test_a_chunk_that_lies_about_its_tokens_is_never_used(policy: ReusePolicy) -> None:
     engine = make_engine()
     honest, liar = engine.add(["The cat sat on the mat.", "The dog sat on the mat."])
-    layout = engine._adapter.measured.chunk_layout
+    layout = access.chunk_layout(engine)
     engine.store.put(liar, engine.store.get(honest, layout).chunk)
     with pytest.raises(ChunkNotFoundError):
         engine.logits(QUESTION, [TEXTS[1], liar], policy=policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import access
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +136,7 @@ def test_refine_improves_the_answer_round_by_round(small: Engine) -> None:
 def test_each_round_of_refine_is_a_prompt_of_its_own(
     small: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answerer = small._answerer
+    answerer = access.answerer(small)
     seen: list[Any] = []
     one_prompt = answerer.answer
 

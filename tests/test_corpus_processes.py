@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from building_traps import Trapped, alive, computed, saved_model, wait_for, write_lines
+from corpus_traps import Trapped, alive, computed, saved_model, wait_for, write_lines
 from forks import forkserver
 
 from kvcache_rag import DiskStore, Engine
@@ -128,7 +128,7 @@ def test_nothing_to_do_takes_one_worker(place: Place) -> None:
 COMMAND = """
 import signal, sys
 sys.path[:0] = sys.argv[1].split(":")
-from building_traps import Trapped
+from corpus_traps import Trapped
 from forks import forkserver
 from kvcache_rag.corpus import processes
 from kvcache_rag.corpus.texts import JsonLines

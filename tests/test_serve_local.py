@@ -9,6 +9,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from contracts_backend import MAX_WAITING, BackendContract
 from serve_works import (
@@ -164,7 +165,7 @@ async def test_a_broken_model_is_told_without_details_and_the_next_is_answered(
 ) -> None:
     expected = await answer_of(backend, make_work(0))
     with monkeypatch.context() as patch:
-        valve = Valve(backend._engines.base.model, patch)
+        valve = Valve(access.engines(backend).base.model, patch)
         valve.fails = True
         failed = failure_of(await events_of(backend, make_work(1)))
     assert (failed.status, failed.kind) == (500, "server_error")
@@ -187,7 +188,7 @@ async def test_tenants_share_a_model_and_no_chunk(tmp_path: Path) -> None:
         assert joint.metrics.misses == 1
         joint = await answer_of(backend, make_work(4, namespace="b", policy="combination"))
         assert joint.metrics.misses == 1, "nor a combination"
-        engine = backend._engines.of("a")
+        engine = access.engines(backend).of("a")
         assert engine.keys(TEXTS) == reader(store=DiskStore(tmp_path), namespace="a").keys(TEXTS)
         assert engine.delete_namespace() > 0
         gone = await answer_of(backend, make_work(5, namespace="a"))
@@ -201,7 +202,7 @@ async def test_tenants_share_a_model_and_no_chunk(tmp_path: Path) -> None:
 async def test_closing_the_events_stops_a_running_answer_at_its_next_token(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = backend._engines.base.model
+    model = access.engines(backend).base.model
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     valve = Valve(model, monkeypatch)
     work = make_work(0, streaming=True, max_new_tokens=1000)
@@ -212,35 +213,35 @@ async def test_closing_the_events_stops_a_running_answer_at_its_next_token(
                 break
     begun = valve.passes
     valve.open.set()
-    await eventually(lambda: backend._scheduler.stats()["running"] == 0)
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
     assert valve.passes <= begun + 2
 
 
 async def test_cancelling_the_reader_frees_the_queue(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     valve.close()
     running = asyncio.create_task(events_of(backend, make_work(0)))
     await eventually(valve.held.is_set)
     waiting = asyncio.create_task(events_of(backend, make_work(1)))
-    await eventually(lambda: backend._scheduler.stats()["waiting"] == 1)
-    before = backend._scheduler.stats()["cancelled"]
+    await eventually(lambda: access.scheduler(backend).stats()["waiting"] == 1)
+    before = access.scheduler(backend).stats()["cancelled"]
     for task in (running, waiting):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert backend._scheduler.stats()["waiting"] == 0
-    assert backend._scheduler.stats()["cancelled"] == before + 2
+    assert access.scheduler(backend).stats()["waiting"] == 0
+    assert access.scheduler(backend).stats()["cancelled"] == before + 2
     valve.open.set()
-    await eventually(lambda: backend._scheduler.stats()["running"] == 0)
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
 
 
 async def test_nothing_blocks_the_event_loop(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await answer_of(backend, make_work(0))
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     valve.close()
     async with Ticker() as ticker:
         tasks = [asyncio.create_task(events_of(backend, make_work(n))) for n in range(20)]
@@ -255,7 +256,7 @@ async def test_nothing_blocks_the_event_loop(
 async def test_a_new_tenant_is_counted_while_the_model_is_busy(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valve = Valve(backend._engines.base.model, monkeypatch)
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
     valve.close()
     running = asyncio.create_task(events_of(backend, make_work(0)))
     await eventually(valve.held.is_set)
@@ -302,7 +303,7 @@ async def test_a_model_that_cannot_answer_is_not_ready(
 ) -> None:
     backend = LocalBackend(reader())
     with monkeypatch.context() as patch:
-        Valve(backend._engines.base.model, patch).fails = True
+        Valve(access.engines(backend).base.model, patch).fails = True
         assert not await backend.ready()
     assert "secret" in caplog.text
     await backend.close()
@@ -314,7 +315,7 @@ async def test_counters_are_plain_values_per_tier(tmp_path: Path) -> None:
     try:
         await answer_of(backend, make_work(0))
         await answer_of(backend, make_work(1))
-        await eventually(lambda: backend._scheduler.stats()["answered"] == 2)
+        await eventually(lambda: access.scheduler(backend).stats()["answered"] == 2)
         stats = json.loads(json.dumps(await backend.stats()))
     finally:
         await backend.close()
@@ -340,7 +341,7 @@ async def test_what_becomes_of_a_prompt_is_explained(backend: LocalBackend) -> N
 async def test_a_foreign_instruction_stands_before_the_question(backend: LocalBackend) -> None:
     answer = await answer_of(backend, make_work(0, system="Be brief."))
     assert answer.metrics.prefix_mismatch
-    own = backend._engines.base.template.system
+    own = access.engines(backend).base.template.system
     answer = await answer_of(backend, make_work(1, system=own))
     assert not answer.metrics.prefix_mismatch
 
