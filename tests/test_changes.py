@@ -62,7 +62,7 @@ def test_how_a_chunk_is_wrapped_is_known_in_2_files() -> None:
     }
 
 
-def test_where_chunks_stand_is_worked_out_in_1_file() -> None:
+def test_where_chunks_stand_is_worked_out_once_beside_its_specification() -> None:
     """Who decides by the scheme: the formula and its specification, and checks of the name."""
 
     def is_decided_by_scheme(node: ast.AST) -> bool:
@@ -73,7 +73,10 @@ def test_where_chunks_stand_is_worked_out_in_1_file() -> None:
     checks = {"finetune/config.py", "policies/selection.py"}
     # Tokens that all stand at their own places need no formula.
     shortcut = {"generation/explain.py"}
-    assert files_with(is_decided_by_scheme) == {"kv/mask.py"} | checks | shortcut
+    assert (
+        files_with(is_decided_by_scheme)
+        == {"stitching/stitch.py", "kv/mask.py"} | checks | shortcut
+    )
 
 
 def test_a_file_more_is_noticed(tmp_path: Path) -> None:

@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.mask import (
-    MaskedSequence,
-    PositionScheme,
-    block_mask,
-    chunk_columns,
-    first_positions,
-)
+from kvcache_rag.kv.mask import MaskedSequence, PositionScheme, block_mask, chunk_columns
+from kvcache_rag.stitching.stitch import first_positions
 
 
 def rows(allowed: Tensor) -> list[str]:

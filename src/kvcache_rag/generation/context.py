@@ -16,23 +16,18 @@ import torch
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.models.deferred.cache import HeldSegments, deferred_cache
 from kvcache_rag.models.deferred.segments import SegmentTable
-from kvcache_rag.models.deferred.support import (
-    deferral_refusal,
-    deferred_rotation,
-    segment_seconds,
-)
+from kvcache_rag.models.deferred.support import deferral_refusal, deferred_rotation, segment_seconds
 from kvcache_rag.models.generate import uses_beams
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
 from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.recompute import chosen_tokens, recompute
 from kvcache_rag.stitching.costs import Timings
 from kvcache_rag.stitching.overlap import used
-from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
+from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow, first_positions
 from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.prompt.alignment import token_offsets
-from kvcache_rag.stitching.stitch import StitchedPrompt
+from kvcache_rag.stitching.stitch import StitchedPrompt, first_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

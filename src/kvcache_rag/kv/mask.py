@@ -22,34 +22,6 @@ PositionScheme = Literal["reordered", "composite"]
 """`reordered`: one chunk behind the other; `composite`: each keeps its local positions."""
 
 
-def first_positions(
-    parts: Sequence[tuple[int, int]], scheme: PositionScheme, *, adjacent: bool = False
-) -> list[int]:
-    """At which position each part of a context begins: the prefix, if any, and the chunks.
-
-    `block_mask` says the same in its own words, on purpose: it is what a prompt put together by
-    these numbers is tested against.
-
-    Args:
-        parts: Per part the position at which its first key was computed, and its tokens.
-        scheme: Where the chunks stand.
-        adjacent: Whether the highest position is the one before the query, which stands behind as
-            many positions as there are tokens.  Composite chunks overlap, so a gap would be left;
-            prefix and chunks all move up by it.  The rotation knows only distances, so this is the
-            query standing right behind them.
-    """
-    places = []
-    place = highest = 0
-    for start, tokens in parts:
-        places.append(place)
-        place += tokens
-        highest = max(highest, start + tokens)
-    if scheme == "reordered":
-        return places
-    gap = place - highest if adjacent else 0
-    return [start + gap for start, _ in parts]
-
-
 @dataclass(frozen=True)
 class MaskedSequence:
     """A sequence with explicit positions and visibility.

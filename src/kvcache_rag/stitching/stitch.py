@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.mask import first_positions
 from kvcache_rag.models.rotation import Move
 
 if TYPE_CHECKING:
@@ -100,6 +99,34 @@ class StitchedRow:
     buffer: KVBuffer
     ids: Tensor
     shape: StitchedPrompt
+
+
+def first_positions(
+    parts: Sequence[tuple[int, int]], scheme: PositionScheme, *, adjacent: bool = False
+) -> list[int]:
+    """At which position each part of a context begins: the prefix, if any, and the chunks.
+
+    `block_mask` says the same in its own words, on purpose: it is what a prompt put together by
+    these numbers is tested against.
+
+    Args:
+        parts: Per part the position at which its first key was computed, and its tokens.
+        scheme: Where the chunks stand.
+        adjacent: Whether the highest position is the one before the query, which stands behind as
+            many positions as there are tokens.  Composite chunks overlap, so a gap would be left;
+            prefix and chunks all move up by it.  The rotation knows only distances, so this is the
+            query standing right behind them.
+    """
+    places = []
+    place = highest = 0
+    for start, tokens in parts:
+        places.append(place)
+        place += tokens
+        highest = max(highest, start + tokens)
+    if scheme == "reordered":
+        return places
+    gap = place - highest if adjacent else 0
+    return [start + gap for start, _ in parts]
 
 
 def distances(

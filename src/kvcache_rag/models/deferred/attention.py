@@ -18,7 +18,7 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention.scaled import scaled_attention
 from kvcache_rag.models.deferred.cache import LayerSegments, awaited, segments_of
-from kvcache_rag.models.deferred.plan import CallShape, Plan, make_plan
+from kvcache_rag.models.deferred.segments import CallShape, Plan, make_plan
 
 if TYPE_CHECKING:
     from kvcache_rag.models.deferred.segments import SegmentTable

@@ -3,6 +3,10 @@
 Deferred rotation (LazyAttention, arXiv 2606.04302): keys are neither copied nor rotated.  A key
 that stands at p and is rotated by d, to p + d, scores against a query as the key itself does
 against the query rotated back by d, so the query is rotated, once per distinct distance.
+
+What one forward pass has to look at (`Plan`) is worked out once and used by every layer: a chunk
+that stands in several rows of a batch is read once for all of them; a chunk that a sliding window
+hides is left out, and of one that it cuts only the part is read that somebody sees.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.kv.chunk import ChunkKV
+    from kvcache_rag.kv.rotary import Rotation
     from kvcache_rag.models.rotation import ModelLayout
 
 
@@ -107,3 +112,250 @@ def _angles(
     # (distances, dim / 2)
     angles = torch.tensor(distances, dtype=torch.float64)[:, None] * inv_freq.double()
     return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One chunk, attended to by the rotated queries of every row that sees it.
+
+    Attributes:
+        chunk: Identity of the chunk.
+        start: First of its tokens that anybody sees.
+        stop: One behind the last.
+        mask: Added to the scores, `(1, 1, pairs * heads * queries, stop - start)`; None where all
+            is seen.
+    """
+
+    chunk: int
+    start: int
+    stop: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Calls of one forward pass.  A pair is a row and a segment of it that it sees.
+
+    Attributes:
+        calls: In the order of their pairs.
+        sizes: Rotated queries of each call.
+        rows: `(pairs,)` row of each pair, or None in a batch of one.
+        cos: `(pairs, 1, width)` float32, what a query is multiplied by to rotate it back.
+        sin: The same for its partner columns.
+        partners: `(width,)` the column that each column is rotated with.
+        tail_mask: Added to the scores of the tail, `(rows, 1, heads * queries, tail)`, or None.
+        owners: `(pairs + rows,)` row of each partial result, those of the tail last.
+        parts: `(rows, most)` partial results of each row; `pairs + rows` stands for none.
+    """
+
+    calls: tuple[Call, ...]
+    sizes: list[int]
+    rows: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    partners: Tensor
+    tail_mask: Tensor | None
+    owners: Tensor
+    parts: Tensor
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Sizes of one forward pass.
+
+    Attributes:
+        queries: New tokens per row.
+        repeats: Query heads per KV head.
+        tail: Tokens in the cache's own buffer, the new ones included.
+        width: Columns of a key.
+    """
+
+    queries: int
+    repeats: int
+    tail: int
+    width: int
+
+
+def make_plan(
+    table: SegmentTable, group: int, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
+) -> Plan:
+    """What the layers of a group attend to.
+
+    Args:
+        table: The segments.
+        group: The layer group.
+        mask: `(rows or 1, 1, queries, columns or more)`, bool (True is seen) or added to the
+            scores; None where every new token sees everything up to itself.
+        shape: Sizes of the pass.
+        dtype: Of queries and masks.
+    """
+    seen = _Seen.of(table, mask, shape, dtype)
+    groups: dict[int, list[tuple[int, Segment]]] = {}
+    for row, segments in enumerate(table.rows):
+        for segment in segments:
+            if seen.any(row, segment):
+                groups.setdefault(id(segment.chunk), []).append((row, segment))
+    calls, sizes, pairs = [], [], []
+    for name, members in groups.items():
+        calls.append(seen.call(name, members, shape.repeats))
+        sizes.append(len(members) * shape.repeats * shape.queries)
+        pairs += [(row, segment.angle) for row, segment in members]
+    device = table.angles[0][0].device
+    angles = torch.tensor([angle for _, angle in pairs], dtype=torch.long, device=device)
+    rotation = table.layout.groups[group].key_rotation
+    cos, sin, partners = _back(table, rotation, angles, shape.width)
+    count = len(table.rows)
+    owners = [row for row, _ in pairs] + [*range(count)]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for part, row in enumerate(owners):
+        parts[row].append(part)
+    most = max(map(len, parts))
+    padded = [one + [len(owners)] * (most - len(one)) for one in parts]
+    return Plan(
+        calls=tuple(calls),
+        sizes=sizes,
+        rows=torch.tensor(owners[: len(pairs)], device=device) if count > 1 else None,
+        cos=cos,
+        sin=sin,
+        partners=partners,
+        tail_mask=seen.tail(shape.repeats),
+        owners=torch.tensor(owners, device=device),
+        parts=torch.tensor(padded, device=device),
+    )
+
+
+def _back(
+    table: SegmentTable, rotation: Rotation, angles: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors `(pairs, 1, width)` of a query and of its partner columns, and those columns."""
+    partners = torch.arange(width, device=angles.device)
+    cos = torch.ones(len(angles), width, device=angles.device)  # (pairs, width): columns beside
+    sin = torch.zeros_like(cos)  # the rotary ones stay what they are
+    if rotation.style != "none":
+        first, last = rotation.start, rotation.start + rotation.dim
+        # (pairs, dim / 2)
+        angle_cos, angle_sin = (part[angles] for part in table.angles[rotation.frequency])
+        # A key is rotated by the angle; the query by as much the other way.
+        signed = angle_sin if rotation.reverse else -angle_sin
+        columns = partners[first:last]
+        if rotation.style == "half":
+            partners = torch.cat(
+                [partners[:first], columns.roll(rotation.dim // 2), partners[last:]]
+            )
+            cos[:, first:last] = torch.cat([angle_cos, angle_cos], -1)
+            sin[:, first:last] = torch.cat([-signed, signed], -1)
+        else:
+            swapped = columns.view(-1, 2).flip(-1).flatten()
+            partners = torch.cat([partners[:first], swapped, partners[last:]])
+            cos[:, first:last] = angle_cos.repeat_interleave(2, -1)
+            sin[:, first:last] = torch.stack([-signed, signed], -1).flatten(-2)
+    return cos[:, None], sin[:, None], partners
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What a mask lets the new tokens of each row see.
+
+    Attributes:
+        table: The segments.
+        added: `(rows, queries, columns)`, added to the scores; None where all segments are seen.
+        some: Per row and number of columns from its segments' first, how many any token sees.
+        free: The same, for those that every token sees, with nothing added.
+        behind: `(rows, queries, tail)` added to the scores of the tail, or None for nothing.
+    """
+
+    table: SegmentTable
+    added: Tensor | None
+    some: list[dict[int, int]]
+    free: list[dict[int, int]]
+    behind: Tensor | None
+
+    @classmethod
+    def of(
+        cls, table: SegmentTable, mask: Tensor | None, shape: CallShape, dtype: torch.dtype
+    ) -> _Seen:
+        device = table.angles[0][0].device
+        rows, columns = len(table.rows), table.tail + shape.tail
+        keep = torch.tensor(table.keep, device=device)
+        # Tail columns at which the new tokens stand; those that are kept ask for nothing.
+        places = torch.arange(shape.tail - shape.queries, shape.tail, device=device)
+        asks = places[None] >= keep[:, None]  # (rows, queries)
+        lowest = torch.finfo(dtype).min
+        steps = torch.arange(shape.tail, device=device)
+        if mask is None:
+            hides = (steps > places[:, None]).expand(rows, -1, -1)  # (rows, queries, tail)
+            behind = torch.zeros(hides.shape, dtype=dtype, device=device)
+            behind = behind.masked_fill_(hides, lowest)
+        else:
+            # Not -inf: of a row that sees nothing the kernel says the log-sum-exp 0, and a
+            # row of nothing but this (what nobody looks at) stays finite.
+            mask = mask[:, 0, :, :columns].expand(rows, -1, -1)  # (rows, queries, columns)
+            if mask.dtype == torch.bool:
+                behind = torch.zeros(rows, shape.queries, shape.tail, dtype=dtype, device=device)
+                behind.masked_fill_(~mask[..., table.tail :], lowest)
+            else:
+                behind = mask[..., table.tail :].to(dtype, copy=True).clamp_min_(lowest)
+        if any(table.keep):
+            behind.masked_fill_((steps < keep[:, None])[:, None], lowest)
+        kept_tail = behind if bool(behind.any()) else None
+        if mask is None or _all_free(mask[..., : table.tail], table):
+            return cls(table, None, [], [], kept_tail)
+        added = mask
+        if mask.dtype == torch.bool:
+            added = torch.zeros(mask.shape, dtype=dtype, device=device)
+            added.masked_fill_(~mask, lowest)
+        else:
+            added = mask.to(dtype).clamp_min(lowest)
+        shown = ((added > lowest / 2) & asks[:, :, None]).any(1)  # (rows, columns): by some query
+        free = ((added == 0) | ~asks[:, :, None]).all(1)  # (rows, columns): by every one, plainly
+        return cls(table, added, _counts(table, shown), _counts(table, free), kept_tail)
+
+    def any(self, row: int, segment: Segment) -> bool:
+        """Whether a row sees anything of a segment."""
+        if self.added is None:
+            return True
+        some, stop = self.some[row], segment.column + len(segment.chunk)
+        return some[stop] > some[segment.column]
+
+    def _is_free(self, row: int, segment: Segment) -> bool:
+        free, stop = self.free[row], segment.column + len(segment.chunk)
+        return free[stop] - free[segment.column] == len(segment.chunk)
+
+    def call(self, name: int, members: list[tuple[int, Segment]], repeats: int) -> Call:
+        """One chunk, for all rows that see any of it."""
+        tokens = len(members[0][1].chunk)
+        if self.added is None or all(self._is_free(*member) for member in members):
+            return Call(name, 0, tokens, None)
+        parts = [
+            self.added[row, :, segment.column : segment.column + tokens] for row, segment in members
+        ]
+        # (pairs, queries, tokens); what no row sees at either end is not read
+        shown = torch.stack(parts) > torch.finfo(self.added.dtype).min / 2
+        seen = shown.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
+        start, stop = seen[0], seen[-1] + 1
+        mask = torch.cat([part[:, start:stop].repeat(repeats, 1) for part in parts])
+        return Call(name, start, stop, mask[None, None])
+
+    def tail(self, repeats: int) -> Tensor | None:
+        """The mask of the tail for packed queries."""
+        return None if self.behind is None else self.behind[:, None].repeat(1, 1, repeats, 1)
+
+
+def _all_free(mask: Tensor, table: SegmentTable) -> bool:
+    """Whether every segment is seen, without looking at them one by one."""
+    if any(table.keep):
+        return False
+    return bool(mask.all() if mask.dtype == torch.bool else not mask.any())
+
+
+def _counts(table: SegmentTable, flags: Tensor) -> list[dict[int, int]]:
+    """Per row, at each border of a segment, how many flags of `(rows, columns)` came before."""
+    counts = torch.nn.functional.pad(flags.cumsum(1), (1, 0)).cpu()  # (rows, columns + 1)
+    found = []
+    for row, segments in enumerate(table.rows):
+        borders = {
+            border for one in segments for border in (one.column, one.column + len(one.chunk))
+        }
+        ordered = sorted(borders)
+        found.append(dict(zip(ordered, counts[row, ordered].tolist(), strict=True)))
+    return found
