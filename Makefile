@@ -43,12 +43,13 @@ soak: $(VENV)/.installed-dev ## Run the long tests
 	@if [ -n "$(wildcard tests/soak/test_*.py)" ]; then $(BIN)/pytest tests/soak -q; \
 	else echo "tests/soak has no tests"; fi
 
-check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, sizes, wording
+check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording; the code's shape
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
+	$(BIN)/python tools/shape.py --brief
 
 format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .

@@ -163,13 +163,13 @@ def figures() -> dict[str, Any]:
     }
 
 
-def show(found: Mapping[str, Any]) -> Iterator[str]:
-    """The figures in lines, and the names behind them."""
+def show(found: Mapping[str, Any], *, brief: bool = False) -> Iterator[str]:
+    """The figures in lines, and the names behind them; of a brief report, the long files' alone."""
     for key, value in found.items():
         if not isinstance(value, dict):
             yield f"{key:36}{value:>8}"
     for key, value in found.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and (not brief or key == "long_files"):
             yield f"\n{key}:"
             for name, one in value.items():
                 yield f"  {name:44} {', '.join(one) if isinstance(one, list) else one}"
@@ -193,12 +193,13 @@ def main() -> int:
     )
     parser.add_argument("--plan", type=Path, metavar="CSV", help="old,new: where modules move")
     parser.add_argument("--types", action="store_true", help="with --plan: imports for types, too")
+    parser.add_argument("--brief", action="store_true", help="without the names behind figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     if arguments.plan is not None:
         return 1 if show_plan(arguments.plan, types=arguments.types) else 0
     found = figures()
-    print("\n".join(show(found)))
+    print("\n".join(show(found, brief=arguments.brief)))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
