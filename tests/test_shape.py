@@ -1,4 +1,4 @@
-"""How the code is laid out, as far as a test can hold it; the rest is a report (`tools/shape.py`)."""
+"""How the code is laid out, as far as a test can hold it; `tools/shape.py` reports the rest."""
 
 from __future__ import annotations
 
