@@ -162,7 +162,7 @@ class Auxiliary:
         return other
 
     def forget_buffer(self) -> None:
-        """Let go of the memory of the last chunks scored."""
+        """Release the memory of the last chunks scored."""
         with self._lock:
             self._buffer.forget()
 

@@ -294,7 +294,7 @@ class Engine:
         """Prefill and store what is not stored yet; nothing is computed twice.
 
         An auxiliary model prefills its own chunks of the same texts (`Auxiliary.prefill`).  These
-        have no owner: its store lets go of them by their age.
+        have no owner: its store evicts them by their age.
 
         Args:
             texts: Chunks.
@@ -408,7 +408,7 @@ class Engine:
             return sum(store.delete_namespace(self.namespace) for store in stores)
 
     def forget_buffer(self) -> None:
-        """Let go of the memory of the last prompt, which the next one would have used again."""
+        """Release the memory of the last prompt, which the next one would have used again."""
         with self._lock:
             self._answerer.buffer.forget()
         forget = getattr(self.auxiliary, "forget_buffer", None)

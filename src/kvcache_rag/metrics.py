@@ -40,8 +40,8 @@ class Metrics:
         policy: The policy, as it can be pasted back.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks.
         gate: Why the engine's gate let `FullRecompute()` answer instead, or "".
-        rotation: "copied" where keys were copied and turned, "deferred" where they were attended to
-            as they are stored and the query was turned, "" for a full prefill.
+        rotation: "copied" where keys were copied and rotated, "deferred" where they were attended
+            to as they are stored and the query was rotated, "" for a full prefill.
         not_deferred: Why they were copied, or "".
     """
 

@@ -33,7 +33,7 @@ class Codec(ABC):
     Attributes:
         name: Its name in files and specs.
         raw_keys: Whether it wants keys as if every token stood at position 0, where a key's columns
-            keep their size from token to token; whoever puts and gets chunks turns them.
+            keep their size from token to token; whoever puts and gets chunks rotates them.
     """
 
     name: ClassVar[str]

@@ -1,1 +1,1 @@
-"""Put cached chunks together into one prompt: find, load or compute them, and turn their keys."""
+"""Put cached chunks together into one prompt: find, load or compute them, and rotate their keys."""

@@ -228,12 +228,12 @@ class Costs:
         prefills = self._prefills.get(tokens.bit_length())
         return [] if prefills is None else prefills.rates
 
-    def turned(self, nbytes: int, seconds: float) -> None:
-        """Note that turning chunks of `nbytes`, and copying those in memory, took `seconds`."""
+    def rotated(self, nbytes: int, seconds: float) -> None:
+        """Note that rotating chunks of `nbytes`, and copying those in memory, took `seconds`."""
         self._turns.note(nbytes, seconds)
 
-    def turn_seconds(self, nbytes: int) -> float:
-        """How long turning chunks of `nbytes` will take; 0 if unknown."""
+    def rotation_seconds(self, nbytes: int) -> float:
+        """How long rotating chunks of `nbytes` will take; 0 if unknown."""
         return self._turns.seconds(nbytes) or 0.0
 
     def recomputed(self, tokens: int, seconds: float) -> None:

@@ -245,7 +245,7 @@ class ContextLoader:
             kept = [sources.get(index) for index in range(len(parts))]
             cross(layout, kept, parts, scheme, position, adjacent=adjacent).close()
         rotating = time.perf_counter() - loaded
-        self.costs.turned(sum(part.nbytes for part in parts), rotating)
+        self.costs.rotated(sum(part.nbytes for part in parts), rotating)
         return replace(context, load=loaded - started, stitch=rotating)
 
     def hold(
@@ -542,7 +542,7 @@ class ContextLoader:
                 return False
             total += seconds
             nbytes += chunk.reader.nbytes
-        total += self.costs.turn_seconds(nbytes)
+        total += self.costs.rotation_seconds(nbytes)
         return total >= _WORTH_A_THREAD and (_is_free() or nbytes < _WAITING * total)
 
     def _in_layers(
@@ -597,7 +597,7 @@ class ContextLoader:
         reading = placing.reading[len(placing.reading) - len(opened) :]
         for chunk, seconds in zip(opened, reading, strict=True):
             self.costs.loaded(chunk.reader.tier, chunk.reader.nbytes, chunk.seconds + seconds)
-        self.costs.turned(sum(chunk.reader.nbytes for chunk in opened), placing.turning)
+        self.costs.rotated(sum(chunk.reader.nbytes for chunk in opened), placing.rotating)
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,12 +45,12 @@ def cross(
     *,
     adjacent: bool = False,
 ) -> LayerArrivals:
-    """Copy chunks to their places in a buffer and turn their keys, as copying and `stitch` do.
+    """Copy chunks to their places in a buffer and rotate their keys, as copying and `stitch` do.
 
     Args:
         layout: How the model rotates its caches.
         chunks: Prefix and chunks in prompt order, as they are kept in memory, this machine's or a
-            device's; None for one that lies in its place already, with its keys not turned yet.
+            device's; None for one that lies in its place already, with its keys not rotated yet.
         places: Where they go: views into the prompt's buffer, side by side.
         scheme: Where chunks shall stand.
         stored: Where their keys stand now.
@@ -115,7 +115,7 @@ def _joined_places(places: Sequence[ChunkKV]) -> ChunkKV:
     return ChunkKV(first.layout, ids, first.start, tensors)
 
 
-# Numbers turned in one go: few calls, and the float32 copies (2 x 1 MiB) fit into a cache.
+# Numbers rotated in one go: few calls, and the float32 copies (2 x 1 MiB) fit into a cache.
 _RUN = 1 << 18
 
 
@@ -134,7 +134,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Neighbours that are turned together, or that all stay where they are."""
+    """Neighbours that are rotated together, or that all stay where they are."""
 
     parts: tuple[int, ...]
     move: Move | None
@@ -151,7 +151,7 @@ class Placing:
         stored: Where their keys stand now.
         adjacent: Whether the query stands right behind the highest position.
         reading: Seconds spent reading, per part.
-        turning: Seconds spent turning, and copying what is in memory.
+        rotating: Seconds spent rotating, and copying what is in memory.
     """
 
     layout: ModelLayout
@@ -160,7 +160,7 @@ class Placing:
     stored: StoredPosition = "local"
     adjacent: bool = False
     reading: list[float] = field(init=False)
-    turning: float = field(init=False, default=0.0)
+    rotating: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         """Say where everything goes; nothing is read yet."""
@@ -227,7 +227,7 @@ class Placing:
             tables = (None, None) if run.move is None else run.move.slots[group]
             for slot, table in zip((keys, values), tables, strict=True):
                 _settle(slot, table)
-            self.turning += time.perf_counter() - started
+            self.rotating += time.perf_counter() - started
 
     def finish(self) -> None:
         for part in self.parts:
