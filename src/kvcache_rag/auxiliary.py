@@ -140,9 +140,9 @@ class Auxiliary:
             InvalidInputError: If the model cannot be loaded.
             UnsupportedModelError: As for `Auxiliary`.
         """
-        found = cls(Engine.from_pretrained(name, store=store, device=device, **options))
-        found._name = str(name)
-        return found
+        auxiliary = cls(Engine.from_pretrained(name, store=store, device=device, **options))
+        auxiliary._name = str(name)
+        return auxiliary
 
     def __repr__(self) -> str:
         if self._name:
@@ -196,7 +196,7 @@ class Auxiliary:
             InvalidInputError: If the question is empty or a text is not valid Unicode.
             ContextTooLongError: If the question takes more than half of the context window.
         """
-        return [found.character_scores for found in self.attention(question, chunks)]
+        return [attention.character_scores for attention in self.attention(question, chunks)]
 
     def attention(self, question: str, chunks: Sequence[str]) -> list[ChunkAttention]:
         """The same by tokens of the auxiliary model; arguments and errors as for `scores`."""
@@ -215,14 +215,14 @@ class Auxiliary:
         offsets: list[Offsets] = [[] for _ in chunks]
         weights: list[list[Tensor]] = [[torch.empty(0)] for _ in chunks]
         for together in _rounds(pieces, room):
-            for piece, found in zip(together, self._run(together, query), strict=True):
+            for piece, values in zip(together, self._run(together, query), strict=True):
                 ids = piece.planned.ids or ()
                 spans = chunk_offsets(self.engine.tokenizer, renderer.template, piece.text, ids)
                 offsets[piece.chunk] += [(a + piece.start, b + piece.start) for a, b in spans]
-                weights[piece.chunk].append(found)
+                weights[piece.chunk].append(values)
         return [
-            ChunkAttention(text, spans, torch.cat(found))
-            for text, spans, found in zip(chunks, offsets, weights, strict=True)
+            ChunkAttention(text, spans, torch.cat(values))
+            for text, spans, values in zip(chunks, offsets, weights, strict=True)
         ]
 
     def _run(self, pieces: Sequence[_Piece], query: Sequence[int]) -> list[Tensor]:
@@ -283,7 +283,7 @@ def _rounds(pieces: Sequence[_Piece], room: int) -> Iterator[list[_Piece]]:
     """Runs of pieces that fit together."""
     together: list[_Piece] = []
     for piece in pieces:
-        if together and sum(len(one.planned) for one in together) + len(piece.planned) > room:
+        if together and sum(len(member.planned) for member in together) + len(piece.planned) > room:
             yield together
             together = []
         together.append(piece)

@@ -328,9 +328,9 @@ class Engines:
         with self._lock:
             engine = self._known.get(namespace)
         if engine is None:
-            made = self.base.in_namespace(namespace)
+            candidate = self.base.in_namespace(namespace)
             with self._lock:
-                engine = self._known.setdefault(namespace, made)
+                engine = self._known.setdefault(namespace, candidate)
         return engine
 
     def answering(self, namespace: str) -> Engine:

@@ -162,7 +162,7 @@ class Prefiller:
         # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
         if self._computed_prefix is None:
             wide = self.model.widened(self.dtype)
-            self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]
+            self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]  # a batch of one, at 0
         return self._computed_prefix
 
     def forget_prefix(self) -> None:
@@ -172,7 +172,7 @@ class Prefiller:
     def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Prefill one batch of chunks, in the store's form, without looking at the store."""
         prefix = self._wide_prefix() if self.prefix_ids else None
-        computed = self.model.widened(self.dtype).prefill(prefix, ids)
+        computed = self.model.widened(self.dtype).prefill(prefix, ids)  # in `dtype`, on the CPU
         return [self.stored_form(chunk) for chunk in computed]
 
     def fill(
@@ -190,7 +190,7 @@ class Prefiller:
             show_progress: Whether to show a bar.
         """
         missing = list(
-            {one.key: one for one in chunks if not self.store.contains(one.key)}.values()
+            {chunk.key: chunk for chunk in chunks if not self.store.contains(chunk.key)}.values()
         )
         computed, total = 0, len(missing)
         bar = progress_bar(total, "prefill", "chunk", show=True) if show_progress else None
@@ -208,14 +208,14 @@ class Prefiller:
 
     def fill_batch(self, batch: Sequence[ContextChunk]) -> dict[ChunkKey, ChunkKV]:
         """Compute what of one batch is still missing under its locks, and store it."""
-        with torch.inference_mode(), self.store.locked([one.key for one in batch]):
-            todo = [one for one in batch if not self.store.contains(one.key)]
+        with torch.inference_mode(), self.store.locked([member.key for member in batch]):
+            todo = [member for member in batch if not self.store.contains(member.key)]
             if not todo:
                 return {}
-            chunks = self.compute([one.ids for one in todo])
-            for one, chunk in zip(todo, chunks, strict=True):
-                self.store.put(one.key, chunk)
-        return {one.key: chunk for one, chunk in zip(todo, chunks, strict=True)}
+            chunks = self.compute([member.ids for member in todo])
+            for member, chunk in zip(todo, chunks, strict=True):
+                self.store.put(member.key, chunk)
+        return {member.key: chunk for member, chunk in zip(todo, chunks, strict=True)}
 
 
 def _position(model: TransformersModel, store: ChunkStore) -> StoredPosition:
@@ -231,10 +231,11 @@ def batches(chunks: Sequence[ContextChunk], behind: int = 0) -> Iterator[list[Co
         behind: Tokens of the prefix, of which each row holds a copy.
     """
     batch: list[ContextChunk] = []
-    for one in sorted(chunks, key=lambda chunk: len(chunk.ids)):
-        if batch and (len(batch) + 1) * (behind + len(one.ids)) > BATCH_TOKENS:
+    for member in sorted(chunks, key=lambda chunk: len(chunk.ids)):
+        # Sorted, so this is the longest yet, to which all rows would be padded.
+        if batch and (len(batch) + 1) * (behind + len(member.ids)) > BATCH_TOKENS:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(member)
     if batch:
         yield batch

@@ -126,9 +126,9 @@ def _remove_dead(place: str) -> None:
 
 
 def _is_private(path: str) -> bool:
-    found = os.lstat(path)
-    is_ours = hasattr(os, "getuid") and found.st_uid == os.getuid()
-    return is_ours and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    status = os.lstat(path)
+    is_ours = hasattr(os, "getuid") and status.st_uid == os.getuid()
+    return is_ours and stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def _lock(file: BinaryIO) -> None:
@@ -145,9 +145,9 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _place() -> str:
-    found = tempfile.gettempdir()
-    if len(found) <= _LONGEST_PLACE or not os.path.isdir("/tmp"):
-        return found
+    folder = tempfile.gettempdir()
+    if len(folder) <= _LONGEST_PLACE or not os.path.isdir("/tmp"):
+        return folder
     return "/tmp"  # sockets lie in it
 
 

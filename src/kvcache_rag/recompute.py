@@ -39,10 +39,9 @@ def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) 
     selected: Any = policy.select(shape, signals)
     wanted = (shape.context_tokens,)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool:
-        found = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
+        kind = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
         raise InvalidInputError(
-            f"{policy} selects tokens by {found}; select must return a bool tensor of shape "
-            f"{wanted}"
+            f"{policy} selects tokens by {kind}; select must return a bool tensor of shape {wanted}"
         )
     if tuple(selected.shape) != wanted:
         raise InvalidInputError(
@@ -71,11 +70,13 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     """
     model, context, stop = row.model, row.shape.context_tokens, row.shape.tokens - 1
     model.ensure_recomputable()
-    chosen = selected.nonzero()[:, 0]
-    places = torch.cat([chosen, torch.arange(context, stop)])
-    columns = torch.arange(stop)
+    chosen = selected.nonzero()[:, 0]  # (chosen,) int64 places in the prompt, ascending
+    places = torch.cat([chosen, torch.arange(context, stop)])  # (chosen + query - 1,)
+    columns = torch.arange(stop)  # (stop,): what the buffer will hold, place by place
+    # By true places: causal by order of the pass, a chosen token would see keys behind it.
     mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
     kinds = model.measured.kinds
     cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
     with suppress(HaltedError):
+        # (1, chosen + query - 1) ids; the pass halts before any logits.
         model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)

@@ -174,9 +174,9 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -198,15 +198,18 @@ def row(cls: type[_Row], values: Any) -> _Row:
         KeyError, TypeError, ValueError: If a field is missing, unknown or of another type.
     """
     check_names(cls, values)
-    found = {one.name: simple(str(one.type), one.name, values[one.name]) for one in fields(cls)}
-    return cls(**found)
+    arguments = {
+        member.name: simple(str(member.type), member.name, values[member.name])
+        for member in fields(cls)
+    }
+    return cls(**arguments)
 
 
 def check_names(cls: type[Any], values: Any) -> None:
     """Raise `TypeError` or `KeyError` unless `values` has exactly the fields of a dataclass."""
     if not isinstance(values, dict):
         raise TypeError(f"{cls.__name__} is not an object")
-    wrong = {one.name for one in fields(cls)} ^ set(values)
+    wrong = {member.name for member in fields(cls)} ^ set(values)
     if wrong:
         raise KeyError(f"{cls.__name__}.{min(wrong)} is missing or unknown")
 
@@ -285,10 +288,10 @@ class Verdict:
             return ""
         if math.isnan(row.kept_low):
             return f"the verdict has no score of {policy}, as full prefill itself scores nothing"
-        said = f"{policy} kept {100 * row.kept:.1f} % of full prefill's score"
+        reason = f"{policy} kept {100 * row.kept:.1f} % of full prefill's score"
         if row.kept >= asked:
-            said += f", but {self.questions} questions prove only {100 * row.kept_low:.1f} %"
-        return f"{said}, below {100 * asked:g} %"
+            reason += f", but {self.questions} questions prove only {100 * row.kept_low:.1f} %"
+        return f"{reason}, below {100 * asked:g} %"
 
     def to_json(self) -> str:
         """Canonical JSON: the same text for the same verdict."""
@@ -374,11 +377,11 @@ def _verdict(values: dict[str, Any]) -> Verdict:
         questions=simple("int", "questions", values["questions"]),
         threshold=simple("float", "threshold", values["threshold"]),
         full=row(PolicyScore, values["full"]),
-        policies=tuple(row(PolicyScore, one) for one in values["policies"]),
-        checks=tuple(row(NumericsCheck, one) for one in values["checks"]),
+        policies=tuple(row(PolicyScore, item) for item in values["policies"]),
+        checks=tuple(row(NumericsCheck, item) for item in values["checks"]),
         auxiliary=None if auxiliary is None else row(AuxiliaryAgreement, auxiliary),
-        packages={name: simple("str", name, one) for name, one in packages.items()},
-        notes=tuple(simple("str", "notes", one) for one in values["notes"]),
+        packages={name: simple("str", name, item) for name, item in packages.items()},
+        notes=tuple(simple("str", "notes", item) for item in values["notes"]),
     )
 
 
@@ -403,11 +406,11 @@ class Gate:
                 "a gate needs a Verdict or the path of its file, not a "
                 f"{type(self.verdict).__name__}"
             )
-        given = self.threshold
-        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if given is not None and not (is_number and 0 <= given <= 1):
+        threshold = self.threshold
+        is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+        if threshold is not None and not (is_number and 0 <= threshold <= 1):
             raise InvalidInputError(
-                f"the threshold of a gate must be between 0 and 1, not {given!r}"
+                f"the threshold of a gate must be between 0 and 1, not {threshold!r}"
             )
         if self.below not in ("full", "error"):
             raise InvalidInputError(f'below must be "full" or "error", not {self.below!r}')

@@ -56,8 +56,8 @@ def held_out_examples(
 ) -> list[EncodedExample]:
     """Return examples with at least `questions` questions of `kind`, `names` in them."""
     examples: list[EncodedExample] = []
-    found = 0
-    while found < questions:
+    count = 0
+    while count < questions:
         example = make_example(
             seed * 1_000_000 + len(examples),
             documents=documents,
@@ -67,7 +67,7 @@ def held_out_examples(
             names=names,
         )
         examples.append(encode(example, encoder))
-        found += len(example.questions)
+        count += len(example.questions)
     return examples
 
 
@@ -96,6 +96,6 @@ def answer_outcomes(
         for row, example in enumerate(some):
             for index in range(len(example.questions)):
                 here = (batch.segments[row] == index) & (batch.labels[row] != IGNORED)
-                said, wanted = guesses[row][here], batch.labels[row][here]
-                outcomes.append(Outcome(bool((said == wanted).all()), int(said[0]) == refusal))
+                guess, wanted = guesses[row][here], batch.labels[row][here]
+                outcomes.append(Outcome(bool((guess == wanted).all()), int(guess[0]) == refusal))
     return outcomes

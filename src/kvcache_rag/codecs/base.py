@@ -77,11 +77,12 @@ class Native(Codec):
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
         """The tensors, packed when they are strided."""
+        # What is contiguous already is not copied: it goes into the file from where it lies.
         return {name: tensor.contiguous() for name, tensor in _named(chunk).items()}
 
     def decode(self, stored: dict[str, Tensor], out: ChunkKV) -> None:
         for name, tensor in _named(out).items():
-            tensor.copy_(stored[name])
+            tensor.copy_(stored[name])  # the shapes are equal, strides and device may not be
 
     def in_place(self, out: ChunkKV) -> dict[str, Tensor] | None:
         """The tensors of `out` themselves."""
@@ -90,6 +91,7 @@ class Native(Codec):
 
 def _named(chunk: ChunkKV) -> dict[str, Tensor]:
     """The tensors of a chunk by their names in its file."""
+    # [layers, 2, heads, tokens, width], or K and V apart, [layers, heads, tokens, width]
     return {
         name: tensor
         for names, tensors in zip(chunk.layout.names(), chunk.tensors, strict=True)
@@ -129,13 +131,14 @@ class QuantisedCodec(Codec):
                 f"the codec {self.name} stores bfloat16, float16 and float32, not {layout.dtype}; "
                 "use Native()"
             )
-        found: dict[str, TensorSpec] = {}
+        specs: dict[str, TensorSpec] = {}
         for group, tail in zip(layout.groups, _tails(layout), strict=True):
             for slot, (heads, width) in (("k", group.key_shape), ("v", group.value_shape)):
                 shape = (len(group.layers), heads, tokens, width)
                 for part, spec in self.parts(shape, AXES[slot], layout.dtype).items():
-                    found[f"{slot}{part}{tail}"] = spec
-        return found
+                    # "kq", or "vs.1" in the second of several groups
+                    specs[f"{slot}{part}{tail}"] = spec
+        return specs
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
         """Quantise.
@@ -150,6 +153,7 @@ class QuantisedCodec(Codec):
         for slot, tail, values in _slots(chunk):
             parts = self._named_parts(encoded, slot, tail)
             for block in _blocks(values):
+                # [some layers, heads, tokens, width]; parts are views, so this writes to `encoded`.
                 self.quantise(
                     values[block], AXES[slot], {name: part[block] for name, part in parts.items()}
                 )
@@ -196,6 +200,7 @@ def extremes(wide: Tensor, axis: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """
     low, high = wide.amin(axis, True), wide.amax(axis, True)  # `aminmax` is ten times slower
     limit = torch.finfo(dtype).max / 2
+    # `&`, not `and`: a device is waited for once.
     if not bool((low >= -limit).all() & (high <= limit).all()):  # a NaN compares as false
         raise CorruptChunkError(
             "the chunk holds values that are infinite, NaN or too large to be quantised; it is "
@@ -206,9 +211,10 @@ def extremes(wide: Tensor, axis: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def at_least(wide: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest scales of a dtype that are not below float32 `wide` and `smallest_scale`."""
-    near = wide.to(dtype)
+    near = wide.to(dtype)  # to the nearest, so some are too small now
     # The next number above a positive one is the next integer of its bits.
     bits = near.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    # Plus 1 where it is too small, else plus 0.
     up: Tensor = (bits + (near.float() < wide)).view(dtype)
     return up.clamp_min(smallest_scale(dtype))
 
@@ -216,7 +222,7 @@ def at_least(wide: Tensor, dtype: torch.dtype) -> Tensor:
 def smallest_scale(dtype: torch.dtype) -> float:
     """The smallest scale of a dtype; smaller ones would be flushed to 0 in float32 arithmetic."""
     information = torch.finfo(dtype)
-    subnormal = information.smallest_normal * information.eps
+    subnormal = information.smallest_normal * information.eps  # the smallest number of the dtype
     return max(subnormal, torch.finfo(torch.float32).smallest_normal)
 
 
@@ -227,6 +233,7 @@ def _tails(layout: ChunkLayout) -> list[str]:
 
 def _slots(chunk: ChunkKV) -> Iterator[tuple[str, str, Tensor]]:
     for index, tail in enumerate(_tails(chunk.layout)):
+        # views, [layers, heads, tokens, width] each
         yield "k", tail, chunk.keys(index)
         yield "v", tail, chunk.values(index)
 
@@ -236,6 +243,6 @@ def _blocks(values: Tensor) -> Iterator[slice]:
     if values.numel() == 0:
         return
     most = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
-    step = max(1, most // values[0].numel())
+    step = max(1, most // values[0].numel())  # by the values of one layer
     for first in range(0, values.shape[0], step):
         yield slice(first, first + step)

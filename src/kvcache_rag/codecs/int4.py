@@ -53,33 +53,42 @@ class Int4(QuantisedCodec):
             if axis == -2
             else (layers, heads, tokens, _ceil(width, GROUP))
         )
-        packed = (layers, heads, tokens, _ceil(width, 2))
+        packed = (layers, heads, tokens, _ceil(width, 2))  # along the columns for K as well
         return {"q": (torch.uint8, packed), "s": (dtype, groups), "z": (dtype, groups)}
 
     def quantise(self, values: Tensor, axis: int, parts: dict[str, Tensor]) -> None:
         """Round to the nearest of 16 steps."""
+        # [layers, heads, tokens, width]; a copy even of float32, since it is worked on in place
         levels = values.to(torch.float32, copy=True)
         for run in _runs(values.shape[axis]):
+            # [layers, heads, count, size, width] for K, [layers, heads, tokens, count, size] for V:
+            # counted from the end, `axis` is that of `size` now.
             inside = run.of(levels, axis)
-            low, high = extremes(inside, axis, values.dtype)
+            low, high = extremes(inside, axis, values.dtype)  # 1 in place of `size`
+            # Rounded up, so that 15 steps reach `high`.
             scales = at_least((high - low) / _LEVELS, values.dtype)
             run.scales(parts["s"], axis).copy_(scales)
-            run.scales(parts["z"], axis).copy_(low)
+            run.scales(parts["z"], axis).copy_(low)  # exact: it is one of the values
+            # In place, so in `levels`; by the steps as stored, which `restore` multiplies with.
             inside.sub_(low).div_(scales.float()).round_().clamp_(0, _LEVELS)
         levels = levels.to(torch.uint8)
+        # [layers, heads, tokens, half]: byte i has column i in its low bits and column half + i in
+        # its high ones, which stay 0 in the last byte of an odd width.
         half = parts["q"].shape[-1]
         parts["q"].copy_(levels[..., :half])
         parts["q"][..., : levels.shape[-1] - half] |= levels[..., half:] << 4
 
     def restore(self, parts: dict[str, Tensor], axis: int, out: Tensor) -> None:
         """Smallest value plus steps, in float32; the copy into `out` rounds once."""
-        packed = parts["q"]
+        packed = parts["q"]  # [layers, heads, tokens, half]
         half = packed.shape[-1]
+        # [layers, heads, tokens, width] float32, first with the levels, then with the values
         wide = torch.empty(out.shape, device=out.device)
         wide[..., :half].copy_(packed & 15)
         wide[..., half:].copy_((packed >> 4)[..., : out.shape[-1] - half])
         for run in _runs(out.shape[axis]):
             scales, lowest = run.scales(parts["s"], axis), run.scales(parts["z"], axis)
+            # Through a view, so in `wide`; scales and lowest broadcast along `size`.
             run.of(wide, axis).mul_(scales.float()).add_(lowest.float())
         out.copy_(wide)
 

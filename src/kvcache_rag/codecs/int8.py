@@ -48,13 +48,17 @@ class Int8(QuantisedCodec):
 
     def quantise(self, values: Tensor, axis: int, parts: dict[str, Tensor]) -> None:
         """Round to the nearest of 255 steps."""
+        # [layers, heads, tokens, width]; a copy even of float32, since it is divided in place
         wide = values.to(torch.float32, copy=True)
+        # [layers, heads, 1, width] for K, [layers, heads, tokens, 1] for V, as the scales
         low, high = extremes(wide, axis, values.dtype)
+        # Rounded up, so that no quotient is above 127, where int8 would wrap around.
         scales = at_least(torch.maximum(-low, high) / _LEVELS, values.dtype)
         parts["s"].copy_(scales)
+        # By the scale as it is stored, with which `restore` multiplies.
         parts["q"].copy_(wide.div_(scales.float()).round_())
 
     def restore(self, parts: dict[str, Tensor], axis: int, out: Tensor) -> None:
         """Multiply: int8 is exact in every dtype, so the product is rounded once."""
-        del axis
+        del axis  # the scales have length 1 along it and broadcast
         torch.mul(parts["q"].to(out.dtype), parts["s"], out=out)

@@ -54,10 +54,10 @@ def open_client(arguments: argparse.Namespace) -> Any:
 
 def all_collections(client: Any) -> list[Any]:
     """Every collection of a database; servers give a limited number at once."""
-    found: list[Any] = []
-    while page := client.list_collections(limit=_PAGE, offset=len(found)):
-        found += page
-    return found
+    collections: list[Any] = []
+    while page := client.list_collections(limit=_PAGE, offset=len(collections)):
+        collections += page
+    return collections
 
 
 def open_collections(client: Any, names: list[str]) -> list[Any]:
@@ -66,7 +66,7 @@ def open_collections(client: Any, names: list[str]) -> list[Any]:
     Raises:
         InvalidInputError: If one does not exist.
     """
-    known = {str(one.name) for one in all_collections(client)}
+    known = {str(collection.name) for collection in all_collections(client)}
     missing = [name for name in names if name not in known]
     if missing:
         there = ", ".join(sorted(known)) or "none"

@@ -142,8 +142,8 @@ def _check(arguments: argparse.Namespace) -> None:
     from kvcache_rag.evaluation.report import check_plot
 
     for name in ("n", "documents", "facts", "length", "batch", "k"):
-        given = getattr(arguments, name)
-        values = given if isinstance(given, list) else [given]
+        argument = getattr(arguments, name)
+        values = argument if isinstance(argument, list) else [argument]
         if any(value is not None and value < 1 for value in values):
             raise InvalidInputError(f"--{name} must be at least 1")
     if arguments.timed < 0 or arguments.seed < 0:

@@ -144,18 +144,18 @@ def open_remote(arguments: argparse.Namespace, *, grace: float = 600.0) -> Remot
 def unused(specs: Iterator[SpecFolder], owner: Owner, latest: float) -> Iterator[Unused]:
     """What an owner claimed at `latest` or before and no row refers to, per spec."""
     for spec in specs:
-        found = Unused(spec)
+        surplus = Unused(spec)
         for file in spec.chunks():
             claimed = file.owners.get(owner.mark)
             if claimed is None or file.digest in owner.used:
                 continue
             if claimed > latest:
-                found.young += 1
+                surplus.young += 1
             else:
-                found.files.append(file)
-        used = owner.still_used([file.digest for file in found.files]) if found.files else set()
-        found.files = [file for file in found.files if file.digest not in used]
-        yield found
+                surplus.files.append(file)
+        used = owner.still_used([file.digest for file in surplus.files]) if surplus.files else set()
+        surplus.files = [file for file in surplus.files if file.digest not in used]
+        yield surplus
 
 
 def release(found: Unused, owner: Owner, remote: Remote | None = None) -> int:
@@ -233,7 +233,7 @@ def chosen(arguments: argparse.Namespace) -> Iterator[NamespaceFolder]:
     if name is None and getattr(arguments, "remote", None) is not None:
         name = ""  # a folder tells no more than the digest of its tenant
     wanted = None if name is None else namespace_digest(name)
-    return (one for one in namespaces(arguments.folder) if wanted in (None, one.name))
+    return (folder for folder in namespaces(arguments.folder) if wanted in (None, folder.name))
 
 
 def _owners(arguments: argparse.Namespace) -> Iterator[Owner]:
@@ -241,7 +241,10 @@ def _owners(arguments: argparse.Namespace) -> Iterator[Owner]:
 
     client = open_client(arguments) if arguments.collection or is_placed(arguments) else None
     if client is not None:
-        alive = {owner_mark(str(one.id)): str(one.name) for one in all_collections(client)}
+        alive = {
+            owner_mark(str(collection.id)): str(collection.name)
+            for collection in all_collections(client)
+        }
         for owner in arguments.owner:
             if owner_mark(owner) in alive:
                 name = alive[owner_mark(owner)]
@@ -259,18 +262,18 @@ def _owners(arguments: argparse.Namespace) -> Iterator[Owner]:
 
 def _collect(arguments: argparse.Namespace, owner: Owner, remote: Remote | None) -> None:
     latest = time.time() - arguments.grace
-    specs = (spec for one in chosen(arguments) for spec in one.specs())
+    specs = (spec for folder in chosen(arguments) for spec in folder.specs())
     total, kept = 0, f"{plural(len(owner.used), 'chunk')} in use"
     print(f"{owner.name}: {kept}")
-    for found in unused(specs, owner, latest):
-        if not found.files and not found.young:
+    for surplus in unused(specs, owner, latest):
+        if not surplus.files and not surplus.young:
             continue
-        count = release(found, owner, remote) if arguments.yes else len(found.files)
+        count = release(surplus, owner, remote) if arguments.yes else len(surplus.files)
         total += count
-        young = f", {found.young} claimed too recently" if found.young else ""
+        young = f", {surplus.young} claimed too recently" if surplus.young else ""
         done = "released" if arguments.yes else "would be released"
-        told = f"{plural(count, 'chunk')} ({size(found.nbytes)}) {done}{young}"
-        print(f"  {found.spec.name} {model_name(found.spec.manifest)}: {told}")
+        amount = f"{plural(count, 'chunk')} ({size(surplus.nbytes)}) {done}{young}"
+        print(f"  {surplus.spec.name} {model_name(surplus.spec.manifest)}: {amount}")
     if not total:
         print("  nothing to release")
 
@@ -302,11 +305,11 @@ def _sweep(arguments: argparse.Namespace, remote: Remote | None) -> None:
 
 def _tidy(arguments: argparse.Namespace) -> None:
     latest = time.time() - LEFTOVER_AGE
-    old = [one for one in _leftovers(arguments) if one.written <= latest]
+    old = [leftover for leftover in _leftovers(arguments) if leftover.written <= latest]
     if arguments.yes:
-        old = [one for one in old if one.remove()]
+        old = [leftover for leftover in old if leftover.remove()]
     done = "removed" if arguments.yes else "would be removed"
-    nbytes = sum(one.nbytes for one in old)
+    nbytes = sum(leftover.nbytes for leftover in old)
     print(f"leftovers: {plural(len(old), 'file')} ({size(nbytes)}) {done}")
 
 

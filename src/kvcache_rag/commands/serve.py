@@ -136,22 +136,22 @@ def settings_of(arguments: argparse.Namespace) -> ServerSettings:
             raise MissingExtraError(package, "serve")
     from kvcache_rag.serve.settings import RequestLimits, ServerSettings
 
-    given = {
+    values = {
         name: value
         for name, value in vars(arguments).items()
         if value is not None and value is not False
     }
-    if "model_option" in given:
-        given["model"] = given.pop("model_option")
+    if "model_option" in values:
+        values["model"] = values.pop("model_option")
     for name in ("allowed_hosts", "allowed_origins"):
-        given[name] = tuple(given.get(name, ()))
+        values[name] = tuple(values.get(name, ()))
     limits = {
-        one.name: given[f"max_{one.name}"]
-        for one in fields(RequestLimits)
-        if f"max_{one.name}" in given
+        field.name: values[f"max_{field.name}"]
+        for field in fields(RequestLimits)
+        if f"max_{field.name}" in values
     }
-    known = {one.name for one in fields(ServerSettings)} - {"limits"}
-    chosen = {name: value for name, value in given.items() if name in known}
+    known = {field.name for field in fields(ServerSettings)} - {"limits"}
+    chosen = {name: value for name, value in values.items() if name in known}
     return ServerSettings(**chosen, limits=RequestLimits(**limits))
 
 

@@ -56,13 +56,13 @@ class Summary:
     @classmethod
     def of(cls, spec: SpecFolder) -> Summary:
         """Count what lies in a spec's folder."""
-        found = cls()
+        summary = cls()
         for stripe in spec.stripes():
-            found.unfinished += len(stripe.unfinished)
-            found.unfinished_bytes += sum(leftover.nbytes for leftover in stripe.unfinished)
+            summary.unfinished += len(stripe.unfinished)
+            summary.unfinished_bytes += sum(leftover.nbytes for leftover in stripe.unfinished)
             for file in stripe.files:
-                found.add(file)
-        return found
+                summary.add(file)
+        return summary
 
     def add(self, file: StoredFile) -> None:
         """Count one chunk, or the claims of one that is not there."""
@@ -114,13 +114,15 @@ def _list(arguments: argparse.Namespace) -> int:
             for spec in namespace.specs():
                 _list_chunks(arguments, namespace, spec, names)
         return WHOLE
-    found = [_described(namespace, names) for namespace in garbage.chosen(arguments)]
+    descriptions = [_described(namespace, names) for namespace in garbage.chosen(arguments)]
     if arguments.json:
-        print(json.dumps({"store": str(Path(arguments.folder).resolve()), "namespaces": found}))
+        print(
+            json.dumps({"store": str(Path(arguments.folder).resolve()), "namespaces": descriptions})
+        )
         return WHOLE
-    for one in found:
-        print("\n".join(_lines(one)))
-    if not found:
+    for description in descriptions:
+        print("\n".join(_lines(description)))
+    if not descriptions:
         print(f"{arguments.folder} holds no chunks")
     return WHOLE
 
@@ -133,7 +135,7 @@ def _owner_names(arguments: argparse.Namespace) -> dict[str, str]:
     from kvcache_rag.stores.disk.folders import owner_mark
 
     collections = all_collections(open_client(arguments))
-    return {owner_mark(str(one.id)): str(one.name) for one in collections}
+    return {owner_mark(str(collection.id)): str(collection.name) for collection in collections}
 
 
 def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str, Any]:
@@ -142,9 +144,9 @@ def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str
         "namespace": namespace.name,
         "is_default": garbage.is_default(namespace),
         "quarantined": len(aside),
-        "quarantined_bytes": sum(one.nbytes for one in aside),
+        "quarantined_bytes": sum(file.nbytes for file in aside),
         "deleted": len(deleted),
-        "deleted_bytes": sum(one.nbytes for one in deleted),
+        "deleted_bytes": sum(file.nbytes for file in deleted),
         "specs": [_described_spec(spec, Summary.of(spec), names) for spec in namespace.specs()],
     }
 
@@ -227,8 +229,8 @@ def _list_chunks(
             continue
         owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
         tokens = "?" if values["tokens"] is None else values["tokens"]
-        told = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
-        print(chunk.digest, *told, sep="  ")
+        columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
+        print(chunk.digest, *columns, sep="  ")
 
 
 def _tokens(chunk: StoredFile) -> int | None:
@@ -243,8 +245,8 @@ def _tokens(chunk: StoredFile) -> int | None:
 
 # ---------------------------------------------------------------------- du
 def _measure(arguments: argparse.Namespace) -> int:
-    found = [_described(namespace, {}) for namespace in garbage.chosen(arguments)]
-    rows = [row for one in found for row in _parts(one)]
+    descriptions = [_described(namespace, {}) for namespace in garbage.chosen(arguments)]
+    rows = [row for description in descriptions for row in _parts(description)]
     total = sum(nbytes for _, nbytes, _ in rows)
     if arguments.json:
         parts = [{"part": part, "bytes": nbytes, "files": files} for part, nbytes, files in rows]
@@ -262,10 +264,10 @@ _FIRST_TWO = frozenset({0, 1})
 def _parts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     name = found["namespace"]
     for spec in found["specs"]:
-        told = f"{name}/{spec['spec']}"
-        yield f"{told}  {model_name(spec)} {spec['codec']}", spec["nbytes"], spec["chunks"]
+        place = f"{name}/{spec['spec']}"
+        yield f"{place}  {model_name(spec)} {spec['codec']}", spec["nbytes"], spec["chunks"]
         if spec["unfinished"]:
-            yield f"{told}  unfinished files", spec["unfinished_bytes"], spec["unfinished"]
+            yield f"{place}  unfinished files", spec["unfinished_bytes"], spec["unfinished"]
     for part in ("quarantined", "deleted"):
         if found[part]:
             yield f"{name}  {part} files", found[f"{part}_bytes"], found[part]
@@ -307,7 +309,7 @@ def _is_damaged(chunk: StoredFile, *, delete: bool) -> bool:
     from kvcache_rag.stores.disk.folders import quarantine
 
     try:
-        found = os.lstat(chunk.path)
+        status = os.lstat(chunk.path)
         verify_file(chunk.path, chunk.digest)
     except FileNotFoundError:
         return False  # it was dropped meanwhile
@@ -317,6 +319,6 @@ def _is_damaged(chunk: StoredFile, *, delete: bool) -> bool:
     except CorruptChunkError as error:
         print(f"{chunk.path}: {error}", flush=True)
         if delete:
-            quarantine(chunk.stem, found)
+            quarantine(chunk.stem, status)
         return True
     return False

@@ -97,10 +97,12 @@ def attention_agreement(
     if not is_read.any():
         raise InvalidInputError("there is no chunk with text to compare attention over")
     main = _main_weights(engine, ids.prefix, ids.chunks, ids.query)[is_read].double()
-    found = auxiliary.attention(question, chunks)
-    pairs = list(zip(found, places, strict=True))
-    other = torch.cat([_dealt(one, offsets) for one, offsets in pairs])[is_read]
-    ranked = torch.cat([highest(offsets, one.character_scores) for one, offsets in pairs])[is_read]
+    attentions = auxiliary.attention(question, chunks)
+    pairs = list(zip(attentions, places, strict=True))
+    other = torch.cat([_dealt(attention, offsets) for attention, offsets in pairs])[is_read]
+    ranked = torch.cat(
+        [highest(offsets, attention.character_scores) for attention, offsets in pairs]
+    )[is_read]
     count = max(1, round(share * len(main)))
     first, second = _best(main, count), _best(ranked, count)
     return AttentionAgreement(
@@ -138,8 +140,8 @@ def _divergence(main: Tensor, other: Tensor) -> float:
     expected = main / main.sum()
     total = other.sum()
     even = torch.full_like(expected, 1 / len(expected))
-    held = other / total if total > 0 else even
-    smooth = (1 - _SMOOTHING) * held + _SMOOTHING * even
+    shares = other / total if total > 0 else even
+    smooth = (1 - _SMOOTHING) * shares + _SMOOTHING * even
     seen = expected > 0
     return float((expected[seen] * (expected[seen] / smooth[seen]).log()).sum())
 
@@ -174,16 +176,19 @@ def auxiliary_agreement(
         for question in questions:
             bar.update(1)
             try:
-                found = attention_agreement(engine, auxiliary, question.question, question.chunks)
+                result = attention_agreement(engine, auxiliary, question.question, question.chunks)
             except ContextTooLongError:
                 continue
-            compared.append(found)
+            compared.append(result)
             clusters.append(question.chunks)
     if not compared:
         raise InvalidInputError("no question fits the context window; use shorter documents")
-    divergence = mean_interval([one.kl for one in compared], clusters, seed=seed)
-    jaccard = mean_interval([one.jaccard for one in compared], clusters, seed=seed)
-    chance = [random_jaccard(one.tokens, max(1, round(SHARE * one.tokens))) for one in compared]
+    divergence = mean_interval([agreement.kl for agreement in compared], clusters, seed=seed)
+    jaccard = mean_interval([agreement.jaccard for agreement in compared], clusters, seed=seed)
+    chance = [
+        random_jaccard(agreement.tokens, max(1, round(SHARE * agreement.tokens)))
+        for agreement in compared
+    ]
     return AuxiliaryAgreement(
         name=scorer_name(auxiliary),
         divergence=divergence.value,

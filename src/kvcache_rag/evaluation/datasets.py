@@ -261,7 +261,7 @@ def read_own_questions(path: Path) -> list[Question]:
         raise InvalidInputError(
             f"the questions {path} cannot be read ({error.strerror}); check the path"
         ) from error
-    found, seen = [], set()
+    questions, seen = [], set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -271,13 +271,13 @@ def read_own_questions(path: Path) -> list[Question]:
                 f"{path}, line {number}: another line has the id {question.id!r}; make it unique"
             )
         seen.add(question.id)
-        found.append(question)
-    if not found:
+        questions.append(question)
+    if not questions:
         raise InvalidInputError(
             f"{path} has no questions; write one JSON object a line, with question, documents and "
             "answers"
         )
-    return found
+    return questions
 
 
 def _question(line: bytes, where: str, number: int) -> Question:
@@ -293,12 +293,12 @@ def _question(line: bytes, where: str, number: int) -> Question:
             f'{where}: "documents" must be a list of at least one text; add what the retriever '
             "found"
         )
-    chunks = tuple(_document(one, where) for one in documents)
+    chunks = tuple(_document(document, where) for document in documents)
     answers = _texts(row.get("answers"), "answers", where)
-    given = row.get("answer_groups") or []
-    if not isinstance(given, list):
+    lists = row.get("answer_groups") or []
+    if not isinstance(lists, list):
         raise InvalidInputError(f'{where}: "answer_groups" must be a list of lists; correct it')
-    groups = tuple(_texts(group, "answer_groups", where) for group in given)
+    groups = tuple(_texts(group, "answer_groups", where) for group in lists)
     if not all(groups):
         raise InvalidInputError(f'{where}: a group of "answer_groups" is empty; leave it out')
     question = _text(row.get("question"), "question", where)
@@ -338,7 +338,7 @@ def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
         given = [given]
     if not isinstance(given, list):
         raise InvalidInputError(f'{where}: "{name}" must be a list of texts; correct it')
-    return tuple(_text(one, name, where) for one in given)
+    return tuple(_text(text, name, where) for text in given)
 
 
 def rgb_questions(
@@ -369,7 +369,7 @@ def rgb_questions(
             id=str(row["id"]),
             question=row["query"],
             chunks=tuple(text for text, _ in drawn),
-            answers=tuple(dict.fromkeys(one for group in groups for one in group)),
+            answers=tuple(dict.fromkeys(answer for group in groups for answer in group)),
             answer_groups=groups if len(groups) > 1 else (),
             relevant=tuple(index for index, (_, relevant) in enumerate(drawn) if relevant),
             language=language,
@@ -440,9 +440,13 @@ def musique_questions(rows: Iterable[Row]) -> Iterator[Question]:
         yield Question(
             id=row["id"],
             question=row["question"],
-            chunks=tuple(f"{one['title']}\n{one['paragraph_text']}" for one in paragraphs),
+            chunks=tuple(
+                f"{paragraph['title']}\n{paragraph['paragraph_text']}" for paragraph in paragraphs
+            ),
             answers=(row["answer"], *row["answer_aliases"]),
-            relevant=tuple(index for index, one in enumerate(paragraphs) if one["is_supporting"]),
+            relevant=tuple(
+                index for index, paragraph in enumerate(paragraphs) if paragraph["is_supporting"]
+            ),
         )
 
 
@@ -708,10 +712,10 @@ def _overlap_start(
     text: str, start: int, stop: int, words: Sequence[int], count: TokenCounter, overlap: int
 ) -> int:
     """Where the next chunk begins: the first word of the overlap, or `stop` without one."""
-    found = stop
+    position = stop
     for index in range(bisect_right(words, stop - 1) - 1, -1, -1):
         begin = words[index]
         if begin <= start or count(text[begin:stop].strip()) > overlap:
             break
-        found = begin
-    return found
+        position = begin
+    return position

@@ -190,7 +190,7 @@ def needle_question(
         chunks=chunks,
         answers=tuple(value for key in asked for value in hidden[key]),
         relevant=tuple(
-            index for index, chunk in enumerate(chunks) if any(one in chunk for one in wanted)
+            index for index, chunk in enumerate(chunks) if any(needle in chunk for needle in wanted)
         ),
     )
 
@@ -213,10 +213,10 @@ class _Draw:
             raise InvalidInputError(
                 "the text is so long that key words run out; choose a smaller length"
             )
-        while (found := make[thing]()) in drawn:
+        while (value := make[thing]()) in drawn:
             pass
-        drawn.add(found)
-        return found
+        drawn.add(value)
+        return value
 
     def hay(self, variant: NeedleVariant) -> Iterator[str]:
         if variant.hay == "essay":
@@ -446,7 +446,7 @@ def reader_needle_question(name: str, seed: int, *, documents: int = 6, facts: i
         )
     rng = random.Random(f"{name}/{documents}x{facts}/{seed}")
     world = World(rng, names("held_out"))
-    relation = rng.choice([one for one in RELATIONS if _suits(one, variant)])
+    relation = rng.choice([candidate for candidate in RELATIONS if _suits(candidate, variant)])
     entity = world.entity(relation.subject)
     needles = [world.fact(entity, relation) for _ in range(variant.values)]
     others = [world.fact(world.entity(relation.subject), relation) for _ in range(rivals)]
@@ -478,5 +478,5 @@ def _suits(relation: Relation, variant: ReaderNeedles) -> bool:
 def _noise(world: World, asked: Relation) -> Fact:
     """A fact of a new entity by any other relation."""
     kind = world.kind()
-    relations = [one for one in single_valued(kind) if one is not asked]
+    relations = [relation for relation in single_valued(kind) if relation is not asked]
     return world.fact(world.entity(kind), world.rng.choice(relations))

@@ -137,20 +137,20 @@ def _group(
     seed: int,
 ) -> Group:
     task, model, k = key
-    common = set.intersection(*(set(found) for found in ways.values()))
+    common = set.intersection(*(set(answers) for answers in ways.values()))
     first = next(iter(ways.values()))
     answered = {
-        way: [found[question] for question in first if question in common]
-        for way, found in ways.items()
+        way: [answers[question] for question in first if question in common]
+        for way, answers in ways.items()
     }
     metric = records.metrics[task]
     full = next(
-        (found for (label, _), found in answered.items() if label == records.baseline), None
+        (answers for (label, _), answers in answered.items() if label == records.baseline), None
     )
     rows = tuple(
-        _row(way, found, full if way[0] != records.baseline else None, answered, metric, seed)
-        for way, found in answered.items()
-        if found
+        _row(way, answers, full if way[0] != records.baseline else None, answered, metric, seed)
+        for way, answers in answered.items()
+        if answers
     )
     reached = None if not full else statistics.fmean(_scores(full, metric)) >= floor
     return Group(task, metric, model, k, len(common), reached, rows)
@@ -177,11 +177,11 @@ def _row(
     }
     compared = next(other for other in answered if other[0] == policy)
     changed = [
-        float(one.answer != other.answer)
-        for one, other in zip(found, answered[compared], strict=True)
+        float(record.answer != other.answer)
+        for record, other in zip(found, answered[compared], strict=True)
     ]
     times = [record.times for record in found if record.times is not None]
-    divergences = [one.divergence for one in found if one.divergence is not None]
+    divergences = [record.divergence for record in found if record.divergence is not None]
     documents = sum(record.chunk_tokens for record in found)
     return PolicyRow(
         policy=policy,
@@ -193,8 +193,8 @@ def _row(
         kept=kept,
         recomputed_share=sum(record.recomputed_tokens for record in found) / max(1, documents),
         reused_share=min(record.reused_tokens / max(1, record.chunk_tokens) for record in found),
-        ttft=median_interval([one["ttft"] for one in times], seed=seed) if times else None,
-        recompute=statistics.median(one["recompute"] for one in times) if times else None,
+        ttft=median_interval([timing["ttft"] for timing in times], seed=seed) if times else None,
+        recompute=statistics.median(timing["recompute"] for timing in times) if times else None,
         changed=None if compared == way else mean_interval(changed, clusters, seed=seed),
         divergence=(statistics.fmean(divergences), max(divergences)) if divergences else None,
     )
@@ -216,9 +216,9 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -259,7 +259,7 @@ def _columns(group: Group) -> list[str]:
 
 
 def _cells(group: Group, row: PolicyRow) -> dict[str, str]:
-    found = row.divergence
+    divergence = row.divergence
     return {
         "policy": row.policy.replace("|", "\\|"),  # a union; bare it would end the cell
         "codec": row.codec or "none",
@@ -267,7 +267,7 @@ def _cells(group: Group, row: PolicyRow) -> dict[str, str]:
         "minus full": _difference(group, row.difference),
         "of full %": _percent(row.kept),
         "changed %": _percent(row.changed),
-        "KL mean / max": "" if found is None else f"{found[0]:.2g} / {found[1]:.2g}",
+        "KL mean / max": "" if divergence is None else f"{divergence[0]:.2g} / {divergence[1]:.2g}",
         "computed again": f"{100 * row.recomputed_share:.1f} %",
         "TTFT ms": _milliseconds(row.ttft),
     }

@@ -123,13 +123,13 @@ class _Run:
         self.batch, self.timed, self.divergence = batch, timed, divergence
         self.ks = tuple(dict.fromkeys(cell.k for cell in cells))
         self.asked = {
-            (task.name, k): _drawn(task, n, seed, k, whole)
+            (task.name, k): _drawn(task, n, seed, k, clusters)
             for task in tasks
-            for whole in [_clusters(task, n, seed)]
+            for clusters in [_clusters(task, n, seed)]
             for k in self.ks
         }
         self.timed_ids = {
-            place: frozenset(one.question.id for one in asked[:timed])
+            place: frozenset(item.question.id for item in asked[:timed])
             for place, asked in self.asked.items()
         }
 
@@ -145,16 +145,16 @@ class _Run:
     def _todo(self, task: Task, cell: Cell, asked: Sequence[Asked]) -> list[Asked]:
         timed = self.timed_ids[task.name, cell.k]
         compared = self.divergence and reference_of(cell, self.cells) is not None
-        left = []
-        for one in asked:
-            found = self.records.get(cell.place(task.name, one.question.id), one.digest)
+        items = []
+        for item in asked:
+            record = self.records.get(cell.place(task.name, item.question.id), item.digest)
             if (
-                found is None
-                or (found.times is None and one.question.id in timed)
-                or (found.divergence is None and compared)
+                record is None
+                or (record.times is None and item.question.id in timed)
+                or (record.divergence is None and compared)
             ):
-                left.append(one)
-        return left
+                items.append(item)
+        return items
 
     def ask(self, model: str, workplaces: Workplaces, bar: Any) -> None:
         """Make what is missing of one model, whose cells take turns over each batch."""
@@ -162,7 +162,7 @@ class _Run:
         for task, k, batch in self._batches():
             cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
             todo = {cell: self._todo(task, cell, batch) for cell in cells}
-            todo = {cell: left for cell, left in todo.items() if left}
+            todo = {cell: items for cell, items in todo.items() if items}
             if todo:
                 self.records.append(asker.ask(task, todo, self.timed_ids[task.name, k]))
                 bar.update(sum(map(len, todo.values())))
@@ -177,10 +177,10 @@ class _Run:
     def result(self) -> Records:
         """All records that were asked for."""
         rows = [
-            self.records.get(cell.place(task.name, one.question.id), one.digest)
+            self.records.get(cell.place(task.name, item.question.id), item.digest)
             for task in self.tasks
             for cell in self.cells
-            for one in self.asked[task.name, cell.k]
+            for item in self.asked[task.name, cell.k]
         ]
         full = next((cell.label for cell in self.cells if cell.policy.is_full), None)
         return Records(
@@ -195,14 +195,16 @@ def _drawn(
     task: Task, n: int | None, seed: int, k: int | None, clusters: Mapping[str, str]
 ) -> list[Asked]:
     """The questions of a task at one `k`, in an order that is the same in every run."""
-    found = [Asked.of(one, clusters.get(one.id, "")) for one in task.questions(n, seed, k)]
-    if not found:
+    asked = [
+        Asked.of(question, clusters.get(question.id, "")) for question in task.questions(n, seed, k)
+    ]
+    if not asked:
         raise InvalidInputError(f"{task.name} has no questions; give data that holds some")
-    if len({one.question.id for one in found}) < len(found):
+    if len({item.question.id for item in asked}) < len(asked):
         raise InvalidInputError(f"two questions of {task.name} have the same id; number them anew")
-    return found
+    return asked
 
 
 def _clusters(task: Task, n: int | None, seed: int) -> dict[str, str]:
     """What questions share, by all of their documents: fewer may be theirs at a smaller `k`."""
-    return {one.id: cluster_of(one) for one in task.questions(n, seed, None)}
+    return {question.id: cluster_of(question) for question in task.questions(n, seed, None)}

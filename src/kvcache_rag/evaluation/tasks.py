@@ -121,7 +121,7 @@ def task_by_name(
         hide = partial(_reader_needles, name, documents, facts)
         return Task(name, ("reference_coverage",), "", MAX_NEW_TOKENS, hide, _coverage)
     if name in VARIANTS:
-        one = partial(
+        make = partial(
             needle_question,
             name,
             count=count,
@@ -134,7 +134,7 @@ def task_by_name(
             ("reference_coverage",),
             VARIANTS[name].instruction,
             ANSWER_TOKENS,
-            partial(_needles, one),
+            partial(_needles, make),
             _coverage,
         )
     if name in RGB:
@@ -150,18 +150,18 @@ def _reader_questions(
     kind: str, documents: int, facts: int, n: int | None, seed: int, k: int | None
 ) -> list[Question]:
     wanted, documents = n or GENERATED, max(k or 0, documents)
-    found = [
+    questions = [
         Question(
             id=f"reader_{kind}-{documents}-{seed}-{context}-{index}",
-            question=one.text,
+            question=asked.text,
             chunks=example.documents,
-            answers=(one.answer,),
-            relevant=tuple(sorted(one.documents)),
+            answers=(asked.answer,),
+            relevant=tuple(sorted(asked.documents)),
         )
         for context, example in enumerate(examples(kind, wanted, seed, documents, facts))
-        for index, one in enumerate(example.questions)
+        for index, asked in enumerate(example.questions)
     ]
-    return [top_k(question, k) for question in found[:wanted]]
+    return [top_k(question, k) for question in questions[:wanted]]
 
 
 def _reader_needles(
@@ -189,15 +189,15 @@ def examples(
     kind: str, questions: int, seed: int, documents: int, facts: int
 ) -> list[ReaderExample]:
     """Examples of one kind until they hold at least `questions` questions."""
-    found: list[ReaderExample] = []
+    drawn: list[ReaderExample] = []
     count = 0
     while count < questions:
         example = make_example(
-            FIRST_SEED * (seed + 1) + len(found), documents=documents, facts=facts, kind=kind
+            FIRST_SEED * (seed + 1) + len(drawn), documents=documents, facts=facts, kind=kind
         )
-        found.append(example)
+        drawn.append(example)
         count += len(example.questions)
-    return found
+    return drawn
 
 
 def _coverage(answer: str, question: Question) -> tuple[float, ...]:
@@ -205,8 +205,8 @@ def _coverage(answer: str, question: Question) -> tuple[float, ...]:
 
 
 def _reader_score(answer: str, question: Question) -> tuple[float, ...]:
-    said = answer.strip()
-    return float(said in question.answers), float(said == REFUSAL)
+    text = answer.strip()
+    return float(text in question.answers), float(text == REFUSAL)
 
 
 def _multi_document(answer: str, question: Question) -> tuple[float, ...]:
@@ -222,7 +222,7 @@ def _squad(answer: str, question: Question) -> tuple[float, ...]:
 
 def _nq(answer: str, question: Question) -> tuple[float, ...]:
     # lost-in-the-middle normalises both sides before it looks for one in the other.
-    wanted = [metrics.normalised(one) for one in question.answers]
+    wanted = [metrics.normalised(reference) for reference in question.answers]
     return (metrics.substring_match(metrics.normalised(answer), [wanted]),)
 
 
@@ -347,8 +347,12 @@ def set_task(name: str, data: Path | None, split: Callable[[str], list[str]]) ->
         _check(path)
 
     def read() -> list[Question]:
-        found = load_hub(name) if path is None else read_questions(path, data_set.language)
-        return [split_documents(one, split) for one in found] if data_set.long else found
+        questions = load_hub(name) if path is None else read_questions(path, data_set.language)
+        return (
+            [split_documents(question, split) for question in questions]
+            if data_set.long
+            else questions
+        )
 
     return Task(
         name,
@@ -378,7 +382,7 @@ def rgb_task(name: str, data: Path | None) -> Task:
             f"or {_RGB_POOLS[pool][0]} of RGB's repository, with --data"
         )
     path = data / f"{name}.jsonl"
-    published = next((data / one for one in _RGB_POOLS[pool] if (data / one).is_file()), None)
+    published = next((data / file for file in _RGB_POOLS[pool] if (data / file).is_file()), None)
 
     def read() -> list[Question]:
         if path.is_file() or published is None:

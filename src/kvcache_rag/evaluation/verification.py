@@ -133,20 +133,22 @@ class Verification:
             InvalidInputError: If there is nothing to ask, or nothing fits the context window.
             UnsupportedModelError: If a policy moves chunks and the model's keys cannot move.
         """
-        compared = {policy_key(one): one for one in policies if not one.is_full}
+        compared = {
+            policy_key(candidate): candidate for candidate in policies if not candidate.is_full
+        }
         if not self.questions or not compared:
             raise InvalidInputError(
                 "there is nothing to verify; give at least one question and one policy that reuses"
             )
-        asked, found = self._ask(engine, compared, show_progress)
+        asked, outcomes = self._ask(engine, compared, show_progress)
         checks = check_numerics(engine, asked[0].question, asked[0].chunks)
-        full = self._row(repr(FullRecompute()), "", found[""], found[""], asked)
+        full = self._row(repr(FullRecompute()), "", outcomes[""], outcomes[""], asked)
         rows = tuple(
             self._row(
                 name,
                 (scorer_name(policy.auxiliary) or scorer) if policy.needs_scorer else "",
-                found[name],
-                found[""],
+                outcomes[name],
+                outcomes[""],
                 asked,
             )
             for name, policy in compared.items()
@@ -173,7 +175,7 @@ class Verification:
         self, engine: Engine, compared: Mapping[str, ReusePolicy], show: bool
     ) -> tuple[list[Question], dict[str, list[Outcome]]]:
         """Outcomes per policy, full prefill's under ""; interleaved, so that times compare."""
-        found: dict[str, list[Outcome]] = {name: [] for name in ("", *compared)}
+        results: dict[str, list[Outcome]] = {name: [] for name in ("", *compared)}
         asked: list[Question] = []
         warm = False
         with progress_bar(len(self.questions), "verify", "question", show=show) as bar:
@@ -190,8 +192,8 @@ class Verification:
                     continue
                 asked.append(question)
                 for name, outcome in outcomes.items():
-                    found[name].append(outcome)
-        return asked, found
+                    results[name].append(outcome)
+        return asked, results
 
     def _outcomes(
         self,
@@ -207,8 +209,8 @@ class Verification:
         truth, expected = self._answer(engine, FullRecompute(), question, None)
         outcomes = {"": self._outcome(question, truth, truth, expected, expected)}
         for name in order:
-            answer, found = self._answer(engine, compared[name], question, truth)
-            outcomes[name] = self._outcome(question, answer, truth, found, expected)
+            answer, log_probs = self._answer(engine, compared[name], question, truth)
+            outcomes[name] = self._outcome(question, answer, truth, log_probs, expected)
         return outcomes
 
     def _answer(
@@ -257,9 +259,11 @@ class Verification:
         full: Sequence[Outcome],
         asked: Sequence[Question],
     ) -> PolicyScore:
-        mine = [one.metrics[self.measure] for one in found]
-        theirs = [one.metrics[self.measure] for one in full]
-        kept = paired_ratio(mine, theirs, [cluster_of(one) for one in asked], seed=self.seed)
+        mine = [outcome.metrics[self.measure] for outcome in found]
+        theirs = [outcome.metrics[self.measure] for outcome in full]
+        kept = paired_ratio(
+            mine, theirs, [cluster_of(question) for question in asked], seed=self.seed
+        )
         low = kept.low if found is full else min(kept.low, least_kept(mine, theirs))
         ratios = [a.ttft / max(b.ttft, 1e-9) for a, b in zip(found, full, strict=True)]
 
@@ -267,8 +271,8 @@ class Verification:
             return statistics.fmean(values)
 
         def metric(name: str) -> float:
-            known = all(name in one.metrics for one in found)
-            return mean([one.metrics[name] for one in found]) if known else math.nan
+            known = all(name in outcome.metrics for outcome in found)
+            return mean([outcome.metrics[name] for outcome in found]) if known else math.nan
 
         return PolicyScore(
             policy=policy,
@@ -279,19 +283,19 @@ class Verification:
             kept_high=kept.high,
             exact_match=metric("exact_match"),
             f1=metric("f1"),
-            agreement=mean([float(one.agrees) for one in found]),
-            first_divergence=mean([one.first for one in found]),
-            answer_divergence=mean([one.mean for one in found]),
-            top1=mean([one.top1 for one in found]),
-            recomputed=mean([one.recomputed for one in found]),
-            ttft=statistics.median([one.ttft for one in found]),
+            agreement=mean([float(outcome.agrees) for outcome in found]),
+            first_divergence=mean([outcome.first for outcome in found]),
+            answer_divergence=mean([outcome.mean for outcome in found]),
+            top1=mean([outcome.top1 for outcome in found]),
+            recomputed=mean([outcome.recomputed for outcome in found]),
+            ttft=statistics.median([outcome.ttft for outcome in found]),
             ttft_ratio=statistics.median(ratios),
         )
 
 
 def _packages() -> dict[str, str]:
-    found = {name: version(name) for name in ("kvcache-rag", "torch", "transformers")}
-    return {**found, "python": platform.python_version()}
+    versions = {name: version(name) for name in ("kvcache-rag", "torch", "transformers")}
+    return {**versions, "python": platform.python_version()}
 
 
 def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float) -> str:
@@ -318,27 +322,27 @@ def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str,
         given: How many there were.
         measure: What decides.
     """
-    found = []
+    sentences = []
     if asked < WEAK_BELOW:
-        found.append(
+        sentences.append(
             f"This verdict is weak: {asked} questions cannot tell policies apart; give at least "
             f"{WEAK_BELOW}, better 200."
         )
     if asked < given:
-        found.append(
+        sentences.append(
             f"{given - asked} questions were left out, because they do not fit the context window."
         )
     if full.score < LEAST_FULL_SCORE:
-        found.append(
+        sentences.append(
             f"Full prefill itself scores {100 * full.score:.1f} %, so shares of its score say "
             "little about reading."
         )
     if measure == AGREEMENT:
-        found.append(
+        sentences.append(
             "Questions have no answers, some or all, so policies are measured against full "
             "prefill's answers, right or wrong."
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 # Root mean square difference over the standard deviation of the logits.  What rounding makes of it
@@ -378,19 +382,19 @@ def check_numerics(
         return NumericsCheck(name, _error(found, reference), tolerance)
 
     full = exact.logits(question, some, policy=FullRecompute())
-    one = exact.logits(question, some[:1], policy=Reuse())
+    single = exact.logits(question, some[:1], policy=Reuse())
     checks = [
         check("full prefill and the model's own forward pass", full, _plain(exact, question, some)),
-        check("one cached chunk and a plain prefill", one, _plain(exact, question, some[:1])),
+        check("one cached chunk and a plain prefill", single, _plain(exact, question, some[:1])),
     ]
     if not model.measured.immovable:
         several = some if len(some) > 1 else some * 2
         schemes: tuple[PositionScheme, ...] = ("reordered", "composite")
         for scheme in schemes:
             with suppress(ContextTooLongError):  # a single chunk need not fit twice
-                found = exact.logits(question, several, policy=Reuse(positions=scheme))
+                reused = exact.logits(question, several, policy=Reuse(positions=scheme))
                 wanted = _masked(exact, model, question, several, scheme)
-                checks.append(check(f"cached chunks ({scheme}) and the block mask", found, wanted))
+                checks.append(check(f"cached chunks ({scheme}) and the block mask", reused, wanted))
     return tuple(checks)
 
 

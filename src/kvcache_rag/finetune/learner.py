@@ -159,7 +159,7 @@ class Learner:
             arguments["logits_to_keep"] = batch.kept
         mask: Any = batch.mask
         if isinstance(mask, dict):
-            mask = {name: self._rounded(one) for name, one in mask.items()}
+            mask = {name: self._rounded(tensor) for name, tensor in mask.items()}
         else:
             mask = self._rounded(mask)
         low = self.compute_dtype != torch.float32

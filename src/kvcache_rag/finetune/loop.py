@@ -144,7 +144,7 @@ class Trainer:
             seen += tokens
         self.tokens += seen
         norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), config.clip))
-        every = [one for kind in losses.values() for one in kind]
+        every = [value for kind in losses.values() for value in kind]
         mean = sum(every) / len(every)
         if norm != norm or mean != mean:
             raise InvalidInputError(
@@ -286,7 +286,7 @@ class RunFolder:
         if not self.log.exists():
             return
         lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [one for one in lines if one.endswith("\n") and _step_of(one) <= step]
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         self._replace(self.log, "".join(kept).encode())
 
     def remove(self) -> None:

@@ -113,7 +113,7 @@ class Feed:
         self, source: Literal["qa", "plain"], draw: Callable[[int], Encoded | None]
     ) -> tuple[Encoded, ...]:
         state, longest, skips = self.state, 0, 0
-        found: list[Encoded] = []
+        samples: list[Encoded] = []
         while True:
             sample = draw(state[source])
             if sample is None or not self.fits(sample):
@@ -128,10 +128,10 @@ class Feed:
                 continue
             # Sized under the block mask either way, so that both masks see the same samples.
             longest = max(longest, sample.row_tokens)
-            if found and longest * (len(found) + 1) > self._config.batch_tokens:
-                return tuple(found)
+            if samples and longest * (len(samples) + 1) > self._config.batch_tokens:
+                return tuple(samples)
             state[source] += 1
-            found.append(sample)
+            samples.append(sample)
 
     def _qa(self, number: int) -> Encoded | None:
         return self._encoder.qa(self._data.qa.draw(number))

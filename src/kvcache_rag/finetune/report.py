@@ -67,8 +67,8 @@ class Change:
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Change:
         """Of values of the same texts or questions."""
-        found = mean_change(before, after)
-        return cls(found.value, found.low, found.high)
+        change = mean_change(before, after)
+        return cls(change.value, change.low, change.high)
 
 
 def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False) -> Measure:
@@ -93,7 +93,7 @@ def measure(learner: Learner, samples: Sequence[Encoded], *, texts: bool = False
             hit = logits.argmax(-1) == labels
             segments = batch.segments.to(logits.device)
             spans = [
-                (row, one) for row, sample in enumerate(group) for one in range(len(sample.spans))
+                (row, span) for row, sample in enumerate(group) for span in range(len(sample.spans))
             ]
             for row, index in spans:
                 own = segments[row] == index
@@ -227,7 +227,7 @@ class Report:
 
 def _plain(change: Change) -> dict[str, float | None]:
     """For JSON, which has no infinity: the interval of a single value is null."""
-    return {name: one if math.isfinite(one) else None for name, one in vars(change).items()}
+    return {name: value if math.isfinite(value) else None for name, value in vars(change).items()}
 
 
 def _regression(what: str, change: Change, unit: str, better: int = 1) -> str:

@@ -83,20 +83,20 @@ class _Run:
     def finished(self, unfinished: bool, *, show_progress: bool) -> Report:
         """Measure, train, measure, save."""
         config, learner = self._config, self._learner
-        held = self._held_out()
+        sets = self._held_out()
         torch.manual_seed(config.seed + 1)
         trainer = Trainer(config, learner, self._feed, self._lesson, self._work, {})
         if unfinished:
             trainer.resume()
         else:
-            found = self._measure(held)
-            trainer.state = {name: asdict(one) for name, one in found.items()}
+            measures = self._measure(sets)
+            trainer.state = {name: asdict(result) for name, result in measures.items()}
             trainer.save()
         trainer.run(show_progress=show_progress)
         learner.finish()
         report = Report(
             before={name: _measure_from(values) for name, values in trainer.state.items()},
-            after=self._measure(held),
+            after=self._measure(sets),
             steps=trainer.step,
             tokens=trainer.tokens,
             seconds=trainer.seconds,
@@ -122,15 +122,15 @@ class _Run:
         data, encoder = self._data, self._plain_encoder
         limit = min(self._config.batch_tokens, self._window)
         texts = (encoder.plain(sample, limit) for sample in data.held_plain)
-        held = {"plain": self._fitting(texts)}
+        sets = {"plain": self._fitting(texts)}
         if self._watched is None:
             asked = self._fitting(map(encoder.qa, data.held_qa))
-            held["free"] = self._fitting(map(encoder.qa, data.held_free))
-            held["full"] = [sample.joined for sample in asked]
-            held["block"] = asked
+            sets["free"] = self._fitting(map(encoder.qa, data.held_free))
+            sets["full"] = [sample.joined for sample in asked]
+            sets["block"] = asked
         else:
-            held["selection"] = self._fitting(map(self._encoder.qa, data.held_qa))
-        empty = [name for name, samples in held.items() if not samples]
+            sets["selection"] = self._fitting(map(self._encoder.qa, data.held_qa))
+        empty = [name for name, samples in sets.items() if not samples]
         if empty:
             raise InvalidInputError(
                 f"nothing to measure with ({', '.join(empty)}): the samples kept out of training "
@@ -138,20 +138,20 @@ class _Run:
                 + (" or mark no document as relevant" if "selection" in empty else "")
                 + "; raise batch_tokens or give more data"
             )
-        return held
+        return sets
 
     def _fitting(self, samples: Iterable[Encoded | None]) -> list[Encoded]:
-        return [one for one in samples if one is not None and self._feed.fits(one)]
+        return [sample for sample in samples if sample is not None and self._feed.fits(sample)]
 
     def _measure(self, held: dict[str, list[Encoded]]) -> dict[str, Measure]:
-        found = {}
+        measures = {}
         for name, samples in held.items():
             if name == "selection":
                 # Anew, because merging LoRA exchanges the layers that a view shares.
-                found[name] = measure_selection(AttentionView(self._learner), samples)
+                measures[name] = measure_selection(AttentionView(self._learner), samples)
             else:
-                found[name] = measure(self._learner, samples, texts=name == "plain")
-        return found
+                measures[name] = measure(self._learner, samples, texts=name == "plain")
+        return measures
 
 
 def _encoder(learner: Learner) -> Encoder:

@@ -82,7 +82,7 @@ class AttentionView:
         batch = self.learner.batch(samples)
         weights = self.weights(batch)
         total = batch.ids.shape[1]
-        found = []
+        means = []
         for row, sample in enumerate(samples):
             start = total - sum(len(span.prompt) + len(span.target) for span in sample.spans)
             columns = torch.tensor(_read_columns(sample)) + total - sample.row_tokens
@@ -91,8 +91,8 @@ class AttentionView:
                 rows = weights[row, start : start + len(span.prompt)]
                 own.append(rows[:, columns.to(rows.device)].mean(0))
                 start += len(span.prompt) + len(span.target)
-            found.append(own)
-        return found
+            means.append(own)
+        return means
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Teacher:
         """One forward pass over the whole context, all questions packed."""
         learner, ids = self.watched.learner, self.encoder.qa(sample)
         bare = Encoded(
-            ids.prefix, ids.chunks, tuple(TargetSpan(one.prompt, ()) for one in ids.spans)
+            ids.prefix, ids.chunks, tuple(TargetSpan(span.prompt, ()) for span in ids.spans)
         )
         window = learner.adapter.window(None)
         if bare.prompt_tokens > window:
@@ -171,12 +171,12 @@ class Teacher:
                 shared_out(offsets, part, len(text))
                 for offsets, part, text in zip(
                     spans,
-                    torch.split(found[len(ids.prefix) :].cpu(), sizes),
+                    torch.split(attention[len(ids.prefix) :].cpu(), sizes),
                     sample.documents,
                     strict=True,
                 )
             ]
-            for found in weights
+            for attention in weights
         ]
 
 
@@ -187,13 +187,13 @@ def selection_loss(watched: AttentionView, samples: Sequence[Encoded]) -> Tensor
 
 def measure_selection(watched: AttentionView, samples: Sequence[Encoded]) -> Measure:
     """Divergence per question, and whether the chunk that matters most is looked at most."""
-    losses, found = [], []
+    losses, hits = [], []
     with watched.learner.measuring():
         for group in batched(samples, watched.learner.config.batch_tokens):
             for loss, right in _divergences(watched, group):
                 losses.append(float(loss))
-                found.append(right)
-    return Measure(tuple(losses), tuple(found))
+                hits.append(right)
+    return Measure(tuple(losses), tuple(hits))
 
 
 def _divergences(watched: AttentionView, samples: Sequence[Encoded]) -> list[tuple[Tensor, bool]]:
@@ -205,10 +205,10 @@ def _divergences(watched: AttentionView, samples: Sequence[Encoded]) -> list[tup
             target = target / target.sum()
             # Attention may round to 0 where the target does not.
             tiny = torch.finfo(torch.float32).tiny
-            found = weights.clamp(min=tiny)
-            logarithm = found.log() - found.sum().log()
+            clamped = weights.clamp(min=tiny)
+            logarithm = clamped.log() - clamped.sum().log()
             loss = (torch.xlogy(target, target) - target * logarithm).sum()
-            wanted, seen = (_fullest(one.detach(), sizes) for one in (target, weights))
+            wanted, seen = (_fullest(values.detach(), sizes) for values in (target, weights))
             results.append((loss, wanted == seen))
     return results
 
@@ -233,10 +233,10 @@ def _token_weights(
     encoder: SelectionEncoder, ids: Encoded, documents: Sequence[str], characters: Characters
 ) -> tuple[float, ...]:
     """What the characters of each token weigh together."""
-    found: list[float] = []
+    totals: list[float] = []
     template = encoder.encoder.renderer.template
     for text, chunk, weights in zip(documents, ids.chunks, characters, strict=True):
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), weights.cumsum(0)]).tolist()
         offsets = chunk_offsets(encoder.tokenizer, template, text, chunk)
-        found += [sums[stop] - sums[start] for start, stop in offsets]
-    return tuple(found)
+        totals += [sums[stop] - sums[start] for start, stop in offsets]
+    return tuple(totals)

@@ -146,12 +146,12 @@ def open_data(data: JsonlData | ReaderData, plain: Path | None, *, seed: int, ho
         make, held_qa, refusal = reader_data(data, seed, holdout)
         qa, digest, described = Drawn(make), repr(data), "the reader's generator"
         free = tuple(
-            QASample((), tuple(QAPair(one.question, refusal) for one in sample.questions))
+            QASample((), tuple(QAPair(question.question, refusal) for question in sample.questions))
             for sample in held_qa
         )
     else:
-        held, learned = _split(_contexts(data.path), data.path, seed, holdout)
-        held_qa, learned = _cut(held, data.questions), _cut(learned, data.questions)
+        held_contexts, learned = _split(_contexts(data.path), data.path, seed, holdout)
+        held_qa, learned = _cut(held_contexts, data.questions), _cut(learned, data.questions)
         qa, digest, described = Listed(learned, seed), _digest(data.path), data.path.name
         free = tuple(QASample((), sample.questions) for sample in held_qa)
     if plain is None:
@@ -180,8 +180,8 @@ def _split(
         )
     order = list(samples)
     random.Random(f"holdout/{seed}").shuffle(order)
-    held = min(holdout, max(1, len(order) // 5))
-    return tuple(order[:held]), tuple(order[held:])
+    count = min(holdout, max(1, len(order) // 5))
+    return tuple(order[:count]), tuple(order[count:])
 
 
 def _digest(path: Path) -> str:
@@ -206,12 +206,12 @@ def reader_data(
     kinds = _weights(data.kinds)
     if min((*data.documents, *data.facts), default=0) < 1 or not data.names:
         raise InvalidInputError("documents and facts of a context must be at least 1")
-    every = [one for kind in kinds for one in (_MIX_KINDS if kind == MIX else (kind,))]
-    held = []
+    every = [member for kind in kinds for member in (_MIX_KINDS if kind == MIX else (kind,))]
+    samples = []
     for number in range(holdout):
         rng = random.Random(f"finetune/held/{seed}/{number}")
         kind = every[number % len(every)]
-        held.append(_sample(_example(data, rng, kind, "held_out", seed, number)))
+        samples.append(_sample(_example(data, rng, kind, "held_out", seed, number)))
 
     def draw(number: int) -> QASample:
         rng = random.Random(f"finetune/kinds/{seed}/{number}")
@@ -222,25 +222,25 @@ def reader_data(
         return _sample(_example(data, rng, kind, names, seed, number))
 
     _try(lambda: draw(0))
-    return draw, tuple(held), REFUSAL
+    return draw, tuple(samples), REFUSAL
 
 
 def _weights(kinds: tuple[str, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for text in kinds:
         name, _, weight = text.partition(":")
         try:
-            found[name] = float(weight or 1)
+            weights[name] = float(weight or 1)
         except ValueError as error:
             raise InvalidInputError(f"{text!r}: a kind is NAME or NAME:WEIGHT") from error
-        if name not in (MIX, *KINDS) or not found[name] > 0:
+        if name not in (MIX, *KINDS) or not weights[name] > 0:
             raise InvalidInputError(
                 f"{text!r} is no kind of question with a weight above 0; kinds: "
                 f"{', '.join((MIX, *KINDS))}"
             )
-    if not found:
+    if not weights:
         raise InvalidInputError(f"name at least one kind of question, such as {MIX}")
-    return found
+    return weights
 
 
 def _mixed(data: ReaderData, rng: random.Random, pool: str) -> ReaderExample:
@@ -280,7 +280,9 @@ def _try(make: Callable[[], Any]) -> Any:
 
 
 def _sample(example: ReaderExample) -> QASample:
-    asked = tuple(QAPair(one.text, one.answer, one.documents) for one in example.questions)
+    asked = tuple(
+        QAPair(question.text, question.answer, question.documents) for question in example.questions
+    )
     return QASample(tuple(example.documents), asked)
 
 
@@ -334,11 +336,15 @@ def _question(row: Row, where: str) -> tuple[tuple[str, ...], QAPair]:
         raise InvalidInputError(f"{where} needs answers: a list of texts that are not empty")
     if not isinstance(documents, list) or not documents:
         raise InvalidInputError(f"{where} needs documents: a list that is not empty")
-    plain = [one if isinstance(one, Mapping) else {"text": one} for one in documents]
-    if not all(_is_text(one.get("text")) for one in plain):
+    plain = [
+        document if isinstance(document, Mapping) else {"text": document} for document in documents
+    ]
+    if not all(_is_text(document.get("text")) for document in plain):
         raise InvalidInputError(f"{where} has a document without a text")
-    relevant = tuple(index for index, one in enumerate(plain) if one.get("relevant") is True)
-    return tuple(str(one["text"]) for one in plain), QAPair(
+    relevant = tuple(
+        index for index, document in enumerate(plain) if document.get("relevant") is True
+    )
+    return tuple(str(document["text"]) for document in plain), QAPair(
         str(question), str(answers[0]), relevant
     )
 
@@ -480,7 +486,7 @@ class Encoder:
         if self._has_chat:
             behind = self._behind_an_answer()
             special = set(self._tokenizer.all_special_ids)
-            ids = [one for one in self._ids(behind) if one in special] if behind else []
+            ids = [token for token in self._ids(behind) if token in special] if behind else []
             if ids:
                 return ids[0]
         end = self._tokenizer.eos_token_id

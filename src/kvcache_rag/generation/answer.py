@@ -172,7 +172,7 @@ class Answerer:
             with context.attended():
                 cache, positions = context.cache([query]), torch.arange(first, len(row.ids))
                 logits = self.model.forward(row.ids[None, first:], cache, positions, keep=query)
-            return logits[0].float().cpu()
+            return logits[0].float().cpu()  # (query, vocabulary)
 
         return self._over([prompt], passed, ahead=True)
 
@@ -203,7 +203,7 @@ class Answerer:
         context: list[int] = [] if prompt.request.is_plain else [*self.renderer.prefix_ids]
         for chunk in prompt.chunks:
             context += chunk.ids if self.loader is None else self.loader.ids(chunk)
-        ids = torch.tensor([*context, *prompt.query])
+        ids = torch.tensor([*context, *prompt.query])  # (tokens,) int64
         tokens = sum(map(len, prompt.chunks))
         loaded = LoadedContext(tuple(context), 0.0, 0.0, {}, 0, 0, tokens)
         return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.request.policy)
@@ -257,7 +257,7 @@ class Answerer:
     def _padded(self, rows: Sequence[ContextRow]) -> tuple[Tensor, Tensor]:
         """Ids and mask `(rows, tokens)` int64, left-padded without holes between tokens."""
         if len(rows) == 1:
-            ids = rows[0].ids[None]
+            ids = rows[0].ids[None]  # (1, tokens)
             return ids, torch.ones_like(ids)
         width = max(len(row.ids) for row in rows)
         ids = torch.full((len(rows), width), self.tokenizer.pad_token_id or 0)
@@ -318,7 +318,7 @@ class TextDecoder:
         """Decode with `tokenizer`; end the text before the first of the `stop` strings."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._openings = [_Opening(one) for one in self._stop]
+        self._openings = [_Opening(string) for string in self._stop]
         self._ids: list[int] = []
         self._given = 0
         self.text = ""

@@ -302,7 +302,7 @@ class InPlaceContext:
         width = max(row.shape.tokens for row in self.rows)
         table = []
         for row in self.rows:
-            column, members = width - row.shape.tokens, []
+            column, members = width - row.shape.tokens, []  # behind the left padding
             for chunk, far in row.parts:
                 members.append((chunk, column, far))
                 column += len(chunk)
@@ -391,7 +391,9 @@ class Deferral:
     def answered(self, prompt: Prompt, metrics: Metrics) -> None:
         """Note what copying took for one prompt, if all of it lay in memory."""
         nbytes, seconds = self._nbytes(prompt), metrics.load + metrics.stitch
-        tiers = {one.tier for one in _memory_tiers(self.loader.of(prompt.chunks).prefiller.store)}
+        tiers = {
+            store.tier for store in _memory_tiers(self.loader.of(prompt.chunks).prefiller.store)
+        }
         from_memory = {*metrics.hits} <= tiers and not metrics.prefilled_tokens
         if metrics.rotation == "copied" and from_memory and seconds and nbytes >= SMALLEST:
             self._copies.note(nbytes, seconds)
@@ -409,7 +411,7 @@ class Deferral:
         for prompt in prompts:
             # Not `locate`, which would ask slower tiers too.
             tiers = _memory_tiers(self.loader.of(prompt.chunks).prefiller.store)
-            if not all(any(one.contains(chunk.key) for one in tiers) for chunk in prompt.chunks):
+            if not all(any(tier.contains(chunk.key) for tier in tiers) for chunk in prompt.chunks):
                 return "not all chunks lie in this process's memory; others are read into place"
         rate = self._copies.rate()
         if rate is None:
@@ -439,7 +441,7 @@ def checked_mode(mode: RotationMode) -> RotationMode:
 def _memory_tiers(store: ChunkStore) -> list[MemoryStore]:
     """The tiers that are memory of this process."""
     tiers = getattr(store, "tiers", (store,))
-    return [one for one in tiers if isinstance(one, MemoryStore)]
+    return [tier for tier in tiers if isinstance(tier, MemoryStore)]
 
 
 class ContextFiller:
@@ -501,7 +503,7 @@ class ContextFiller:
         rows: list[CopiedRow] = []
         known: dict[tuple[ContextChunk, ...], CopiedRow] = {}
         for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
-            place = buffer.single(number, width - size)
+            place = buffer.single(number, width - size)  # behind the row's left padding
             source = known.get(prompt.chunks)
             if source is not None:
                 rows.append(self._copy(source, place, prompt))
@@ -541,7 +543,7 @@ class ContextFiller:
         started = time.perf_counter()
         signals = RowSignals(stitched, self.loader.costs, scores)
         policy = policy.resolved(shape, signals)
-        selected = chosen_tokens(policy, shape, signals)
+        selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
         choosing = time.perf_counter() - started
         kept = selected if bool(selected.any()) else None
         return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing)
@@ -549,7 +551,7 @@ class ContextFiller:
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
         chunks = [chunk.key.tokens for chunk in prompt.chunks]
         shape = StitchedPrompt.of(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
-        return torch.tensor([*loaded.ids, *prompt.query]), shape
+        return torch.tensor([*loaded.ids, *prompt.query]), shape  # (tokens,) int64
 
     def _recomputed(self, row: CopiedRow) -> CopiedRow:
         """Compute what was chosen and the query but its last token; nothing if none was chosen."""
@@ -613,5 +615,6 @@ class ContextFiller:
         ids, shape = self._joined(prompt, loaded)
         old = [(member.start, len(member)) for member in members]
         new = first_positions(old, policy.positions, adjacent=policy.adjacent_query)
+        # One per part: all its keys move equally far.
         distances = [there - here for there, (here, _) in zip(new, old, strict=True)]
         return InPlaceRow(ids, shape, loaded, policy, tuple(zip(members, distances, strict=True)))

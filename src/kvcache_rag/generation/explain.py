@@ -135,7 +135,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     joint = any(chunk.is_joint for chunk in prompt.chunks)
     prefix = runner.renderer.prefix_ids
     ids = [*prefix, *(token for chunk in members for token in chunk.ids), *prompt.query]
-    shape = StitchedPrompt.of(len(prefix), [len(one) for one in members], len(prompt.query))
+    shape = StitchedPrompt.of(len(prefix), [len(member) for member in members], len(prompt.query))
     named = zip(prompt.chunks, members, strict=not joint)
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
@@ -145,7 +145,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     chunk_tokens = sum(map(len, members))
     prefilled = chunk_tokens
     if choice.prefilled is not None:
-        sizes = [chunk_tokens] if joint else [len(one) for one in members]
+        sizes = [chunk_tokens] if joint else [len(member) for member in members]
         prefilled = sum(size for size, new in zip(sizes, choice.prefilled, strict=True) if new)
     return Explained(
         tokens=tuple(map(ExplainedToken, ids, pieces, places, states)),
@@ -170,7 +170,9 @@ def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) 
         runner.ensure_capturable(prompt)
         return _Choice(policy, ("",) * len(chunks), None)
     tiers = runner.filler.loader.of(chunks).foreseen(chunks)
-    firsts = [chunk.key not in {one.key for one in chunks[:at]} for at, chunk in enumerate(chunks)]
+    firsts = [
+        chunk.key not in {earlier.key for earlier in chunks[:at]} for at, chunk in enumerate(chunks)
+    ]
     prefilled = tuple(first and not tier for first, tier in zip(firsts, tiers, strict=True))
     if policy.is_reuse:
         return _Choice(policy, tiers, prefilled)
@@ -191,7 +193,7 @@ def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[Toke
         if new:
             states[span.start : span.stop] = ["prefilled"] * len(span)
     if choice.selected is not None:
-        for place in choice.selected.nonzero()[:, 0].tolist():
+        for place in choice.selected.nonzero()[:, 0].tolist():  # places in the prompt
             states[place] = "recomputed"
     return states + ["computed"] * (shape.tokens - shape.context_tokens)
 

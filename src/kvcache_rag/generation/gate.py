@@ -32,7 +32,7 @@ _PROBES = ("Where is it?", "In the first place.")
 
 def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
     """What a verdict on this model, prefix, template and storage is about."""
-    told = prefiller.description
+    description = prefiller.description
     question, text = _PROBES
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     template = renderer.template
@@ -43,11 +43,11 @@ def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
         "again": renderer.query_ids(template.ask_again(question, text)),
     }
     return Identity(
-        model=str(told.get("model")),
-        revision=str(told.get("revision")),
-        codec=str(told.get("codec")),
-        dtype=_dtype(told),
-        prefix=str(told.get("prefix_digest")),
+        model=str(description.get("model")),
+        revision=str(description.get("revision")),
+        codec=str(description.get("codec")),
+        dtype=_dtype(description),
+        prefix=str(description.get("prefix_digest")),
         template=digest("kvcache-rag-template", canonical_json(written))[:16],
         spec=prefiller.spec,
     )
@@ -122,8 +122,8 @@ class BoundGate:
             raise InvalidInputError(f"{reason}; use FullRecompute() or another policy")
         # Without chunks nothing is lost and there is nothing to report; the policy is replaced all
         # the same, because a batch is answered under one policy.
-        said = f"fell back to FullRecompute(): {reason}" if reuses else ""
-        return replace(request, policy=FullRecompute(), gate=said)
+        note = f"fell back to FullRecompute(): {reason}" if reuses else ""
+        return replace(request, policy=FullRecompute(), gate=note)
 
 
 def _dtype(told: Mapping[str, Any]) -> str:
@@ -143,7 +143,7 @@ def scorer_name(scorer: Scorer | None) -> str:
 
     Model and revision where it has an engine, else its attribute `name`, else its class.
     """
-    told = getattr(getattr(scorer, "engine", None), "identity", None)
-    if isinstance(told, Identity):
-        return f"{told.model}@{told.revision[:12]}"
+    engine_identity = getattr(getattr(scorer, "engine", None), "identity", None)
+    if isinstance(engine_identity, Identity):
+        return f"{engine_identity.model}@{engine_identity.revision[:12]}"
     return "" if scorer is None else str(getattr(scorer, "name", type(scorer).__qualname__))

@@ -180,7 +180,9 @@ class Combinations:
         if isinstance(self.store, MemoryStore):  # of this process alone: nobody else deletes there
             return now > self.store.epoch(plain.namespace)
         # What is deleted in the memory of one process is still there for all others.
-        deleted, last = (_shared_epoch(one, plain.namespace) for one in (plain.store, self.store))
+        deleted, last = (
+            _shared_epoch(store, plain.namespace) for store in (plain.store, self.store)
+        )
         return deleted > last
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
@@ -190,12 +192,12 @@ class Combinations:
         """
         gone = frozenset(keys)
         with self._lock:
-            found = [key for key, members in self._members.items() if members & gone]
-            for key in found:
+            combinations = [key for key, members in self._members.items() if members & gone]
+            for key in combinations:
                 del self._members[key]
             for key in gone:
                 self._ids.pop(key, None)
-        for key in found:
+        for key in combinations:
             self.store.delete(key)
 
 

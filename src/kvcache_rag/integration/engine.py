@@ -66,8 +66,8 @@ class EngineSettings:
             values: Said in its place.
         """
         own = {known.name: getattr(source, known.name, None) for known in fields(cls)}
-        said = {name: value for name, value in own.items() if value is not None}
-        return cls(**{**said, **values})
+        settings = {name: value for name, value in own.items() if value is not None}
+        return cls(**{**settings, **values})
 
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written for a model that brings `brought`."""

@@ -94,6 +94,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
                 "which cannot be cut "
                 "into chunks"
             )
+        # Exactly these classes: one derived from them may keep something else.
         if type(layer) is DynamicSlidingWindowLayer and layer_type != "chunked_attention":
             kinds.append(LayerKind(window=int(layer.sliding_window)))
         elif type(layer) is DynamicLayer:
@@ -156,12 +157,13 @@ class BufferLayer(DynamicLayer):
         self._arrive()
         stop = self.length + key_states.shape[-2]
         if stop > self.key_buffer.shape[2]:
+            # With room to spare, so that the next tokens do not copy everything again.
             self.key_buffer = _grown(self.key_buffer, stop + GROWTH)
             self.value_buffer = _grown(self.value_buffer, stop + GROWTH)
         for buffer, states in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
-            target = buffer[:, :, self.length : stop]
+            target = buffer[:, :, self.length : stop]  # (rows, heads, new tokens, width), a view
             target.copy_(states if self.keep is None else _kept(target, states, self.keep))
-        self.keep = None
+        self.keep = None  # of the first update only
         self.length = stop
         self._expose()
         return self._held()
@@ -181,6 +183,7 @@ class BufferLayer(DynamicLayer):
             self._arrivals = None
 
     def _held(self) -> tuple[Tensor, Tensor]:
+        # (rows, heads, length, width), views
         return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
@@ -195,8 +198,9 @@ class BufferLayer(DynamicLayer):
         behind = 0 if self.keep is None else int(self.keep.max())
         length, stop = self.length, self.length + behind
         keys, values = self.key_buffer[:, :, :stop], self.value_buffer[:, :, :stop]
+        # (rows * repeats, heads, stop, width), copies: the buffer has one row per prompt only
         self._replace(keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0))
-        self.length = length
+        self.length = length  # `_replace` counted what lies behind as well
         if self.keep is not None:
             self.keep = self.keep.repeat_interleave(repeats, 0)
         self._expose()
@@ -205,6 +209,7 @@ class BufferLayer(DynamicLayer):
         """Keep the rows `indices`."""
         self._arrive()
         keys, values = self._held()
+        # Copies, (len(indices), heads, length, width)
         self._replace(keys[indices], values[indices])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -217,14 +222,15 @@ class BufferLayer(DynamicLayer):
 
 def _grown(buffer: Tensor, capacity: int) -> Tensor:
     # All of it: columns that an update keeps lie behind the held ones.
+    # (rows, heads, capacity, width); zeros, because no mask hides a NaN
     larger = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
     larger[:, :, : buffer.shape[2]] = buffer
     return larger
 
 
 def _kept(held: Tensor, fresh: Tensor, keep: Tensor) -> Tensor:
-    columns = torch.arange(fresh.shape[2], device=fresh.device)
-    is_fresh = (columns[None] >= keep[:, None])[:, None, :, None]
+    columns = torch.arange(fresh.shape[2], device=fresh.device)  # (new tokens,)
+    is_fresh = (columns[None] >= keep[:, None])[:, None, :, None]  # (rows, 1, new tokens, 1)
     return torch.where(is_fresh, fresh, held)
 
 
@@ -251,6 +257,7 @@ def buffer_cache(
         if kind.shared:
             layers.append(DummyLayer())
             continue
+        # Its K and V are views: what the layer appends is in the buffer, until it outgrows that.
         layer = BufferLayer(*slots[index], length, index, arrivals)
         layer.keep = keep
         layers.append(layer)
@@ -264,16 +271,16 @@ def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
 
 def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:
     """K and V of every layer, `(rows, heads, tokens, width)`; None for layers that keep none."""
-    found: list[tuple[Tensor, Tensor] | None] = []
+    tensors: list[tuple[Tensor, Tensor] | None] = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DummyLayer):
-            found.append(None)
+            tensors.append(None)
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
             raise UnsupportedModelError(f"layer {index} wrote no keys and values into its cache")
-        found.append((keys, values))
-    return found
+        tensors.append((keys, values))
+    return tensors
 
 
 class HaltedError(Exception):
@@ -300,11 +307,14 @@ class RecomputeLayer(BufferLayer):
         """Write in place, append the rest and return everything held, as views."""
         count = self.places.shape[0]
         for buffer, states in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
+            # (rows, heads, n, width) into places that may lie anywhere among those held
             buffer.index_copy_(2, self.places, states[:, :, :count].to(buffer.dtype))
-        held = super().update(key_states[:, :, count:], value_states[:, :, count:])
+        # The rest, perhaps no token at all, goes behind those held.
+        views = super().update(key_states[:, :, count:], value_states[:, :, count:])
+        # Only now: what comes after the pass reads these keys and values.
         if self.halts:
             raise HaltedError
-        return held
+        return views
 
 
 class PassingLayer(DynamicLayer):
@@ -355,7 +365,7 @@ def recompute_cache(
             layers.append(DummyLayer())
             continue
         layer = RecomputeLayer(*slots[index], length, places)
-        layer.halts = halts and index == last
+        layer.halts = halts and index == last  # the last one that keeps any
         layers.append(layer)
     return Cache(layers=layers)
 

@@ -102,7 +102,7 @@ class _Watch(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         # Reading the ids waits for the device, so the clock is right there too.
-        fresh = input_ids[:, self._seen :].tolist()
+        fresh = input_ids[:, self._seen :].tolist()  # (rows, new ids) as lists
         self._seen = input_ids.shape[1]
         self.first_at = self.first_at or time.perf_counter()
         if self._emit is not None:
@@ -114,6 +114,7 @@ class _Watch(StoppingCriteria):
         is_over = self._cancelled is not None and self._cancelled.is_set()
         if is_over or self._emit is None:  # of beams there are more than rows
             return torch.full((len(input_ids),), is_over, device=input_ids.device)
+        # (rows,) bool, True for what has ended
         return torch.tensor([end is not None for end in self.ends], device=input_ids.device)
 
 
@@ -129,8 +130,8 @@ def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str,
     Raises:
         InvalidInputError: Naming the option and what to do.
     """
-    given = options.get("generation_config")
-    settings = {**(given.to_dict() if given is not None else {}), **options}
+    config = options.get("generation_config")
+    settings = {**(config.to_dict() if config is not None else {}), **options}
     known = {*vars(GenerationConfig()), *_CALL_OPTIONS}
     for name in _REFUSED:
         if settings.get(name) is not None:
@@ -171,8 +172,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 def uses_beams(options: dict[str, Any]) -> bool:
     """Whether checked options ask for beam search."""
-    given = options.get("generation_config")
-    return int(options.get("num_beams") or getattr(given, "num_beams", None) or 1) > 1
+    config = options.get("generation_config")
+    return int(options.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1
 
 
 def generate(
@@ -210,6 +211,7 @@ def generate(
         # What rows hold already of the input's columns is the affair of one first pass.
         config.prefill_chunk_size = None
     if cache is not None and (config.num_beams or 1) > 1:
+        # generate() repeats the ids for its beams, but not a cache that it is given.
         cache.batch_repeat_interleave(config.num_beams)
     if config.stop_strings:
         arguments["tokenizer"] = tokenizer
@@ -222,6 +224,7 @@ def generate(
             **arguments,
         )
     ended = time.perf_counter()
+    # `output` is (rows, n + steps); a row that ended before the others is padded behind its end.
     answers = output[:, ids.shape[1] :].tolist()
     rows = tuple(_trim(row, stops)[:end] for row, end in zip(answers, watch.ends, strict=True))
     # Without a stop token, an answer was cut, by its length or its time or a cancellation, unless
@@ -258,16 +261,16 @@ def _configured(
     Returns:
         The config, and what of `options` is no setting (logits processors, streamers and the like).
     """
-    given = {key: value for key, value in options.items() if key != "generation_config"}
+    settings = {key: value for key, value in options.items() if key != "generation_config"}
     config = copy.deepcopy(options.get("generation_config") or model.model.generation_config)
     if "generation_config" not in options:
         # Whoever wants more than one row says so; a filled cache has no more.
         config.num_beams = config.num_return_sequences = 1
-    if "generation_config" not in options and not given.get("do_sample"):
+    if "generation_config" not in options and not settings.get("do_sample"):
         config.do_sample = False
         # transformers warns about sampling settings that greedy search does not read.
         config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
-    rest: dict[str, Any] = config.update(**given)
+    rest: dict[str, Any] = config.update(**settings)
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.return_dict_in_generate = False
     # The cache is ours, whatever the model's own config prefers.

@@ -85,9 +85,10 @@ def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
     tensors.update({k: v for k, v in model.named_buffers() if "inv_freq" not in k})
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().reshape(-1)  # (elements,)
         if sample is not None:
             flat = flat[:: max(1, flat.numel() // sample)]
+        # Only what is sampled goes to the CPU; as bytes, because numpy has no bfloat16.
         state.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return state.hexdigest()
 
@@ -137,12 +138,12 @@ class TransformersModel:
 
         def capture(ids: Tensor, start: int) -> list[LayerCache]:
             cache = growing_cache(kinds)
-            positions = torch.arange(start, start + ids.shape[1])
+            positions = torch.arange(start, start + ids.shape[1])  # (tokens,)
             self.forward(ids, cache, positions, keep=1)
             return layer_tensors(cache)
 
         frequencies = frequency_sets(self.model, self.config)
-        limits = [found.limit for found in frequencies if found.limit is not None]
+        limits = [frequency.limit for frequency in frequencies if frequency.limit is not None]
         window = getattr(self.config, "max_position_embeddings", None)
         subject = ProbeSubject(
             name=str(self.config.model_type),
@@ -204,7 +205,8 @@ class TransformersModel:
             "stored_dtype": str(layout.dtype),
             "groups": [_describe(group) for group in layout.groups],
             "inv_freq": [
-                found.at_rest().cpu().numpy().tobytes().hex() for found in layout.frequencies
+                frequency.at_rest().cpu().numpy().tobytes().hex()
+                for frequency in layout.frequencies
             ],
             "rope_parameters": repr(getattr(self.config, "rope_parameters", None)),
         }
@@ -234,7 +236,7 @@ class TransformersModel:
         arguments: dict[str, Any] = {}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
-            arguments["position_ids"] = rows.to(self.device)
+            arguments["position_ids"] = rows.to(self.device)  # (rows, n)
         if self._takes_keep and keep:
             arguments["logits_to_keep"] = keep
         with torch.inference_mode():
@@ -245,7 +247,7 @@ class TransformersModel:
                 use_cache=cache is not None,
                 **arguments,
             )
-        logits: Tensor = output.logits
+        logits: Tensor = output.logits  # all n of them from a model that cannot be told `keep`
         return logits[:, -keep:] if keep else logits
 
     def mask_argument(
@@ -262,12 +264,14 @@ class TransformersModel:
         kinds = [kind for kind in self.measured.kinds if not kind.shared]
 
         def additive(window: int | None) -> Tensor:
-            seen = allowed
+            seen = allowed  # (n, m)
             if window is not None:
                 seen = allowed & (indices[:, None] - columns[None, :] < window)
+            # Not -inf, of which softmax would make NaN in a row that sees nothing; (1, 1, n, m)
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
             return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
 
+        # Layers of one window share a mask; transformers takes one for all layers, or one per type.
         masks = {window: additive(window) for window in {kind.window for kind in kinds}}
         if len(masks) == 1:
             return masks.popitem()[1]
@@ -285,18 +289,21 @@ class TransformersModel:
             One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
             be views into the memory of the batch: stores make copies of their own.
         """
+        # Not the dtype that was measured: a widened copy computes in another one.
         layout = ChunkLayout(self.measured.chunk_layout.groups, self.dtype)
         start = 0 if prefix is None else len(prefix)
         longest = max(map(len, chunks))
+        # Per group [layers, 2, chunks, heads, start + longest, width], or K and V apart.
         buffer = KVBuffer.allocate(layout, len(chunks), start + longest, self.device)
+        # (chunks, longest); padding stands behind a row's tokens, which only look back
         ids = torch.zeros(len(chunks), longest, dtype=torch.long)
         for row, chunk in enumerate(chunks):
             ids[row, : len(chunk)] = torch.tensor(chunk)
             if prefix is not None and start:
                 buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
-        positions = torch.arange(start, start + longest)
+        positions = torch.arange(start, start + longest)  # (longest,), the same in all rows
         cache = buffer_cache(buffer, self.measured.kinds, start)
-        self.forward(ids, cache, positions, keep=1)
+        self.forward(ids, cache, positions, keep=1)  # nobody reads the logits; 1 is the least
         return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
 
     def wait(self) -> None:
@@ -320,8 +327,9 @@ class TransformersModel:
 
 
 def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> ChunkKV:
-    tokens = torch.tensor(chunk, dtype=torch.int32)
+    tokens = torch.tensor(chunk, dtype=torch.int32)  # (tokens,)
     view = buffer.view(row, start, start + len(chunk), local_start=start, tokens=tokens)
+    # On the CPU already they stay views of the buffer, [layers, 2, heads, tokens, width].
     tensors = tuple(tuple(part.cpu() for part in group) for group in view.tensors)
     return ChunkKV(buffer.layout, tokens, start, tensors)
 

@@ -132,7 +132,7 @@ def _fit_layers(
             fits.append(_ranked(cache[slot].float(), targets, subject.frequencies))
         allowed = _allowed(subject.dtype, fits, is_first)
         if is_first:
-            residual = max(found[0].error for found in fits)
+            residual = max(ranking[0].error for ranking in fits)
             is_first = False
         reason = reason or _refusal(subject, layer, fits, allowed)
         rotations[layer] = (fits[0][0].rotation, fits[1][0].rotation)
@@ -149,7 +149,7 @@ def _allowed(dtype: torch.dtype, fits: list[list[_Fit]], is_first: bool) -> floa
     tolerance = TOLERANCE[dtype]
     if is_first:
         return tolerance
-    still = [found[0].error for found in fits if found[0].rotation.style == "none"]
+    still = [ranking[0].error for ranking in fits if ranking[0].rotation.style == "none"]
     return min(max(tolerance, NOISE_FACTOR * min(still, default=0.0)), 0.5)
 
 
@@ -200,8 +200,8 @@ def _ranked(
 
 
 def _candidates(width: int, frequencies: tuple[FrequencySet, ...]) -> Iterator[Rotation]:
-    for index, found in enumerate(frequencies):
-        dim = 2 * found.at_rest().numel()
+    for index, frequency in enumerate(frequencies):
+        dim = 2 * frequency.at_rest().numel()
         if dim > width:
             continue
         for start in sorted({0, width - dim}):  # the rotary columns stand first or (MLA) last
@@ -248,7 +248,7 @@ def frequency_sets(model: nn.Module, config: Any) -> tuple[FrequencySet, ...]:
         model: The whole model.
         config: Its text config.
     """
-    found: list[FrequencySet] = []
+    sets: list[FrequencySet] = []
     seen: list[Tensor] = []
     for name, module in _search_root(model).named_modules():
         for attribute in _frequency_attributes(module):
@@ -257,8 +257,8 @@ def frequency_sets(model: nn.Module, config: Any) -> tuple[FrequencySet, ...]:
                 continue
             seen.append(values)
             layer_type = attribute.removesuffix("_inv_freq") if attribute != "inv_freq" else None
-            found.append(_of_module(f"{name}.{attribute}", module, attribute, layer_type))
-    return tuple(found) or (_of_config(config),)
+            sets.append(_of_module(f"{name}.{attribute}", module, attribute, layer_type))
+    return tuple(sets) or (_of_config(config),)
 
 
 def _search_root(model: nn.Module) -> nn.Module:

@@ -105,7 +105,7 @@ class ModelLayout:
     @property
     def limit(self) -> int | None:
         """Longest prompt in tokens for which the frequencies hold, or None."""
-        limits = [found.limit for found in self.frequencies if found.limit is not None]
+        limits = [frequency.limit for frequency in self.frequencies if frequency.limit is not None]
         return min(limits) if limits else None
 
     def ensure_movable(self) -> None:
@@ -134,16 +134,19 @@ class Move:
             UnsupportedModelError: If the model's keys cannot be moved.
         """
         layout.ensure_movable()
-        made: dict[Rotation, RotaryTable] = {}  # groups of one rotation share a table
+        rotary_tables: dict[Rotation, RotaryTable] = {}  # groups of one rotation share a table
         old, new = old.to(device), new.to(device)
-        tables = [angle_table(found.at_rest().to(device), old, new) for found in layout.frequencies]
+        tables = [
+            angle_table(frequency.at_rest().to(device), old, new)
+            for frequency in layout.frequencies
+        ]
 
         def rotary_table(rotation: Rotation) -> RotaryTable | None:
             if rotation.style == "none":
                 return None
-            if rotation not in made:
-                made[rotation] = RotaryTable.of(rotation, *tables[rotation.frequency])
-            return made[rotation]
+            if rotation not in rotary_tables:
+                rotary_tables[rotation] = RotaryTable.of(rotation, *tables[rotation.frequency])
+            return rotary_tables[rotation]
 
         groups = layout.groups
         return cls(

@@ -94,8 +94,8 @@ class Auto(ReusePolicy):
         if fitting <= at_ratio(self.policy, 0.5).signal_tokens(signals):
             return Reuse(self.positions)
         self._largest(prompt, signals, fitting)  # reads the signals, which are kept
-        left = self.budget - (perf_counter() - started)
-        return self._largest(prompt, signals, signals.affordable(max(left, 0.0)))
+        seconds = self.budget - (perf_counter() - started)
+        return self._largest(prompt, signals, signals.affordable(max(seconds, 0.0)))
 
     def _largest(self, prompt: StitchedPrompt, signals: Signals, fitting: int) -> ReusePolicy:
         """The policy at the largest ratio at which it chooses at most `fitting` tokens."""

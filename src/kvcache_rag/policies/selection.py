@@ -40,7 +40,7 @@ def candidates(prompt: StitchedPrompt) -> Tensor:
     Returns:
         `(context_tokens,)` bool.
     """
-    allowed = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+    allowed = torch.zeros(prompt.context_tokens, dtype=torch.bool)  # (context_tokens,)
     for chunk in prompt.chunks[1:]:
         allowed[chunk.start : chunk.stop] = True
     return allowed
@@ -57,10 +57,11 @@ def top(scores: Tensor, count: int, allowed: Tensor) -> Tensor:
     Returns:
         `(n,)` bool.
     """
+    # -inf: what is not allowed comes behind every finite score.
     ranked = torch.sort(
         scores.float().masked_fill(~allowed, -torch.inf), descending=True, stable=True
     )
-    best = ranked.indices[: min(count, int(allowed.sum()))]
+    best = ranked.indices[: min(count, int(allowed.sum()))]  # (count or fewer,)
     selected = torch.zeros_like(allowed)
     selected[best] = True
     return selected
@@ -84,11 +85,12 @@ def grouped(selected: Tensor, prompt: StitchedPrompt, window: int, threshold: in
     """
     result = torch.zeros_like(selected)
     for chunk in prompt.chunks:
-        own = selected[chunk.start : chunk.stop]
-        windows = torch.arange(len(own)) // window
-        size = torch.bincount(windows)
-        found = torch.bincount(windows, weights=own.double())
-        result[chunk.start : chunk.stop] = (found * window >= size * threshold)[windows]
+        own = selected[chunk.start : chunk.stop]  # (tokens,) of the chunk
+        windows = torch.arange(len(own)) // window  # (tokens,), the window of each
+        size = torch.bincount(windows)  # (windows,), tokens in each
+        hits = torch.bincount(windows, weights=own.double())  # (windows,), selected ones in each
+        # hits / size >= threshold / window, without a division; then of each token its window's.
+        result[chunk.start : chunk.stop] = (hits * window >= size * threshold)[windows]
     return result
 
 
@@ -107,6 +109,7 @@ def top_windows(
     Returns:
         `(context_tokens,)` bool.
     """
+    # (windows,), in the order of their tokens
     lengths = torch.tensor(
         [
             min(window, chunk.stop - start)
@@ -117,13 +120,15 @@ def top_windows(
         dtype=torch.long,
     )
     owner = torch.repeat_interleave(lengths)  # window of each allowed token
-    sums = torch.zeros(len(lengths), dtype=torch.double)
+    sums = torch.zeros(len(lengths), dtype=torch.double)  # (windows,)
     sums.index_add_(0, owner, scores[allowed].double())
+    # (windows,), by mean; stable: of equal ones the first in the prompt
     best = torch.sort(sums / lengths, descending=True, stable=True).indices
     chosen = torch.zeros(len(lengths), dtype=torch.bool)
+    # The running sum only grows, so behind the first that does not fit there is none that does.
     chosen[best[lengths[best].cumsum(0) <= count]] = True
     selected = torch.zeros_like(allowed)
-    selected[allowed] = chosen[owner]
+    selected[allowed] = chosen[owner]  # (allowed tokens,) on both sides
     return selected
 
 

@@ -40,11 +40,11 @@ def token_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
         ids: Its ids.
     """
     if getattr(tokenizer, "is_fast", False):
-        found = tokenizer(
+        encoding = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        if list(found["input_ids"]) == list(ids):
-            return [(int(start), int(stop)) for start, stop in found["offset_mapping"]]
+        if list(encoding["input_ids"]) == list(ids):
+            return [(int(start), int(stop)) for start, stop in encoding["offset_mapping"]]
     return _decoded_offsets(tokenizer, text, ids)
 
 
@@ -66,7 +66,7 @@ def highest(offsets: Offsets, scores: Tensor) -> Tensor:
     Returns:
         `(tokens,)` float32; zeros if no token has a character.
     """
-    values = scores.detach().float().cpu().tolist()
+    values = scores.detach().float().cpu().tolist()  # one copy from the device, then plain numbers
     return _filled([max(values[start:stop], default=None) for start, stop in offsets])
 
 
@@ -83,12 +83,13 @@ def spread(offsets: Offsets, scores: Tensor, length: int) -> Tensor:
     Returns:
         `(length,)` float32 on the CPU.
     """
-    found: list[float | None] = [None] * length
+    # Per character; None where no token is over it.
+    values: list[float | None] = [None] * length
     for (start, stop), score in zip(offsets, scores.detach().float().cpu().tolist(), strict=True):
         for place in range(start, stop):
-            held = found[place]
-            found[place] = score if held is None else max(held, score)
-    return _filled(found)
+            value = values[place]
+            values[place] = score if value is None else max(value, score)
+    return _filled(values)
 
 
 def shared_out(offsets: Offsets, weights: Tensor, length: int) -> Tensor:
@@ -102,20 +103,23 @@ def shared_out(offsets: Offsets, weights: Tensor, length: int) -> Tensor:
     Returns:
         `(length,)` float64 on the CPU.
     """
-    found = torch.zeros(length, dtype=torch.float64)
+    shares = torch.zeros(length, dtype=torch.float64)
     for (start, stop), weight in zip(offsets, weights.tolist(), strict=True):
-        found[start:stop] += weight / max(stop - start, 1)
-    return found
+        # A token without characters adds to an empty slice; the 1 keeps its division from failing.
+        shares[start:stop] += weight / max(stop - start, 1)
+    return shares
 
 
 def _filled(values: Sequence[float | None]) -> Tensor:
     """Values with gaps closed from behind, at the end from before."""
-    found, following = list(values), None
-    for order in (range(len(found) - 1, -1, -1), range(len(found))):
+    filled, following = list(values), None
+    # First from the end, each gap from what follows it; then the gap at the end from before.
+    for order in (range(len(filled) - 1, -1, -1), range(len(filled))):
         following = None
         for index in order:
-            following = found[index] = following if found[index] is None else found[index]
-    return torch.tensor([value or 0.0 for value in found], dtype=torch.float32)
+            following = filled[index] = following if filled[index] is None else filled[index]
+    # (values,); None is left only where there was no value at all
+    return torch.tensor([value or 0.0 for value in filled], dtype=torch.float32)
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, Offsets]:

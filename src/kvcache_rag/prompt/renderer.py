@@ -192,9 +192,9 @@ class PromptRenderer:
         for day in _CLOCKS:
             self._arguments["chat_template"] = self._dated(day)
             seen.append(self._apply(probe))
-        given = self.template.template_date
-        self._arguments["chat_template"] = self._dated(given or DEFAULT_DATE)
-        if len(set(seen)) > 1 and given is None:
+        date = self.template.template_date
+        self._arguments["chat_template"] = self._dated(date or DEFAULT_DATE)
+        if len(set(seen)) > 1 and date is None:
             warnings.warn(
                 f"the chat template prints today's date; it is pinned to {DEFAULT_DATE} so that "
                 "cached chunks stay valid tomorrow; set PromptTemplate(template_date=...) to "

@@ -46,7 +46,7 @@ _TRIES: Final = 12
 LINKED_KINDS: Final = ("pronoun", "alias", "unit")
 
 _INTRODUCTIONS: Final = {
-    kind: tuple(one for one in RELATIONS if one.value == kind and not one.many)
+    kind: tuple(relation for relation in RELATIONS if relation.value == kind and not relation.many)
     for kind in ("person", "company", "town")
 }
 
@@ -616,7 +616,9 @@ def _pronouns(writer: _Writer) -> _Draw:
 
 def _aliases(writer: _Writer, shared: str | None) -> _Draw:
     rng, world = writer.world.rng, writer.world
-    relation = rng.choice([one for one in single_valued("person") if one.value != "job"])
+    relation = rng.choice(
+        [candidate for candidate in single_valued("person") if candidate.value != "job"]
+    )
     aliases = [f"the {job}" for job in rng.sample(JOBS, len(JOBS))]
 
     def link(document: int) -> str:

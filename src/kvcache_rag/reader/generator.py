@@ -116,14 +116,14 @@ def make_example(
     if kind in LINKED_KINDS:
         linked = linked_context(World(rng, _pool(names)), kind, documents, facts)
         return ReaderExample(linked.documents, linked.linked[:questions])
-    found: list[ReaderQuestion] = []
+    drawn: list[ReaderQuestion] = []
     if kind in _NOISE:
         world = World(rng, _pool(names))
         context, asked = noisy(world, documents, facts, _NOISE[kind])
         asker = Questioner(world, context)
         texts = write_documents(rng, context)
-        found = [asker.about(fact, kind) for fact in asked[:questions]]
-    while not found:
+        drawn = [asker.about(fact, kind) for fact in asked[:questions]]
+    while not drawn:
         world = World(rng, _pool(names))
         context = draw_context(world, rng.choice(_FORMS[kind]), documents, facts)
         asker = Questioner(world, context)
@@ -131,10 +131,10 @@ def make_example(
         for _ in range(_TRIES * questions):
             question = asker.ask(kind)
             if question is not None and not _is_degenerate(question):
-                found.append(question)
-            if len(found) >= questions:
+                drawn.append(question)
+            if len(drawn) >= questions:
                 break
-    return ReaderExample(texts, tuple(found))
+    return ReaderExample(texts, tuple(drawn))
 
 
 def make_corpus(
@@ -171,7 +171,7 @@ def make_corpus(
     texts = write_documents(rng, context)
     asker = Questioner(world, context)
     tries = _TRIES * (documents + questions)
-    drawn = [found for _ in range(tries) if (found := asker.ask("single")) is not None]
+    drawn = [attempt for _ in range(tries) if (attempt := asker.ask("single")) is not None]
     per_document = [0] * documents
     rank: list[tuple[int, int]] = []
     for index, answered in enumerate(drawn):
@@ -241,14 +241,14 @@ def draw_example(
     texts = write_documents(rng, context)
     weights = mix.questions[form]
     kinds = rng.choices(list(weights), list(weights.values()), k=questions * _DRAWS_OF_A_QUESTION)
-    found = []
+    drawn = []
     for kind in kinds:
         question = asker.ask(kind)
         if question is not None:
-            found.append(question)
-        if len(found) == questions:
+            drawn.append(question)
+        if len(drawn) == questions:
             break
-    return ReaderExample(texts, tuple(found))
+    return ReaderExample(texts, tuple(drawn))
 
 
 def draw_linked_example(

@@ -170,8 +170,8 @@ def _words(rng: random.Random, count: int, training: bool) -> list[str]:
     )
     pool: dict[str, None] = {}
     while len(pool) < count:
-        one, other = (rng.choices(makes, (0.36, 0.26, 0.16, 0.10, 0.12))[0]() for _ in range(2))
-        word = _dress(rng, one.capitalize(), other.capitalize())
+        first, other = (rng.choices(makes, (0.36, 0.26, 0.16, 0.10, 0.12))[0]() for _ in range(2))
+        word = _dress(rng, first.capitalize(), other.capitalize())
         if _is_allowed(word, taken) and is_for_training(word) == training:
             pool[word] = None
     return list(pool)

@@ -117,9 +117,9 @@ def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
     """
     if cell.policy.is_full:
         return None
-    same = [one for one in cells if (one.model, one.k) == (cell.model, cell.k)]
-    first = next(one for one in same if one.label == cell.label)
-    return first if first != cell else next((one for one in same if one.policy.is_full), None)
+    same = [peer for peer in cells if (peer.model, peer.k) == (cell.model, cell.k)]
+    first = next(peer for peer in same if peer.label == cell.label)
+    return first if first != cell else next((peer for peer in same if peer.policy.is_full), None)
 
 
 Model: TypeAlias = "str | os.PathLike[str] | Engine | Callable[[], Engine]"
@@ -148,7 +148,7 @@ class Workplace:
     def prepare_joint(self, policy: ReusePolicy, questions: Iterable[Question]) -> None:
         """What a policy keeps as one is there before anything is timed, like single chunks."""
         if policy.joint:
-            lists = dict.fromkeys(one.chunks for one in questions)
+            lists = dict.fromkeys(question.chunks for question in questions)
             self.reader.add_combination([chunks for chunks in lists if chunks])
 
     def clear(self, keys: Iterable[ChunkKey]) -> None:
@@ -190,8 +190,8 @@ class Workplaces:
 
     def _make(self, codec: str, instruction: str) -> Workplace:
         if not codec:
-            one = self._engine(None, instruction)
-            return Workplace(one, one)
+            engine = self._engine(None, instruction)
+            return Workplace(engine, engine)
         folder = self._folder / f"{codec}-{len(self._places)}"
 
         def opened() -> Engine:
@@ -249,8 +249,13 @@ class Asked:
 def questions_digest(questions: Sequence[Question]) -> str:
     """Digest of questions, documents and answers, 64 hexadecimal digits."""
     rows: list[Any] = [
-        [one.question, list(one.chunks), list(one.answers), [list(g) for g in one.answer_groups]]
-        for one in questions
+        [
+            question.question,
+            list(question.chunks),
+            list(question.answers),
+            [list(g) for g in question.answer_groups],
+        ]
+        for question in questions
     ]
     return digest("kvcache-rag-questions", canonical_json({"questions": rows}))
 
@@ -299,28 +304,28 @@ class Asker:
         places = {cell: self._workplaces.get(cell.codec, task.instruction) for cell in used}
         reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
         shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
-        texts = [text for left in todo.values() for one in left for text in one.question.chunks]
-        held = []
+        texts = [text for items in todo.values() for item in items for text in item.question.chunks]
+        shelf_keys = []
         try:
-            held = [(shelf, shelf.prepare(texts)) for shelf in shelves]
+            shelf_keys = [(shelf, shelf.prepare(texts)) for shelf in shelves]
             self._prepare_scorers(used, texts)
-            for cell, left in todo.items():
-                places[cell].prepare_joint(cell.policy, [one.question for one in left])
+            for cell, items in todo.items():
+                places[cell].prepare_joint(cell.policy, [item.question for item in items])
             times = self._times(todo, places, timed)
             first = _FirstTokens(places)
             records = []
-            for cell, left in todo.items():
-                answers = _answers(task, cell, left, places[cell])
-                for one, answer in zip(left, answers, strict=True):
-                    seconds = times.get((cell, one.question.id))
-                    divergence = first.divergence(cell, references.get(cell), one.question)
-                    records.append(_record(task, cell, one, answer, seconds, divergence))
+            for cell, items in todo.items():
+                answers = _answers(task, cell, items, places[cell])
+                for item, answer in zip(items, answers, strict=True):
+                    seconds = times.get((cell, item.question.id))
+                    divergence = first.divergence(cell, references.get(cell), item.question)
+                    records.append(_record(task, cell, item, answer, seconds, divergence))
         except ContextTooLongError as error:
             raise ContextTooLongError(
                 f"a question of {task.name} does not fit: {error}; or ask with fewer documents"
             ) from error
         finally:
-            for shelf, keys in held:
+            for shelf, keys in shelf_keys:
                 shelf.clear(keys)
         return records
 
@@ -341,18 +346,18 @@ class Asker:
     ) -> dict[tuple[Cell, str], dict[str, float]]:
         """Times of the sampled questions, asked alone."""
         sampled: dict[str, list[tuple[Cell, Question]]] = {}
-        for cell, left in todo.items():
-            for one in left:
-                if one.question.id in timed:
-                    sampled.setdefault(one.question.id, []).append((cell, one.question))
-        found = {}
+        for cell, items in todo.items():
+            for item in items:
+                if item.question.id in timed:
+                    sampled.setdefault(item.question.id, []).append((cell, item.question))
+        times = {}
         for turn, pairs in enumerate(sampled.values()):
             for cell, question in rotated(pairs, turn):
                 if cell not in self._warm:
                     self._warm.add(cell)
                     _alone(cell, question, places[cell])
-                found[cell, question.id] = _alone(cell, question, places[cell])
-        return found
+                times[cell, question.id] = _alone(cell, question, places[cell])
+        return times
 
 
 class _FirstTokens:
@@ -366,8 +371,8 @@ class _FirstTokens:
         """Kullback-Leibler divergence from the reference's, in nats; None without one."""
         if reference is None:
             return None
-        found = divergences(self._of(reference, question), self._of(cell, question))
-        return max(0.0, float(found))
+        nats = divergences(self._of(reference, question), self._of(cell, question))
+        return max(0.0, float(nats))
 
     def _of(self, cell: Cell, question: Question) -> Tensor:
         place = (cell, question.id)
@@ -406,7 +411,7 @@ def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]
 
 
 def _answers(task: Task, cell: Cell, left: Sequence[Asked], place: Workplace) -> list[Answer]:
-    batch = [(one.question.question, one.question.chunks) for one in left]
+    batch = [(item.question.question, item.question.chunks) for item in left]
     return place.reader.generate_batch(
         batch, policy=cell.policy, max_new_tokens=task.max_new_tokens
     )
@@ -527,19 +532,19 @@ class RecordFile:
 
     def _read(self, path: Path) -> None:
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
+        end = content.rfind(b"\n") + 1
         number = 0
         try:
-            for line in content[:whole].split(b"\n")[:-1]:
+            for line in content[:end].split(b"\n")[:-1]:
                 number += 1
                 self._keep(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidInputError(
                 f"line {number} of {path} is no record of an evaluation; name another file"
             ) from error
-        if whole < len(content):  # a run was killed while it wrote
+        if end < len(content):  # a run was killed while it wrote
             with path.open("r+b") as file:
-                file.truncate(whole)
+                file.truncate(end)
 
     def _keep(self, values: dict[str, Any]) -> None:
         if "note" in values:
@@ -574,13 +579,13 @@ class RecordFile:
         Raises:
             InvalidInputError: If the file's question of that id is another one.
         """
-        found = self._records.get(place)
-        if found is not None and found.digest != digest:
+        record = self._records.get(place)
+        if record is not None and record.digest != digest:
             raise InvalidInputError(
                 f"{self._path} holds answers to other questions of {place.task} (seed, sizes or "
                 "data have changed); name another file or delete it"
             )
-        return found
+        return record
 
     def append(self, records: Iterable[Record]) -> None:
         """Keep new records, and write them before returning."""

@@ -74,10 +74,10 @@ def f1(answer: str, reference: str) -> float:
     answer that is "yes", "no" or "noanswer", or a reference that is, scores only as the same word.
     SQuAD's answers have no such words, so this is SQuAD's F1 there.
     """
-    said, wanted = normalised(answer), normalised(reference)
-    if said != wanted and not _CLOSED_ANSWERS.isdisjoint((said, wanted)):
+    text, wanted = normalised(answer), normalised(reference)
+    if text != wanted and not _CLOSED_ANSWERS.isdisjoint((text, wanted)):
         return 0.0
-    return _overlap(said.split(), wanted.split())
+    return _overlap(text.split(), wanted.split())
 
 
 def f1_longbench(answer: str, reference: str) -> float:
@@ -105,15 +105,15 @@ def rouge_l(answer: str, reference: str) -> float:
     answer are united, and all counts are of *different* words.  An empty text scores 0.  LongBench
     also gives 0 to texts so long that the package's recursion fails; here they get their score.
     """
-    said, wanted = _sentences(answer), _sentences(reference)
-    if not said or not wanted:
+    sentences, wanted = _sentences(answer), _sentences(reference)
+    if not sentences or not wanted:
         return 0.0
     common: set[str] = set()
     for theirs in wanted:
-        for ours in said:
+        for ours in sentences:
             common |= _common_subsequence(theirs, ours)
     recall = len(common) / len({word for sentence in wanted for word in sentence})
-    precision = len(common) / len({word for sentence in said for word in sentence})
+    precision = len(common) / len({word for sentence in sentences for word in sentence})
     return 2.0 * precision * recall / (precision + recall + _ROUGE_GUARD)
 
 
@@ -140,7 +140,7 @@ def substring_match(
     if not groups:
         raise InvalidInputError("there is no right answer to look for; give at least one group")
     text = (answer.replace(" ", "") if language == "zh" else answer).lower()
-    return float(all(any(one.lower() in text for one in group) for group in groups))
+    return float(all(any(phrase.lower() in text for phrase in group) for group in groups))
 
 
 def is_rejection(answer: str, language: Language = "en") -> bool:
@@ -180,7 +180,7 @@ def reference_coverage(answer: str, references: Sequence[str]) -> float:
     if not references:
         raise InvalidInputError("there are no references to look for; give at least one")
     text = answer.lower()
-    return sum(one.lower() in text for one in references) / len(references)
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def any_reference(answer: str, references: Sequence[str]) -> float:
@@ -196,7 +196,7 @@ def best(metric: Callable[[str, str], float], answer: str, references: Sequence[
     """
     if not references:
         raise InvalidInputError("there are no references to compare with; give at least one")
-    return max(metric(answer, one) for one in references)
+    return max(metric(answer, reference) for reference in references)
 
 
 def _overlap(said: Sequence[str], wanted: Sequence[str]) -> float:

@@ -209,7 +209,9 @@ def paired_ratio(
         1 means all of it; nan where the second has no score at all.
     """
     _paired(first, second, clusters)
-    mine, theirs = (_clustered(np.asarray(one, float), clusters)[0] for one in (first, second))
+    mine, theirs = (
+        _clustered(np.asarray(scores, float), clusters)[0] for scores in (first, second)
+    )
     if not theirs.any():
         return Interval(float("nan"), float("nan"), float("nan"), len(first))
     above, below = _resampled(np.stack([mine, theirs]), seed, resamples)
@@ -283,10 +285,10 @@ def median_interval(
     Raises:
         InvalidInputError: If there is no value.
     """
-    held = _paired(values, [0.0] * len(values), None)
-    drawn = np.random.default_rng(seed).integers(0, len(held), (resamples, len(held)))
-    low, high = percentiles(np.median(held[drawn], axis=1))
-    return Interval(float(np.median(held)), low, high, len(held))
+    array = _paired(values, [0.0] * len(values), None)
+    drawn = np.random.default_rng(seed).integers(0, len(array), (resamples, len(array)))
+    low, high = percentiles(np.median(array[drawn], axis=1))
+    return Interval(float(np.median(array)), low, high, len(array))
 
 
 def mean_change(before: Sequence[float], after: Sequence[float]) -> Interval:
@@ -300,7 +302,7 @@ def mean_change(before: Sequence[float], after: Sequence[float]) -> Interval:
     mean = sum(differences) / max(1, count)
     if count < 2:
         return Interval(mean, -math.inf, math.inf, count)
-    variance = sum((one - mean) ** 2 for one in differences) / (count - 1)
+    variance = sum((difference - mean) ** 2 for difference in differences) / (count - 1)
     half = Z * math.sqrt(variance / count)
     return Interval(mean, mean - half, mean + half, count)
 
@@ -313,7 +315,7 @@ def quotient(above: Interval, below: Interval) -> Interval:
     value = above.value / below.value
 
     def apart(sign: int, *factors: float) -> float:
-        return math.exp(sign * math.hypot(*(math.log(one) for one in factors)))
+        return math.exp(sign * math.hypot(*(math.log(factor) for factor in factors)))
 
     return Interval(
         value,
@@ -347,7 +349,7 @@ def _clustered(values: Array, clusters: Sequence[Hashable] | None) -> tuple[Arra
     if clusters is None:
         return values, np.ones(len(values))
     number: dict[Hashable, int] = {}
-    place = np.asarray([number.setdefault(one, len(number)) for one in clusters])
+    place = np.asarray([number.setdefault(cluster, len(number)) for cluster in clusters])
     sums, sizes = np.bincount(place, values), np.bincount(place)
     return sums.astype(np.float64), sizes.astype(np.float64)
 
@@ -374,8 +376,8 @@ def _resampled(columns: Array, seed: int, resamples: int) -> Array:
         columns @ weights[start : start + rows].T.astype(np.float64)
         for start in range(0, resamples, rows)
     ]
-    found: Array = np.concatenate(blocks, axis=1)
-    return found
+    sums: Array = np.concatenate(blocks, axis=1)
+    return sums
 
 
 @lru_cache(maxsize=4)  # a study compares many pairs over the same questions
@@ -388,6 +390,6 @@ def _weights(clusters: int, seed: int, resamples: int) -> NDArray[np.uint8]:
         count = min(rows, resamples - start)
         drawn = generator.integers(0, clusters, (count, clusters))
         drawn += np.arange(count)[:, None] * clusters
-        found = np.bincount(drawn.ravel(), minlength=count * clusters)
-        weights[start : start + count] = found.reshape(count, clusters)
+        counts = np.bincount(drawn.ravel(), minlength=count * clusters)
+        weights[start : start + count] = counts.reshape(count, clusters)
     return weights

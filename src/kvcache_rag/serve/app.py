@@ -83,11 +83,11 @@ def build_app(
 
 def _declare_own_errors(app: FastAPI) -> None:
     """FastAPI declares a 422 of its own for every route that reads something; ours is a 400."""
-    made = app.openapi
+    original = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = made()
+            schema = original()
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)

@@ -121,8 +121,12 @@ def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> Backend
         turns = _opened(_turns(body.messages), context.settings.system_prompt)
         asked: dict[str, Any] = {"is_chat": True}
     else:
-        turns = _turns([one for one in body.messages if one.role not in ("system", "developer")])
-        systems = (one.text for one in body.messages if one.role in ("system", "developer"))
+        turns = _turns(
+            [message for message in body.messages if message.role not in ("system", "developer")]
+        )
+        systems = (
+            message.text for message in body.messages if message.role in ("system", "developer")
+        )
         asked = {"system": "\n\n".join(text for text in systems if text.strip())}
     *history, (_, question) = turns
     return work_of(
@@ -138,7 +142,10 @@ def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> Backend
 
 
 def _turns(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    return joined(("system" if one.role == "developer" else one.role, one.text) for one in messages)
+    return joined(
+        ("system" if message.role == "developer" else message.role, message.text)
+        for message in messages
+    )
 
 
 def _opened(turns: list[tuple[str, str]], instruction: str | None) -> list[tuple[str, str]]:

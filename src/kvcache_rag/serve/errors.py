@@ -172,9 +172,9 @@ def failure(
         otherwise: What is told of an error that is none of the table's: nobody's fault but ours,
             so the log gets all of it and the client nothing.
     """
-    for kinds, told in _TABLE:
+    for kinds, answer in _TABLE:
         if isinstance(error, kinds):
-            return told(error, asked)
+            return answer(error, asked)
     LOG.error("%s failed", what, exc_info=error)
     return otherwise
 
@@ -217,7 +217,7 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> Failed:
 
     What was sent is not repeated: it may be long, and it may be no text that can be sent back.
     """
-    first = next((one for one in errors if _named(one) in _UNSUPPORTED), errors[0])
+    first = next((error for error in errors if _named(error) in _UNSUPPORTED), errors[0])
     if first["type"] == "json_invalid":
         message = "the body is not JSON; send a JSON object with its content type"
         return Failed(BAD_REQUEST, INVALID, message)

@@ -81,21 +81,21 @@ class ApiKeys:
             _LOG.warning(
                 "others may read the API keys in %s; restrict it by: chmod 600 %s", path, path
             )
-        found: dict[bytes, ApiKey] = {}
+        keys: dict[bytes, ApiKey] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             fields = line.split("#", 1)[0].split()
             if not fields:
                 continue
             key = _parse(fields, f"{path}, line {number}")
-            if key.digest in found:
+            if key.digest in keys:
                 raise InvalidInputError(f"{path}, line {number}: this key stands there already")
-            _check_name(key.caller, found.values(), f"{path}, line {number}")
-            found[key.digest] = key
-        if not found:
+            _check_name(key.caller, keys.values(), f"{path}, line {number}")
+            keys[key.digest] = key
+        if not keys:
             raise InvalidInputError(
                 f"there is no key in {path}; add one by --api-keys {path} --new-key NAMESPACE"
             )
-        return cls(tuple(found.values()))
+        return cls(tuple(keys.values()))
 
     def caller(self, key: str) -> Caller | None:
         """Who calls with a key; None if nobody is known by it.
@@ -103,11 +103,11 @@ class ApiKeys:
         How long it takes says nothing of the keys that are known.
         """
         digest = _digest(key)
-        found = None
-        for one in self.known:
-            if hmac.compare_digest(one.digest, digest):
-                found = one.caller
-        return found
+        caller = None
+        for api_key in self.known:
+            if hmac.compare_digest(api_key.digest, digest):
+                caller = api_key.caller
+        return caller
 
 
 def new_key(path: Path, namespace: str) -> str:
@@ -146,14 +146,14 @@ def _parse(fields: list[str], place: str) -> ApiKey:
         )
     key, namespace = fields[:2]
     _check_namespace(namespace, place)
-    found = _DIGEST.fullmatch(key)
-    if key.startswith("sha256:") and found is None:
+    match = _DIGEST.fullmatch(key)
+    if key.startswith("sha256:") and match is None:
         raise InvalidInputError(f"{place}: sha256: is followed by 64 hexadecimal digits")
-    if found is None and len(key) < LEAST_LETTERS:
+    if match is None and len(key) < LEAST_LETTERS:
         raise InvalidInputError(
             f"{place}: a key of less than {LEAST_LETTERS} letters can be guessed; use a longer one"
         )
-    digest = bytes.fromhex(found[1]) if found else _digest(key)
+    digest = bytes.fromhex(match[1]) if match else _digest(key)
     name = fields[2] if len(fields) == 3 else f"key-{digest.hex()[:8]}"
     if not _NAMESPACE.fullmatch(name):
         raise InvalidInputError(
@@ -164,8 +164,8 @@ def _parse(fields: list[str], place: str) -> ApiKey:
 
 def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
     """Metrics and logs know keys by their names: one name is of one namespace."""
-    for one in before:
-        if one.caller.key_id == caller.key_id and one.caller.namespace != caller.namespace:
+    for other in before:
+        if other.caller.key_id == caller.key_id and other.caller.namespace != caller.namespace:
             raise InvalidInputError(
                 f"{place}: the name {caller.key_id!r} is that of a key of another namespace; give "
                 "this one a name of its own"

@@ -297,10 +297,10 @@ async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]
     """Events up to the first that shows that there is an answer, or None for too long a silence."""
     loop = asyncio.get_running_loop()
     until = loop.time() + silence
-    found: list[Event | None] = []
-    while not found or isinstance(found[-1], Started):
-        found.append(await exchange.next(max(until - loop.time(), 0.0)))
-    return found
+    events: list[Event | None] = []
+    while not events or isinstance(events[-1], Started):
+        events.append(await exchange.next(max(until - loop.time(), 0.0)))
+    return events
 
 
 async def _frames(
@@ -316,8 +316,8 @@ async def _frames(
             event = waiting.pop(0) if waiting else await exchange.next(silence)
             if isinstance(event, Started):
                 started = event
-            for one in _written(form, event, started):
-                yield one
+            for encoded in _written(form, event, started):
+                yield encoded
             if isinstance(event, Finished):
                 return
     except ClientLeft:

@@ -106,11 +106,11 @@ class CheckedRequest(Request):
             ValueError: If it is no JSON.
         """
         try:
-            found = await super().json()
+            value = await super().json()
         except RecursionError as error:
             raise _refused(_too_deep()) from error
-        check_json(found)
-        return found
+        check_json(value)
+        return value
 
 
 class CheckedRoute(APIRoute):

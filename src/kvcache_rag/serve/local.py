@@ -292,12 +292,12 @@ class TierCounters:
         if not isinstance(store, DiskStore):
             return None
         with self._lock:
-            counted, held = self._folders.get(store, (0.0, 0))
+            counted, nbytes = self._folders.get(store, (0.0, 0))
             now = time.monotonic()
             if store not in self._folders or now - counted > RECOUNT:
-                held = _folder_bytes(store)
-                self._folders[store] = (now, held)
-        return held
+                nbytes = _folder_bytes(store)
+                self._folders[store] = (now, nbytes)
+        return nbytes
 
 
 def _folder_bytes(store: DiskStore) -> int:

@@ -102,7 +102,7 @@ class BackendCollector(Collector):
         yield up
         gauge = GaugeMetricFamily(f"{self._prefix}_replicas", "Processes that answer")
         # What only computes ahead has no queue.
-        gauge.add_metric([], sum(_is_number(one.get("waiting")) for one in replicas))
+        gauge.add_metric([], sum(_is_number(replica.get("waiting")) for replica in replicas))
         yield gauge
         yield from self._queues(replicas)
         yield from self._prefetches(replicas)
@@ -111,19 +111,19 @@ class BackendCollector(Collector):
     def _queues(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
         for name, text in _QUEUE.items():
             family = GaugeMetricFamily(f"{self._prefix}_{name}_requests", text, labels=["replica"])
-            for one in replicas:
-                if _is_number(one.get(name)):
-                    family.add_metric([_label(one.get("replica"))], one[name])
+            for replica in replicas:
+                if _is_number(replica.get(name)):
+                    family.add_metric([_label(replica.get("replica"))], replica[name])
             yield family
         outcomes = CounterMetricFamily(
             f"{self._prefix}_outcomes",
             "How requests of a replica ended",
             labels=["replica", "outcome"],
         )
-        for one in replicas:
+        for replica in replicas:
             for name in _OUTCOMES:
-                if _is_number(one.get(name)):
-                    outcomes.add_metric([_label(one.get("replica")), name], one[name])
+                if _is_number(replica.get(name)):
+                    outcomes.add_metric([_label(replica.get("replica")), name], replica[name])
         yield outcomes
 
     def _prefetches(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -133,8 +133,8 @@ class BackendCollector(Collector):
         waiting = GaugeMetricFamily(
             f"{self._prefix}_waiting_prefetches", "Prefetches not begun", labels=["replica"]
         )
-        for one in replicas:
-            replica, events = _label(one.get("replica")), one.get("prefetch") or {}
+        for counters in replicas:
+            replica, events = _label(counters.get("replica")), counters.get("prefetch") or {}
             counts = {name: value for name, value in events.items() if _is_number(value)}
             if _GAUGE in counts:
                 waiting.add_metric([replica], counts.pop(_GAUGE))
@@ -144,7 +144,7 @@ class BackendCollector(Collector):
         yield waiting
 
     def _tiers(self, replicas: list[Mapping[str, Any]]) -> Iterator[Metric]:
-        held = GaugeMetricFamily(
+        gauge = GaugeMetricFamily(
             f"{self._prefix}_store_bytes", "Bytes that a tier holds", labels=["replica", "tier"]
         )
         families = {
@@ -153,23 +153,23 @@ class BackendCollector(Collector):
             )
             for name, text in _STORE.items()
         }
-        for one in replicas:
-            for tier in one.get("tiers") or ():
-                labels = [_label(one.get("replica")), _label(tier.get("tier"))]
+        for replica in replicas:
+            for tier in replica.get("tiers") or ():
+                labels = [_label(replica.get("replica")), _label(tier.get("tier"))]
                 if _is_number(tier.get("bytes")):
-                    held.add_metric(labels, tier["bytes"])
+                    gauge.add_metric(labels, tier["bytes"])
                 for name, family in families.items():
                     if _is_number(tier.get(name)):
                         family.add_metric(labels, tier[name])
-        yield held
+        yield gauge
         yield from families.values()
 
 
 def _replicas(stats: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if stats is None:
         return []
-    found = stats.get("replicas")
-    return list(found) if isinstance(found, list) else [stats]
+    replicas = stats.get("replicas")
+    return list(replicas) if isinstance(replicas, list) else [stats]
 
 
 def _is_number(value: Any) -> bool:
@@ -335,12 +335,12 @@ class ServerTelemetry:
 
 def _by_reason(declined: Any) -> Counts[tuple[str, str]]:
     """Counts by tier and kind of reason: the texts have times in them, no two are the same."""
-    found: Counts[tuple[str, str]] = Counts()
+    counts: Counts[tuple[str, str]] = Counts()
     for text, count in declined.items():
         tier, colon, why = text.partition(":")
         reason = "prefill_is_sooner" if colon and "> prefill" in why else "other"
-        found[tier if colon else "other", reason] += count
-    return found
+        counts[tier if colon else "other", reason] += count
+    return counts
 
 
 class RequestMeter:

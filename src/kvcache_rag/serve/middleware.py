@@ -124,9 +124,9 @@ class _Body:
         """The next message; once the body is there, however long that takes."""
         if self._until is None:
             return await self._receive()
-        left = self._until - asyncio.get_running_loop().time()
+        remaining = self._until - asyncio.get_running_loop().time()
         try:
-            return await asyncio.wait_for(self._receive(), left)
+            return await asyncio.wait_for(self._receive(), remaining)
         except asyncio.TimeoutError as error:
             # What is still sent is not waited for: the connection ends with the answer.
             raise HTTPException(
@@ -168,8 +168,8 @@ class HostRule:
         said, it is any name: a page has no key to send.  Without keys it is any address (a rebound
         name is never one) and what was allowed.
         """
-        allowed = {one.lower() for one in settings.allowed_hosts}
-        origins = frozenset(one.lower().rstrip("/") for one in settings.allowed_origins)
+        allowed = {entry.lower() for entry in settings.allowed_hosts}
+        origins = frozenset(entry.lower().rstrip("/") for entry in settings.allowed_origins)
         if not is_loopback(settings.host):
             if settings.api_keys and not allowed:
                 allowed = {ANY}
@@ -183,8 +183,8 @@ class HostRule:
         Raises:
             ApiError: 403 that says how to allow it.
         """
-        given = headers.getlist("host")
-        host = given[0] if len(given) == 1 else ""
+        hosts = headers.getlist("host")
+        host = hosts[0] if len(hosts) == 1 else ""
         name = _name(host)
         if not self._answers_to(name):
             raise _refused(
@@ -227,12 +227,12 @@ class Guard:
         if scope["type"] == "websocket":  # there is none to talk to
             await send({"type": "websocket.close", "code": 1008})
             return
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if scope["type"] == "http":
                 try:
                     caller = self._check(scope)
                     if caller is not None and scope["method"] not in BODILESS:
-                        held.enter_context(self._places.place(caller))
+                        stack.enter_context(self._places.place(caller))
                 except ApiError as error:
                     await response(error.failed)(scope, receive, send)
                     return
@@ -263,7 +263,7 @@ def install(app: FastAPI, settings: ServerSettings, authenticator: Authenticator
         # In front of the guard: a browser asks beforehand, without a key.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[one.rstrip("/") for one in settings.allowed_origins],
+            allow_origins=[origin.rstrip("/") for origin in settings.allowed_origins],
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )

@@ -74,22 +74,22 @@ class Asset:
     def response(self, request: Request) -> Response:
         """The file, or 304 where the browser has it already."""
         headers = {**HEADERS, "ETag": self.etag}
-        known = (one.strip() for one in request.headers.get("if-none-match", "").split(","))
-        if any(one.removeprefix("W/") == self.etag or one == "*" for one in known):
+        known = (tag.strip() for tag in request.headers.get("if-none-match", "").split(","))
+        if any(tag.removeprefix("W/") == self.etag or tag == "*" for tag in known):
             return Response(status_code=304, headers=headers)
         return Response(self.content, headers=headers, media_type=self.media_type)
 
 
 def assets() -> dict[str, Asset]:
     """The files of the page by name, as they are installed."""
-    found = {}
+    page_assets = {}
     for file in (files("kvcache_rag.serve") / "playground").iterdir():
         media_type = _TYPES.get(file.name.rpartition(".")[2])
         if media_type is not None:
             content = file.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[file.name] = Asset(content, media_type, etag)
-    return found
+            page_assets[file.name] = Asset(content, media_type, etag)
+    return page_assets
 
 
 class PageConfig(BaseModel):
@@ -145,27 +145,27 @@ def router(context: AppContext) -> APIRouter:
     Args:
         context: The server's.
     """
-    routes, found = APIRouter(route_class=CheckedRoute), assets()
+    routes, page_assets = APIRouter(route_class=CheckedRoute), assets()
 
     @routes.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        return found[PAGE].response(request)
+        return page_assets[PAGE].response(request)
 
     @routes.get("/playground/config", include_in_schema=False)
     async def config() -> JSONResponse:
         settings = context.settings
-        told = PageConfig(
+        page_config = PageConfig(
             rag=context.retriever is not None,
             needs_key=settings.api_keys is not None,
             top_k=settings.top_k,
         )
-        return JSONResponse(told.model_dump(), headers={"Cache-Control": "no-store"})
+        return JSONResponse(page_config.model_dump(), headers={"Cache-Control": "no-store"})
 
     @routes.get("/playground/{name}", include_in_schema=False)
     async def asset(request: Request, name: str) -> Response:
-        if name not in found or name == PAGE:
+        if name not in page_assets or name == PAGE:
             raise ApiError(404, f"there is no {request.url.path} here", code="unknown_url")
-        return found[name].response(request)
+        return page_assets[name].response(request)
 
     @routes.post(
         "/v1/explain",
@@ -194,9 +194,9 @@ def router(context: AppContext) -> APIRouter:
         work = chat_work(context, caller, body)
         try:
             async with context.limits.admitted(caller, work):
-                found = await unless_left(request, context.backend.explain(work))
+                explanation = await unless_left(request, context.backend.explain(work))
         except ClientLeft:
             return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(dict(found))
+        return JSONResponse(dict(explanation))
 
     return routes

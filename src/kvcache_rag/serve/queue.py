@@ -89,8 +89,10 @@ class Job:
     def chunks(self) -> tuple[str, ...]:
         """Texts that it is answered over: those it brought, then those retrieved, each once."""
         brought = self.work.chunks
-        found = dict.fromkeys(source.text for source in self.sources if source.text not in brought)
-        return (*brought, *found)
+        retrieved = dict.fromkeys(
+            source.text for source in self.sources if source.text not in brought
+        )
+        return (*brought, *retrieved)
 
     @property
     def inputs(self) -> list[str | StoredChunk]:
@@ -180,10 +182,10 @@ class TenantQueue:
         return max(longest, key=_number) if len(longest) > own + 1 else None
 
     def drain(self) -> list[Job]:
-        left = self.jobs()
+        jobs = self.jobs()
         self._queues.clear()
         self._count = 0
-        return left
+        return jobs
 
 
 def _number(job: Job) -> int:
@@ -239,7 +241,7 @@ class Retrievals:
             self._pending.take([job])
             self._running.add(job)
             self._living[job.work.namespace] += 1
-            self._threads = {one for one in self._threads if one.is_alive()}
+            self._threads = {worker for worker in self._threads if worker.is_alive()}
             thread = threading.Thread(
                 target=self._retrieve, args=(job,), name="kvcache-rag-retrieve", daemon=True
             )
@@ -250,26 +252,26 @@ class Retrievals:
         tenant = job.work.namespace
         if self._living[tenant] >= OF_ONE or self._living.total() >= OF_ALL:
             return False
-        is_first = all(one.work.namespace != tenant for one in self._running)
+        is_first = all(other.work.namespace != tenant for other in self._running)
         return is_first or len(self._running) < AT_ONCE
 
     def _retrieve(self, job: Job) -> None:
         work = job.work
-        found: Sequence[RetrievedText] = ()
+        texts: Sequence[RetrievedText] = ()
         failed = None
         try:
             if self._retriever is not None:
-                found = self._retriever.retrieve(work.query, work.top_k, work.namespace)
+                texts = self._retriever.retrieve(work.query, work.top_k, work.namespace)
         except Exception as error:
             failed = failure(error, f"retrieval for request {work.id}")
-        self._done(job, found, failed)
+        self._done(job, texts, failed)
 
     def drain(self) -> list[Job]:
         """Forget all that wait for documents, and give them back."""
-        left = self.jobs()
+        jobs = self.jobs()
         self._pending.drain()
         self._running.clear()
-        return left
+        return jobs
 
     def join(self) -> None:
         """Wait a moment, without the lock, for threads that are about to end."""

@@ -236,10 +236,10 @@ class KVCacheOptions(BaseModel):
             named, _, numbers = named.partition(":")
             rest = "".join(numbers.partition(",")[1:])
         if named.lower() not in _WITH_RATIO:
-            given = f"{named!r} has none" if named else "none is named"
+            lack = f"{named!r} has none" if named else "none is named"
             raise ApiError(
                 400,
-                f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {given}; name one, "
+                f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {lack}; name one, "
                 "or leave kvcache.ratio out",
                 param="kvcache.ratio",
             )
@@ -444,7 +444,7 @@ def sampling(body: Asking) -> dict[str, Any]:
         temperature = 1.0 if narrowed else 0.0
     if temperature < _COLDEST:
         return {}
-    given = {"top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
+    overrides = {"top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
     # The model's own generation config may narrow; OpenAI's clients expect what they say.
     options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-    return {**options, **{name: value for name, value in given.items() if value is not None}}
+    return {**options, **{name: value for name, value in overrides.items() if value is not None}}

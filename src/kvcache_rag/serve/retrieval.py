@@ -104,8 +104,8 @@ class SentenceEmbedding:
                 normalize_embeddings=True,
                 show_progress_bar=False,
             )[0]
-        found: list[float] = vector.tolist()
-        return found
+        numbers: list[float] = vector.tolist()
+        return numbers
 
 
 def _path(name: str) -> str:
@@ -160,8 +160,8 @@ class ChromaRetriever:
         name = self.collection.replace(PLACE, namespace)
         try:
             vector = self.embed(query)
-            found = self.client.get_collection(name, embedding_function=None)
-            sources = [self._source(row) for row in Rows(found).nearest(vector, top_k)]
+            collection = self.client.get_collection(name, embedding_function=None)
+            sources = [self._source(row) for row in Rows(collection).nearest(vector, top_k)]
         except Exception as error:  # Chroma and models raise whatever their parts raise
             if is_gone(error):
                 raise _empty(name) from error
@@ -281,7 +281,7 @@ def _embedding(settings: ServerSettings, names: Sequence[str]) -> str:
     Raises:
         InvalidInputError: If they differ.
     """
-    noted = {found for name in names if (found := _noted(str(settings.chroma), name))}
+    noted = {embedding for name in names if (embedding := _noted(str(settings.chroma), name))}
     wanted = {_absolute(settings.embedding)} if settings.embedding else noted
     if len(wanted) > 1 or (noted and wanted != noted):
         raise InvalidInputError(
@@ -300,8 +300,8 @@ def _noted(chroma: str, collection: str) -> str:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    found = values.get("embed") if isinstance(values, dict) else None
-    return _absolute(found) if isinstance(found, str) else ""
+    embedding = values.get("embed") if isinstance(values, dict) else None
+    return _absolute(embedding) if isinstance(embedding, str) else ""
 
 
 def _absolute(name: str) -> str:
@@ -325,8 +325,8 @@ def _template(settings: ServerSettings) -> PromptTemplate:
 def _check_vectors(retriever: ChromaRetriever, collection: str, name: str) -> None:
     """Refuse an embedding whose vectors have another length than the collection's."""
     try:
-        found = retriever.client.get_collection(collection, embedding_function=None)
-        Rows(found).nearest(retriever.embed("?"), 1)
+        documents = retriever.client.get_collection(collection, embedding_function=None)
+        Rows(documents).nearest(retriever.embed("?"), 1)
     except Exception as error:
         if is_gone(error):
             return  # a tenant who has no documents yet

@@ -250,7 +250,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         InvalidInputError: If nobody can listen there.
     """
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
@@ -258,7 +258,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             f"{host} is no address of this machine ({error.strerror}); listen on 127.0.0.1"
         ) from error
     # What is asked at localhost is mostly asked by IPv4.
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

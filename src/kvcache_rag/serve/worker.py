@@ -200,8 +200,10 @@ class Server:
         work, engine = job.work, self.engines.of(job.work.namespace)
         question = grounded(engine, work)[0]
         try:
-            found = engine.explain(question, job.chunks, policy=work.policy, history=work.history)
-            tell = partial(explained.set_result, found.to_dict())
+            explanation = engine.explain(
+                question, job.chunks, policy=work.policy, history=work.history
+            )
+            tell = partial(explained.set_result, explanation.to_dict())
         except Exception as error:  # whatever it is, the next job has to be answered
             tell = partial(explained.set_exception, error)
         with suppress(InvalidStateError):
@@ -227,7 +229,9 @@ class Server:
                 self.one(job, replace(first, batch=1))
                 for job, first in zip(jobs, begun, strict=True)
             ]
-            count, seconds = (sum(getattr(one, n) for one in alone) for n in ("count", "seconds"))
+            count, seconds = (
+                sum(getattr(served, n) for served in alone) for n in ("count", "seconds")
+            )
             return Served(count, seconds, is_too_large=is_ours)
         seconds = time.perf_counter() - started
         wanted = [not job.cancelled.is_set() for job in jobs]

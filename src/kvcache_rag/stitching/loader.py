@@ -221,7 +221,7 @@ class ContextLoader:
             UnsupportedModelError: If chunks would have to move and the model's keys cannot.
         """
         started = time.perf_counter()
-        parts = self._views(buffer, chunks)
+        parts = self._views(buffer, chunks)  # the prefix, also an empty one, then the chunks
         declined = self._declined(chunks)
         is_near = in_main_memory(parts[0])
         with ExitStack() as files:
@@ -297,6 +297,7 @@ class ContextLoader:
         if missing:
             self._fill(missing, target, declined)
         self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
+        # (tokens,) int32 each
         tokens = [target.tokens(index, chunk) for index, chunk in enumerate(chunks)]
         return self._context(tokens, hits, missing, declined)
 
@@ -374,11 +375,11 @@ class ContextLoader:
     def _views(self, buffer: KVBuffer, chunks: Sequence[ContextChunk]) -> list[ChunkKV]:
         """Where prefix and chunks go; the ids of the chunks are not filled in."""
         behind = place = len(self.prefiller.prefix_ids)
-        tokens = torch.tensor(self.prefiller.prefix_ids, dtype=torch.int32)
-        views = [buffer.view(0, 0, place, local_start=0, tokens=tokens)]
+        tokens = torch.tensor(self.prefiller.prefix_ids, dtype=torch.int32)  # (prefix,)
+        views = [buffer.view(0, 0, place, local_start=0, tokens=tokens)]  # empty without a prefix
         for chunk in chunks:
             stop = place + chunk.key.tokens
-            ids = torch.empty(chunk.key.tokens, dtype=torch.int32)
+            ids = torch.empty(chunk.key.tokens, dtype=torch.int32)  # (tokens,)
             views.append(buffer.view(0, place, stop, local_start=behind, tokens=ids))
             place = stop
         return views
@@ -413,6 +414,7 @@ class ContextLoader:
             trial = self.costs.trial(nbytes, chunk.key.tokens)
             if trial:
                 started = self.costs.clock()
+                # For the clock alone; any ids will do.
                 self.prefiller.compute([[0] * trial])
                 self.costs.passed(trial, self.costs.clock() - started)
             objection = self._objection(chunk, nbytes)

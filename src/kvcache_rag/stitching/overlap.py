@@ -86,7 +86,7 @@ def _runs(
     ways: Sequence[tuple[Tensor, Tensor] | None],
 ) -> list[tuple[Move, ChunkKV]]:
     """Neighbours that move, as one part each: a device is told little and does much."""
-    found: list[tuple[Move, ChunkKV]] = []
+    runs: list[tuple[Move, ChunkKV]] = []
     run: list[int] = []
     for index in range(len(places) + 1):
         way = ways[index] if index < len(places) else None
@@ -94,11 +94,12 @@ def _runs(
             run.append(index)
         elif run:
             pairs = [pair for one in run if (pair := ways[one]) is not None]
+            # (tokens of the run,) each
             old, new = (torch.cat(one) for one in zip(*pairs, strict=True))
             joined = _joined_places([places[one] for one in run])
-            found.append((Move.of(layout, old, new, device_of(joined)), joined))
+            runs.append((Move.of(layout, old, new, device_of(joined)), joined))
             run = []
-    return found
+    return runs
 
 
 def _joined_places(places: Sequence[ChunkKV]) -> ChunkKV:
@@ -106,12 +107,13 @@ def _joined_places(places: Sequence[ChunkKV]) -> ChunkKV:
     first, tokens = places[0], sum(map(len, places))
     tensors = tuple(
         tuple(
+            # (layers, [2,] heads, tokens of all, width): no copy, as the strides are the buffer's.
             part.as_strided((*part.shape[:-2], tokens, part.shape[-1]), part.stride())
             for part in group
         )
         for group in first.tensors
     )
-    ids = torch.cat([place.tokens for place in places])
+    ids = torch.cat([place.tokens for place in places])  # (tokens of all,) int32, a copy
     return ChunkKV(first.layout, ids, first.start, tensors)
 
 
@@ -171,16 +173,18 @@ class Placing:
     @cached_property
     def _runs(self) -> list[_Run]:
         places = [part.place for part in self.parts]
-        found = distances(places, self.scheme, self.stored, adjacent=self.adjacent)
+        all_ways = distances(places, self.scheme, self.stored, adjacent=self.adjacent)
         groups = [group.layout for group in self.layout.groups]
         shapes = [shape for group in groups for shape in (group.key_shape, group.value_shape)]
+        # Numbers per token of a layer's larger slot.
         most = max((heads * width for heads, width in shapes), default=1)
         runs = []
-        for indices in _neighbours([len(place) for place in places], found, _RUN // most):
-            ways = [way for index in indices if (way := found[index]) is not None]
+        for indices in _neighbours([len(place) for place in places], all_ways, _RUN // most):
+            ways = [way for index in indices if (way := all_ways[index]) is not None]
             move = None
             if ways:
-                old, new = (torch.cat(one) for one in zip(*ways, strict=True))
+                # (tokens of the run,) each
+                old, new = (torch.cat(positions) for positions in zip(*ways, strict=True))
                 move = Move.of(self.layout, old, new, torch.device("cpu"))
             runs.append(_Run(tuple(indices), move))
         return runs
@@ -190,6 +194,7 @@ class Placing:
         """Per group and part the layers of K and of V, as views."""
         return [
             [
+                # (heads, tokens, width) per layer
                 (part.place.keys(group).unbind(0), part.place.values(group).unbind(0))
                 for part in self.parts
             ]
@@ -217,8 +222,9 @@ class Placing:
             keys: list[tuple[Tensor, Tensor]] = []
             values: list[tuple[Tensor, Tensor]] = []
             for index in run.parts:
-                k, v = slots[index][0][place], slots[index][1][place]
+                k, v = slots[index][0][place], slots[index][1][place]  # (heads, tokens, width)
                 started = time.perf_counter()
+                # A reader that gives nothing has read to where it goes.
                 stored = self.parts[index].reader.layer(group, place) or (k, v)
                 self.reading[index] += time.perf_counter() - started
                 keys.append((k, stored[0]))
@@ -343,7 +349,8 @@ def _settle(slot: Sequence[tuple[Tensor, Tensor]], table: RotaryTable | None) ->
             if stored is not out:
                 out.copy_(stored)
         return
-    out = _joined([out for out, _ in slot])
+    out = _joined([out for out, _ in slot])  # (heads, tokens of the run, width)
+    # Only where every part was read into its place is the run rotated in place.
     is_there = all(stored is place for place, stored in slot)
     table.rotate_into(out, [out] if is_there else [stored for _, stored in slot])
 
@@ -352,6 +359,7 @@ def _joined(views: Sequence[Tensor]) -> Tensor:
     """Neighbouring views `(heads, tokens, width)` of one buffer as one view."""
     first = views[0]
     tokens = sum(view.shape[1] for view in views)
+    # A view of all: they lie side by side, and their strides are the buffer's.
     return first.as_strided((first.shape[0], tokens, first.shape[2]), first.stride())
 
 
@@ -362,7 +370,7 @@ def _neighbours(
     run: list[int] = []
     for index, length in enumerate(lengths):
         is_other = run and (found[run[-1]] is None) != (found[index] is None)
-        if run and (is_other or sum(lengths[one] for one in run) + length > most):
+        if run and (is_other or sum(lengths[member] for member in run) + length > most):
             yield run
             run = []
         run.append(index)

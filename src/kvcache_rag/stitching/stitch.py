@@ -140,16 +140,17 @@ def distances(
 
     The arguments are those of `stitch`.
     """
-    found: list[tuple[Tensor, Tensor] | None] = []
+    ways: list[tuple[Tensor, Tensor] | None] = []
     sizes = [(part.start, len(part)) for part in parts]
     for (start, tokens), first in zip(
         sizes, first_positions(sizes, scheme, adjacent=adjacent), strict=True
     ):
-        steps = torch.arange(tokens)
+        steps = torch.arange(tokens)  # (tokens,)
+        # Raw keys all stand at position 0, whatever their token's place in the chunk.
         here = torch.zeros_like(steps) if stored == "raw" else start + steps
-        there = first + steps
-        found.append(None if torch.equal(here, there) else (here, there))
-    return found
+        there = first + steps  # (tokens,) positions in the prompt
+        ways.append(None if torch.equal(here, there) else (here, there))
+    return ways
 
 
 def _moves(
@@ -159,15 +160,15 @@ def _moves(
     moving = [one for one in found if one is not None]
     if not moving:
         return [None] * len(found)
-    old, new = (torch.cat(one) for one in zip(*moving, strict=True))
+    old, new = (torch.cat(one) for one in zip(*moving, strict=True))  # (moving tokens,) each
     whole = Move.of(layout, old, new, device)  # one table for all
-    made: list[Move | None] = []
-    first = 0
+    moves: list[Move | None] = []
+    first = 0  # counts the tokens that move: those that stay are not in the table
     for one in found:
         stop = first + (0 if one is None else len(one[0]))
-        made.append(None if one is None else whole.narrow(first, stop))
+        moves.append(None if one is None else whole.narrow(first, stop))
         first = stop
-    return made
+    return moves
 
 
 def stitch(
@@ -198,8 +199,8 @@ def stitch(
     """
     if not parts:
         return
-    found = distances(parts, scheme, stored, adjacent=adjacent)
-    moves = _moves(layout, found, parts[0].tensors[0][0].device)
+    ways = distances(parts, scheme, stored, adjacent=adjacent)
+    moves = _moves(layout, ways, parts[0].tensors[0][0].device)
     for index, (part, move) in enumerate(zip(parts, moves, strict=True)):
         source = (sources or {}).get(index)
         if move is None:

@@ -277,10 +277,10 @@ class ChunkReader(ABC):
         self.aim(out)
         for group, layers in enumerate(out.layout.groups):
             for place in range(len(layers.layers)):
-                found = self.layer(group, place)
-                if found is not None:
-                    out.keys(group)[place].copy_(found[0])
-                    out.values(group)[place].copy_(found[1])
+                tensors = self.layer(group, place)
+                if tensors is not None:
+                    out.keys(group)[place].copy_(tensors[0])
+                    out.values(group)[place].copy_(tensors[1])
 
     @abstractmethod
     def finish(self) -> None:
@@ -354,8 +354,8 @@ def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
     Raises:
         InvalidInputError: If length, start, shapes or dtypes differ.
     """
-    said = (key.tokens, key.start)
-    if (len(chunk), chunk.start) != said:
+    extent = (key.tokens, key.start)
+    if (len(chunk), chunk.start) != extent:
         raise InvalidInputError(
             f"the chunk has {len(chunk)} tokens from position {chunk.start}, its key says "
             f"{key.tokens} from {key.start}; compute the key from the chunk's own ids"

@@ -58,7 +58,7 @@ class Home:
             InvalidInputError: If this machine does not have it.
         """
         try:
-            found = allocate((1,), torch.uint8, torch.device(device), pinned=pinned).device
+            exact_device = allocate((1,), torch.uint8, torch.device(device), pinned=pinned).device
         except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch without CUDA
             what = "pinned memory" if pinned else f"memory of the device {str(device)!r}"
             reason = str(error).partition("\n")[0][:120]
@@ -66,7 +66,7 @@ class Home:
                 f"there is no {what} here ({reason}); use MemoryStore() without "
                 f"{'pinned' if pinned else 'device'}"
             ) from None
-        return cls(found, pinned)
+        return cls(exact_device, pinned)
 
     def empty(self, layout: ChunkLayout, tokens: int) -> tuple[tuple[Tensor, ...], ...]:
         """Uninitialised tensors for a chunk, one tuple per group."""
@@ -90,6 +90,7 @@ def allocate(
         # heap, chunks that come and go leave holes that no other one fits into.
         with suppress(OSError):  # too many mappings, for example
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # The tensor holds on to the mapping, which goes with it.
             return torch.frombuffer(pages, dtype=dtype).view(shape)
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
@@ -212,6 +213,7 @@ class Arena:
         if place is None:
             yield Loan(plain_memory(nbytes))
             return
+        # (nbytes,) uint8, a view of the slab; the place itself is whole multiples of ALIGNMENT.
         loan = Loan(place.slab.memory[place.start : place.start + nbytes])
         try:
             yield loan
@@ -508,12 +510,13 @@ def _room(spec: TensorSpec) -> int:
 
 def _carved(memory: Tensor, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Tensors side by side in uint8 memory, as views."""
-    found, begin = {}, 0
+    tensors, begin = {}, 0
     for name, (dtype, shape) in specs.items():
+        # Each begins at a multiple of ALIGNMENT (`_room`), as a view of a wider dtype needs.
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        found[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
+        tensors[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
         begin += _room((dtype, shape))
-    return found
+    return tensors
 
 
 # ---------------------------------------------------------------------- layers, band by band
@@ -601,13 +604,13 @@ def _copy(
     for chunk, part in zip(chunks, parts, strict=True):
         for where, sources, targets in zip(slices, chunk.tensors, part.tensors, strict=True):
             for source, target in zip(sources, targets, strict=True):
-                _into(target[where], source[where], lane)
+                _into(target[where], source[where], lane)  # [layers of the band, ...]
     if rotate is not None:
         rotate(slices)
 
 
 def _into(target: Tensor, source: Tensor, lane: Lane) -> None:
-    if source.shape[0]:
+    if source.shape[0]:  # a band may have no layer of a group
         target.copy_(lane.fetch(source))
 
 
@@ -615,12 +618,13 @@ def _bands(layout: ChunkLayout, count: int) -> list[tuple[list[int], list[slice]
     """Runs of the model's layers, and where each group has them."""
     layers = sorted(layer for group in layout.groups for layer in group.layers)
     size = max(1, -(-len(layers) // max(1, count)))
-    found = []
+    bands = []
     for first in range(0, len(layers), size):
         band = layers[first : first + size]
         slices = []
         for group in layout.groups:
+            # A group's layers ascend, so those of a band lie side by side in its tensors.
             below = sum(layer < band[0] for layer in group.layers)
             slices.append(slice(below, below + sum(layer in band for layer in group.layers)))
-        found.append((band, slices))
-    return found
+        bands.append((band, slices))
+    return bands

@@ -75,7 +75,7 @@ class TieredStore(ChunkStore):
             WriteBack(watch, queue_bytes) if watch.store.tier in write_back else watch.store
             for watch in self._watches
         ]
-        self._locks = next((one for one in stores[::-1] if one.excludes_processes), stores[-1])
+        self._locks = next((tier for tier in stores[::-1] if tier.excludes_processes), stores[-1])
         self._held: HeldEpochs[list[int]] = HeldEpochs()
         self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
         self._counters = Counters()
@@ -213,8 +213,8 @@ class TieredStore(ChunkStore):
         deadline = None if timeout is None else time.monotonic() + timeout
         done = True
         for store in self._stores:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done = store.flush(left) and done
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done = store.flush(seconds) and done
         return done
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class TieredStore(ChunkStore):
 
     def _refuse(self, namespace: str) -> None:
         """Let a tier that serves one namespace refuse another, before anything is dropped."""
-        for store in (one for one in self.tiers if one.excludes_processes):
+        for store in (tier for tier in self.tiers if tier.excludes_processes):
             store.epoch(namespace)
 
 

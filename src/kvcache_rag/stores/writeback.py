@@ -195,7 +195,7 @@ class WriteBack(ChunkStore):
     def _queued(self, key: ChunkKey) -> ChunkKV | None:
         with self._changed:
             writes = [*self._waiting, *([self._current] if self._current else [])]
-            chunks = (one.chunk for one in writes if one.key == key)
+            chunks = (write.chunk for write in writes if write.key == key)
             return next((chunk for chunk in chunks if chunk is not None), None)
 
     def _mark(self, key: ChunkKey, do: Callable[[], None]) -> None:
@@ -278,14 +278,14 @@ _ALL: weakref.WeakSet[WriteBack] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for one in _ALL:
-        one._forget()
+    for store in _ALL:
+        store._forget()
 
 
 def _at_exit() -> None:
     deadline = time.monotonic() + _AT_EXIT
-    for one in list(_ALL):
-        one.flush(max(0.0, deadline - time.monotonic()))
+    for store in list(_ALL):
+        store.flush(max(0.0, deadline - time.monotonic()))
 
 
 if hasattr(os, "register_at_fork"):

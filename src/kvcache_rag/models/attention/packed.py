@@ -128,16 +128,16 @@ def _added(mask: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
     """
     known: dict[tuple[torch.dtype, int], Tensor]
     known = _ADDED.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
-    made = known.get((dtype, repeats))
-    if made is None:
-        made = mask[:1] if mask.stride(0) == 0 else mask  # one for all rows
-        if made.dtype == torch.bool:
-            made = made.new_zeros(made.shape, dtype=dtype).masked_fill_(~made, -torch.inf)
+    added = known.get((dtype, repeats))
+    if added is None:
+        added = mask[:1] if mask.stride(0) == 0 else mask  # one for all rows
+        if added.dtype == torch.bool:
+            added = added.new_zeros(added.shape, dtype=dtype).masked_fill_(~added, -torch.inf)
         if repeats > 1:
-            made = made.repeat(1, 1, repeats, 1)  # (rows or 1, 1, repeats * queries, tokens)
-        if made is not mask:
-            known[dtype, repeats] = made
-    return made
+            added = added.repeat(1, 1, repeats, 1)  # (rows or 1, 1, repeats * queries, tokens)
+        if added is not mask:
+            known[dtype, repeats] = added
+    return added
 
 
 def _blocked(

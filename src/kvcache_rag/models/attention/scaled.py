@@ -70,8 +70,8 @@ class Weighting:
 
     def groups(self, rows: int) -> Iterator[tuple[slice, int, int]]:
         """Runs of rows whose chunks stand in the same columns: rows, first column, one behind."""
-        beams, left = divmod(rows, len(self.columns))
-        if left or not beams:
+        beams, remainder = divmod(rows, len(self.columns))
+        if remainder or not beams:
             raise InvalidInputError(
                 f"a batch of {rows} rows is none of {len(self.columns)} prompts or their beams"
             )
@@ -302,11 +302,11 @@ def _measured_refusal(model: TransformersModel) -> str:
             first_output(None)
             if len({id(layer) for layer in callers}) != len(kinds):
                 return own_code(name, "does not go through transformers' attention interface")
-            found = first_output(callers[0])
+            weighted_output = first_output(callers[0])
     except UnsupportedModelError as error:
         return str(error)
     expected = first_output(callers[0])
-    off = float((found - expected).abs().max() / expected.std().clamp_min(1e-12))
+    off = float((weighted_output - expected).abs().max() / expected.std().clamp_min(1e-12))
     if not off <= _TOLERANCE.get(model.dtype, 1e-3):
         return own_code(name, f"differs from plain attention (by {off:.2g})")
     return ""

@@ -44,9 +44,13 @@ def attention_switched(module: torch.nn.Module, name: str) -> Iterator[None]:
     """
     # Modules share their configs, and parts of a model may have different ones.
     configs: list[Any] = [vars(part).get("config") for part in module.modules()]
-    held = {id(one): one for one in configs if hasattr(one, "_attn_implementation_internal")}
+    distinct = {
+        id(candidate): candidate
+        for candidate in configs
+        if hasattr(candidate, "_attn_implementation_internal")
+    }
     # Not the property, which sets parts below as well, nor the model's method, which warns.
-    own = [(config, config._attn_implementation_internal) for config in held.values()]
+    own = [(config, config._attn_implementation_internal) for config in distinct.values()]
     try:
         for config, _ in own:
             config._attn_implementation_internal = name

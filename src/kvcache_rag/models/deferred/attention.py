@@ -127,10 +127,12 @@ def _on_cuda(
         return plain_attention(query, key, value, mask, factor, layer, sinks)
     table, group, place = layer.held.table, layer.group, layer.place
     try:
-        found: Tensor = deferred_attend(query, key, value, mask, factor, table, group, place, sinks)
+        output: Tensor = deferred_attend(
+            query, key, value, mask, factor, table, group, place, sinks
+        )
     except NotImplementedError:
         return plain_attention(query, key, value, mask, factor, layer, sinks)
-    return found
+    return output
 
 
 def plain_attention(
@@ -286,15 +288,15 @@ def _merged(
 
 
 def _plan(layer: LayerSegments, mask: Tensor | None, shape: CallShape, dtype: torch.dtype) -> Plan:
-    held = layer.held
-    known: dict[tuple[int, int], tuple[CallShape, Plan]] = held.unmasked_plans
+    segments = layer.held
+    known: dict[tuple[int, int], tuple[CallShape, Plan]] = segments.unmasked_plans
     if mask is not None:
-        known = held.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
-    elif shape.queries == 1 and not any(held.table.keep):
+        known = segments.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
+    elif shape.queries == 1 and not any(segments.table.keep):
         shape = replace(shape, tail=1)  # it sees all of the tail, however long that is
     # The last one only: a tail that grows needs another with every token.
-    found = known.get((layer.group, shape.repeats))
-    if found is None or found[0] != shape:
-        found = shape, make_plan(held.table, layer.group, mask, shape, dtype)
-        known[layer.group, shape.repeats] = found
-    return found[1]
+    entry = known.get((layer.group, shape.repeats))
+    if entry is None or entry[0] != shape:
+        entry = shape, make_plan(segments.table, layer.group, mask, shape, dtype)
+        known[layer.group, shape.repeats] = entry
+    return entry[1]

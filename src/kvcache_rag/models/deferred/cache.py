@@ -51,7 +51,7 @@ class HeldSegments:
     @classmethod
     def of(cls, table: SegmentTable, callers: list[torch.nn.Module] | None = None) -> HeldSegments:
         """Hold the segments of a table."""
-        chunks = {id(one.chunk): one.chunk for row in table.rows for one in row}
+        chunks = {id(segment.chunk): segment.chunk for row in table.rows for segment in row}
         views = tuple(
             {
                 name: (
@@ -91,8 +91,8 @@ _PASSES = _Passes()
 
 def segments_of(key: Tensor) -> LayerSegments | None:
     """The segments that belong in front of these keys; None if they carry none."""
-    found: LayerSegments | None = getattr(key, _ATTRIBUTE, None)
-    return found
+    segments: LayerSegments | None = getattr(key, _ATTRIBUTE, None)
+    return segments
 
 
 def awaited() -> bool:

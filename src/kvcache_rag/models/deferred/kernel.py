@@ -110,15 +110,15 @@ def deferred_attend(
     Raises:
         NotImplementedError: Before anything runs, for what the kernel does not do.
     """
-    found = table.layout.groups[group]
+    layer_group = table.layout.groups[group]
     rows, heads, queries, width = query.shape
     _ensure_supported(query, keys, values, table, group)
     known = _known(table)
-    tokens, window = (queries, keys.shape[2]), found.window or 0
+    tokens, window = (queries, keys.shape[2]), layer_group.window or 0
     if mask is not None and not _is_trusted(mask, known, table, tokens, window):
         raise NotImplementedError("the mask hides something else than padding and the future")
     addresses = known.groups[group]
-    rotation = found.key_rotation
+    rotation = layer_group.key_rotation
     shape = _shape(
         keys.shape[1], heads, width, values.shape[3], rotation, window,
         addresses.aligned, sinks is not None, query.dtype,
@@ -170,20 +170,20 @@ def _fitting() -> Iterator[None]:
 def _ensure_supported(
     query: Tensor, keys: Tensor, values: Tensor, table: SegmentTable, group: int
 ) -> None:
-    found = table.layout.groups[group]
+    layer_group = table.layout.groups[group]
     rows, heads, queries, width = query.shape
     if query.dtype not in _DTYPES or not query.dtype == keys.dtype == table.layout.dtype:
         raise NotImplementedError(f"{query.dtype} over {table.layout.dtype}")
-    if found.value_rotation.style != "none":
+    if layer_group.value_rotation.style != "none":
         raise NotImplementedError("values that rotate (MLA)")
     if rows != len(table.rows) or heads % keys.shape[1]:
         raise NotImplementedError("rows or heads that are not those of the segments")
-    if (keys.shape[1], width) != found.layout.key_shape or (
+    if (keys.shape[1], width) != layer_group.layout.key_shape or (
         values.shape[1],
         values.shape[3],
-    ) != found.layout.value_shape:
+    ) != layer_group.layout.value_shape:
         raise NotImplementedError("a tail of another shape than the segments")
-    if any(one.stride(-1) != 1 for one in (query, keys, values)) or queries > keys.shape[2]:
+    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)) or queries > keys.shape[2]:
         raise NotImplementedError("strided columns, or queries that are not in the tail")
 
 
@@ -280,5 +280,5 @@ def _launch(
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    found: Any = torch.cuda.get_device_properties(device)
-    return int(found.multi_processor_count)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)

@@ -97,7 +97,8 @@ class SegmentTable:
                 for row in rows
             ),
             tuple(
-                _angles(found.at_rest().cpu(), distances, device) for found in layout.frequencies
+                _angles(frequency.at_rest().cpu(), distances, device)
+                for frequency in layout.frequencies
             ),
             tail,
             tuple(keep or [0] * len(rows)),
@@ -210,7 +211,7 @@ def make_plan(
     for part, row in enumerate(owners):
         parts[row].append(part)
     most = max(map(len, parts))
-    padded = [one + [len(owners)] * (most - len(one)) for one in parts]
+    padded = [row_parts + [len(owners)] * (most - len(row_parts)) for row_parts in parts]
     return Plan(
         calls=tuple(calls),
         sizes=sizes,
@@ -351,11 +352,13 @@ def _all_free(mask: Tensor, table: SegmentTable) -> bool:
 def _counts(table: SegmentTable, flags: Tensor) -> list[dict[int, int]]:
     """Per row, at each border of a segment, how many flags of `(rows, columns)` came before."""
     counts = torch.nn.functional.pad(flags.cumsum(1), (1, 0)).cpu()  # (rows, columns + 1)
-    found = []
+    row_counts = []
     for row, segments in enumerate(table.rows):
         borders = {
-            border for one in segments for border in (one.column, one.column + len(one.chunk))
+            border
+            for segment in segments
+            for border in (segment.column, segment.column + len(segment.chunk))
         }
         ordered = sorted(borders)
-        found.append(dict(zip(ordered, counts[row, ordered].tolist(), strict=True)))
-    return found
+        row_counts.append(dict(zip(ordered, counts[row, ordered].tolist(), strict=True)))
+    return row_counts

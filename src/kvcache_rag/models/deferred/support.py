@@ -106,7 +106,7 @@ class _Probe:
         top = max(2, min(int(model.config.vocab_size), 1000))
         self.ids = torch.arange(3, 3 + 2 * _CHUNK + _QUERY + 1) % top
         halves = self.ids[: 2 * _CHUNK].view(2, _CHUNK).tolist()
-        self.chunks = [_moved(one, model.device) for one in model.prefill(None, halves)]
+        self.chunks = [_moved(chunk, model.device) for chunk in model.prefill(None, halves)]
         # The second one moves, if it can.
         self.distance = 0 if self.layout.immovable else _CHUNK
         self.callers: list[torch.nn.Module] = []
@@ -120,14 +120,14 @@ class _Probe:
                 return str(error)
             except Exception:  # whatever a model's own attention makes of so few keys
                 self.callers.clear()
-            callers = list({id(one): one for one in self.callers}.values())
+            callers = list({id(caller): caller for caller in self.callers}.values())
             if len(callers) != len(self.layout.kinds):
                 return "its attention does not go through transformers' attention interface"
             # In low precision the layers behind the first one differ by more than rounding.
             watched = callers if self.model.dtype in _EXACT else callers[:1]
-            found = self._outputs(self._deferred(), watched)
+            outputs = self._outputs(self._deferred(), watched)
         expected = self._outputs(self._copied(), watched)
-        for mine, theirs in zip(found, expected, strict=True):
+        for mine, theirs in zip(outputs, expected, strict=True):
             off = float((mine - theirs).abs().max() / theirs.std().clamp_min(1e-12))
             if not off <= _TOLERANCE.get(self.model.dtype, 1e-3):
                 return f"its attention differs where keys are not rotated (by {off:.2g})"
@@ -155,8 +155,8 @@ class _Probe:
         first, second = self.chunks
         row = [(first, 0, 0), (second, _CHUNK, self.distance)]
         table = SegmentTable.of(self.layout, [row], 2 * _CHUNK)
-        held = HeldSegments.of(table, self.callers)
-        return deferred_cache(held, self.layout.kinds, self._buffer(_QUERY + 1))
+        segments = HeldSegments.of(table, self.callers)
+        return deferred_cache(segments, self.layout.kinds, self._buffer(_QUERY + 1))
 
     def _copied(self) -> Any:
         buffer = self._buffer(2 * _CHUNK + _QUERY + 1)
@@ -171,7 +171,7 @@ class _Probe:
             for index, group in enumerate(self.layout.groups):
                 rotation = group.key_rotation
                 if rotation.style != "none":
-                    cos, sin = (one[1:] for one in angles[rotation.frequency])
+                    cos, sin = (factors[1:] for factors in angles[rotation.frequency])
                     rotate_(view.keys(index), rotation, cos, sin)
         return buffer_cache(buffer, self.layout.kinds, 2 * _CHUNK)
 
@@ -198,13 +198,13 @@ def _measured_seconds(model: TransformersModel) -> float:
         row = []
         for number in range(chunks):
             tensors = layout.empty(tokens, model.device)
-            for part in (part for found in tensors for part in found):
+            for part in (part for group_tensors in tensors for part in group_tensors):
                 part.zero_()
             ids = torch.zeros(tokens, dtype=torch.int32)
             row.append((ChunkKV(layout, ids, 0, tensors), number * tokens, 0))
-        held = HeldSegments.of(SegmentTable.of(model.measured, [row], _CHUNKS * _TOKENS))
+        segments = HeldSegments.of(SegmentTable.of(model.measured, [row], _CHUNKS * _TOKENS))
         cache = deferred_cache(
-            held, model.measured.kinds, KVBuffer.allocate(layout, 1, 1, model.device)
+            segments, model.measured.kinds, KVBuffer.allocate(layout, 1, 1, model.device)
         )
         key, value = cache.update(tail, tail, group.layout.layers[0])
         taken = []

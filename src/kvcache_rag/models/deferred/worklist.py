@@ -139,15 +139,15 @@ def kernel_table(table: SegmentTable) -> KernelTable:
     chunks = _distinct(table)
     device = chunks[0].tensors[0][0].device if chunks else torch.device("cpu")
     groups = tuple(
-        _addresses(chunks, group, len(found.layout.layers), device)
-        for group, found in enumerate(table.layout.groups)
+        _addresses(chunks, group, len(layer_group.layout.layers), device)
+        for group, layer_group in enumerate(table.layout.groups)
     )
     return KernelTable(groups, torch.tensor(table.keep, dtype=torch.int32).to(device))
 
 
 def _distinct(table: SegmentTable) -> tuple[ChunkKV, ...]:
-    found = {id(segment.chunk): segment.chunk for row in table.rows for segment in row}
-    return tuple(found.values())
+    chunks = {id(segment.chunk): segment.chunk for row in table.rows for segment in row}
+    return tuple(chunks.values())
 
 
 def _work_list(table: SegmentTable, length: int, device: torch.device) -> WorkList:
@@ -179,11 +179,13 @@ def _addresses(
     bases, steps, strides = [], [], []
     for slot in ("keys", "values"):
         tensors: list[Tensor] = [getattr(chunk, slot)(group) for chunk in chunks]
-        if any(one.stride(-1) != 1 or one.stride(-2) != one.shape[-1] for one in tensors):
+        if any(
+            tensor.stride(-1) != 1 or tensor.stride(-2) != tensor.shape[-1] for tensor in tensors
+        ):
             raise NotImplementedError("tokens of a chunk do not lie one behind the other")
-        bases.append([one.data_ptr() for one in tensors])
-        steps.append([one.stride(0) * one.element_size() for one in tensors])
-        strides.append([one.stride(1) for one in tensors])
+        bases.append([tensor.data_ptr() for tensor in tensors])
+        steps.append([tensor.stride(0) * tensor.element_size() for tensor in tensors])
+        strides.append([tensor.stride(1) for tensor in tensors])
     size = chunks[0].layout.dtype.itemsize if chunks else 1
     places = torch.arange(layers)[:, None, None]  # with (2, chunks): (layers, 2, chunks)
     addresses = torch.tensor(bases, dtype=torch.int64) + places * torch.tensor(
@@ -209,12 +211,12 @@ def is_implied(
     columns = table.tail + tail_tokens
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] < columns:
         return False
-    given = mask[..., :columns]
-    if given.dtype == torch.bool:
-        seen = given
+    part = mask[..., :columns]
+    if part.dtype == torch.bool:
+        seen = part
     else:
-        seen = given > torch.finfo(given.dtype).min / 2
-        if bool((given.masked_fill(~seen, 0) != 0).any()):
+        seen = part > torch.finfo(part.dtype).min / 2
+        if bool((part.masked_fill(~seen, 0) != 0).any()):
             return False
     column = torch.arange(columns, device=mask.device)
     own = column[columns - queries :, None]  # (queries, 1), where each stands

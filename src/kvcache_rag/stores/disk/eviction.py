@@ -263,10 +263,10 @@ class Sweeper:
         )
         if total is None:
             return everything.dropped
-        left = evict(everything, total, room)
+        outcome = evict(everything, total, room)
         if parts:
-            self._allow(_ALL, total, left.nbytes)
-        return left.dropped
+            self._allow(_ALL, total, outcome.nbytes)
+        return outcome.dropped
 
     def sweep_one(self, namespace: str) -> int:
         """Sweep one namespace; how many chunks were dropped."""
@@ -366,9 +366,9 @@ def _purge(folder: str) -> int:
     dropped = 0
     failures: list[OSError] = []
     for _ in range(_PASSES):
-        left = [name for name in os.listdir(folder) if name.startswith(folders.DELETED)]
-        if not left:
+        leftovers = [name for name in os.listdir(folder) if name.startswith(folders.DELETED)]
+        if not leftovers:
             return dropped
         failures = []
-        dropped += sum(folders.remove(f"{folder}/{name}", failures) for name in left)
+        dropped += sum(folders.remove(f"{folder}/{name}", failures) for name in leftovers)
     raise next(iter(failures), OSError(f"{folder} is filled faster than it can be emptied"))

@@ -424,10 +424,10 @@ def _places(
 ) -> dict[str, list[memoryview]] | None:
     places: dict[str, list[memoryview]] = {}
     for name, tensor in {**(tensors or {}), _IDS: tokens}.items():
-        found = views(tensor)
-        if found is None or tensors is None:
+        pieces = views(tensor)
+        if pieces is None or tensors is None:
             return None
-        places[name] = found
+        places[name] = pieces
     return places
 
 

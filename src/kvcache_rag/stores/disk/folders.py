@@ -448,8 +448,8 @@ class SpecFolder:
     def stripes(self, *, dated: bool = False) -> Iterator[Stripe]:
         """Its folders of chunks, and before them what is unfinished beside them: manifests."""
         yield Stripe([], Stripe.at(self.path, dated=dated).unfinished)
-        for found in _subfolders(self.path, _STRIPE):
-            yield Stripe.at(found.path, dated=dated)
+        for entry in _subfolders(self.path, _STRIPE):
+            yield Stripe.at(entry.path, dated=dated)
 
     def chunks(self) -> Iterator[StoredFile]:
         for stripe in self.stripes():
@@ -475,8 +475,8 @@ class NamespaceFolder:
 
     def specs(self) -> Iterator[SpecFolder]:
         """Its specs, by name."""
-        for found in _subfolders(self.path, _SPEC):
-            yield SpecFolder(found.name, found.path)
+        for entry in _subfolders(self.path, _SPEC):
+            yield SpecFolder(entry.name, entry.path)
 
     def quarantined(self) -> Iterator[Leftover]:
         """Files that are in quarantine because they were not what they should be."""
@@ -485,11 +485,11 @@ class NamespaceFolder:
 
     def quarantine_times(self) -> list[tuple[str, float]]:
         """All that is in quarantine, a folder as such, and when it was written."""
-        found = []
+        times = []
         for item in _scan(f"{self.path}/{QUARANTINE}"):
             with suppress(OSError):
-                found.append((item.path, item.stat(follow_symlinks=False).st_mtime))
-        return found
+                times.append((item.path, item.stat(follow_symlinks=False).st_mtime))
+        return times
 
     def deletions(self) -> list[str]:
         """What an interrupted deletion of the namespace renamed away; the next sweep drops it."""
@@ -503,8 +503,8 @@ class NamespaceFolder:
 
 def namespaces(root: str | os.PathLike[str]) -> Iterator[NamespaceFolder]:
     """The namespaces of a store's folder, by name; none if there is no such folder."""
-    for found in _subfolders(os.path.realpath(root), _NAMESPACE):
-        yield NamespaceFolder(found.name, found.path)
+    for entry in _subfolders(os.path.realpath(root), _NAMESPACE):
+        yield NamespaceFolder(entry.name, entry.path)
 
 
 def _scan(path: str) -> Iterator[os.DirEntry[str]]:
@@ -512,17 +512,17 @@ def _scan(path: str) -> Iterator[os.DirEntry[str]]:
     with suppress(OSError):
         if os.path.islink(path):
             return
-        with os.scandir(path) as found:
-            yield from found
+        with os.scandir(path) as entries:
+            yield from entries
 
 
 def _subfolders(path: str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    found = []
+    subfolders = []
     for item in _scan(path):
         with suppress(OSError):
             if name.fullmatch(item.name) and item.is_dir(follow_symlinks=False):
-                found.append(item)
-    return sorted(found, key=lambda item: item.name)
+                subfolders.append(item)
+    return sorted(subfolders, key=lambda item: item.name)
 
 
 def _leftover(item: os.DirEntry[str]) -> list[Leftover]:
@@ -675,10 +675,10 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """The manifest of a folder of chunks; empty if there is none or it cannot be read."""
     try:
         with opened(f"{folder}/{MANIFEST}", READ) as descriptor:
-            found = json.loads(os.read(descriptor, MAX_MANIFEST))
+            manifest = json.loads(os.read(descriptor, MAX_MANIFEST))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -106,10 +106,10 @@ class Objects:
         self._grow(fs, namespace)  # uploads that are under way take their object back
         chunks: set[str] = set()
         for _ in range(3):  # what another process wrote meanwhile goes too
-            found = listed(fs, folder)
-            if not found:
+            paths = listed(fs, folder)
+            if not paths:
                 break
-            chunks |= {path for path in found if path.endswith(folders.SUFFIX)}
+            chunks |= {path for path in paths if path.endswith(folders.SUFFIX)}
             with suppress(FileNotFoundError):
                 fs.rm(folder, recursive=True)
         else:
@@ -140,18 +140,18 @@ class Objects:
 
         Unfinished files that are left over are removed.
         """
-        found: dict[str, dict[str, list[str]]] = {}
+        files: dict[str, dict[str, list[str]]] = {}
         for path in listed(fs, self.root):
             place, _, name = path.removeprefix(f"{self.root}/").rpartition("/")
             is_stripe = _STRIPE.fullmatch(place) is not None
             if is_stripe and (file := FileName.parsed(name)):
-                kinds = found.setdefault(f"{place}/{file.digest}", {})
+                kinds = files.setdefault(f"{place}/{file.digest}", {})
                 kinds.setdefault(file.mark, []).append(path)
             elif (is_stripe or not place) and _UNFINISHED.fullmatch(name):
                 written = _modified(fs, path)
                 if written is not None and written <= time.time() - _LEFT_OVER:
                     remove(fs, path)
-        return found
+        return files
 
     def _grow(self, fs: Any, namespace: str) -> None:
         number = max(self.epoch(fs, namespace) + 1, time.time_ns())
@@ -164,10 +164,10 @@ class Objects:
 def holds(fs: Any, path: str) -> bool:
     """Whether there is an object; unlike `fs.exists` an error is no answer."""
     try:
-        found = fs.info(path)
+        info = fs.info(path)
     except FileNotFoundError:
         return False
-    return bool(found["type"] == "file")
+    return bool(info["type"] == "file")
 
 
 def remove(fs: Any, path: str) -> bool:

@@ -171,11 +171,11 @@ class Transport:
     def _filesystem(self) -> Any:
         """The driver's file system, made here because some ask the network when they are made."""
         with self._lock:
-            process, found = self._opened
+            process, filesystem = self._opened
             if process != os.getpid():  # connections do not survive a fork
-                found = self._driver(**self._options)
-                self._opened = (os.getpid(), found)
-            return found
+                filesystem = self._driver(**self._options)
+                self._opened = (os.getpid(), filesystem)
+            return filesystem
 
     def _safe(self, error: BaseException) -> OSError:
         text = f"{type(error).__name__}: {error}"
@@ -263,8 +263,8 @@ def _leaves(value: Any) -> Iterator[str]:
     if isinstance(value, str) and len(value) >= 4:
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _leaves(one)
+        for item in value.values():
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
