@@ -359,7 +359,7 @@ def test_additional_sources_are_listed(llm: KVCacheLLM) -> None:
     assert [source.node.get_content() for source in response.source_nodes] == ["a", "b"]
 
 
-def test_request(make_engine: Callable[..., Engine]) -> None:
+def test_overflow(make_engine: Callable[..., Engine]) -> None:
     llm = KVCacheLLM(engine=make_engine(context_window=420), max_new_tokens=4)
     found = nodes(*(f"{index} {'x' * 90}" for index in range(4)))
     refined = KVCacheSynthesizer(llm).synthesize("q?", found).metadata or {}
