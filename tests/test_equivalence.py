@@ -60,6 +60,8 @@ def test_law_3_holds_for_repeated_chunks_and_any_order(engine: Engine) -> None:
 def test_law_3_would_notice_keys_that_were_not_moved(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a busy machine loading takes long, and keys are rotated beside the forward pass instead.
+    monkeypatch.setattr("kvcache_rag.stitching.loader.ContextLoader.pays_ahead", lambda *_: False)
     monkeypatch.setattr("kvcache_rag.stitching.loader.stitch", lambda *_, **__: None)
     found = engine.logits(QUESTION, TEXTS, policy=Reuse())
     assert error(found, masked_logits(engine, TEXTS, "reordered")) > 10 * TOLERANCE
