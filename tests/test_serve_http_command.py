@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -258,6 +259,21 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     assert (process.returncode, rest, complaints) == (0, "", "")
     assert reply.json()["kvcache"]["policy"].startswith("Reuse")
     assert _seconds_of_children() - before < READY_SECONDS
+
+
+def test_a_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Else the server closes one in the moment in which it is used again."""
+    clients = 5.0  # seconds: httpx, so the OpenAI client, unless told otherwise
+    limits = httpx.Limits(keepalive_expiry=10 * clients)
+    with started("tiny", "--port", "0") as (process, line):
+        with httpx.Client(base_url=url_of(line), limits=limits, timeout=DEADLINE) as client:
+            first = client.get("/health").extensions["network_stream"]
+            time.sleep(clients + 1)
+            again = client.get("/health").extensions["network_stream"]
+            ours = [one.get_extra_info("client_addr") for one in (first, again)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE)
+    assert ours[0] == ours[1]
 
 
 def _seconds_of_children() -> float:

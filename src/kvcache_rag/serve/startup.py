@@ -116,7 +116,10 @@ _LOG: Final = logging.getLogger("kvcache_rag.serve")
 
 _BACKLOG: Final = 2048
 
-_PATIENCE: Final = 15.0  # seconds for which a connection may ask nothing
+# Seconds for which a connection may ask nothing.  Longer than clients keep one that they might use
+# again (httpx, and with it the OpenAI client: 5 s): who closes first must be the one who asks, or a
+# request meets a connection that is being closed.
+_PATIENCE: Final = 15
 
 _GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
 
@@ -330,6 +333,7 @@ async def _serve(
         lifespan="off",
         ws="none",
         http=patient(_PATIENCE),
+        timeout_keep_alive=2 * _PATIENCE,
         timeout_graceful_shutdown=_GRACE,
     )
     waiting = asyncio.create_task(_announce(backend, announce))
