@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,7 +17,7 @@ from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
 from kvcache_rag.generation.request import ChunkInput, Planner, Request
-from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, Emit, cancellable
+from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.attention.support import lock_of
@@ -35,7 +34,6 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 
 if TYPE_CHECKING:
     import os
-    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
@@ -47,8 +45,8 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
-# Seconds after which a request looks again whether the weights are those that it was planned for.
-PLANNED = 0.002
+_Planned = TypeVar("_Planned")
+_Result = TypeVar("_Result")
 
 
 class Engine:
@@ -502,8 +500,9 @@ class Engine:
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
         plan = partial(self._request, question, chunks, options)
+        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
         self._follow_weights()
-        return self._run(plan(), plan, emit, cancelled)
+        return self._run(plan(), run, plan)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -511,8 +510,12 @@ class Engine:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
         plan = partial(self._request, question, chunks, {**options, "streaming": True})
         self._follow_weights()
-        request = plan()
-        return AnswerStream(lambda emit, cancelled: self._run(request, plan, emit, cancelled))
+        request, answerer = plan(), self._answerer
+        return AnswerStream(
+            lambda emit, cancelled: self._run(
+                request, partial(answerer.run, emit=emit, cancelled=cancelled), plan
+            )
+        )
 
     def generate_batch(self, questions: Sequence[Asked], **options: Any) -> list[Answer]:
         """Answer several questions in one padded batch; equals the single answers.
@@ -521,16 +524,21 @@ class Engine:
             questions: Question and chunks of each, and its history if it has one.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        cancelled = options.pop("cancelled", None)
+        run = partial(self._answerer.run_batch, cancelled=options.pop("cancelled", None))
+
+        def plan() -> list[Request]:
+            return [
+                self._request(
+                    question, chunks, {**options, **({"history": turns[0]} if turns else {})}
+                )
+                for question, chunks, *turns in questions
+            ]
+
         self._follow_weights()
-        requests = [self._request(*asked[:2], _own(asked, options)) for asked in questions]
+        requests = plan()
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        with self._lock:
-            waited = requests and time.perf_counter() - requests[0].started > PLANNED
-            if waited and self._follow_weights():
-                requests = [self._request(*asked[:2], _own(asked, options)) for asked in questions]
-            return self._answerer.run_batch(requests, cancelled)
+        return self._run(requests, run, plan)
 
     def complete(self, prompt: str, **options: Any) -> Answer:
         """Continue a text as it is, without template and chunks.
@@ -541,12 +549,18 @@ class Engine:
                 arguments of transformers' `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        return self._run(self._planner.completion(prompt, **options), None, emit, cancelled)
+        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
+        return self._run(self._planner.completion(prompt, **options), run)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
         request = self._planner.completion(prompt, streaming=True, **options)
-        return AnswerStream(lambda emit, cancelled: self._run(request, None, emit, cancelled))
+        answerer = self._answerer
+        return AnswerStream(
+            lambda emit, cancelled: self._run(
+                request, partial(answerer.run, emit=emit, cancelled=cancelled)
+            )
+        )
 
     async def agenerate(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -644,7 +658,10 @@ class Engine:
         self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
         options = {**options, "policy": options.get("policy") or self.policy}
-        return self._admitted(self._planner.request(question, chunks, **options))[1]
+        request = self._planner.request(question, chunks, **options)
+        if self._gate is None and not request.policy.joint:
+            return request
+        return self._admitted(request)[1]
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:
         """What the gate lets be answered, with the chunks one by one and as the policy wants."""
@@ -656,22 +673,20 @@ class Engine:
 
     def _run(
         self,
-        request: Request,
-        plan: Callable[[], Request] | None,
-        emit: Emit | None,
-        cancelled: threading.Event | None,
-    ) -> Answer:
-        with self._lock:
-            # It may have waited for another answer, and the weights may have changed meanwhile.
-            waited = time.perf_counter() - request.started > PLANNED
-            if waited and plan is not None and self._follow_weights():
-                request = plan()
-            return self._answerer.run(request, emit, cancelled)
-
-
-def _own(asked: Asked, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of one question of a batch: with its history, if it has one."""
-    return {**options, "history": asked[2]} if len(asked) == 3 else options
+        planned: _Planned,
+        run: Callable[[_Planned], _Result],
+        plan: Callable[[], _Planned] | None = None,
+    ) -> _Result:
+        """Run what was planned, or plan anew if weights changed while it waited for its turn."""
+        has_waited = not self._lock.acquire(blocking=False)
+        if has_waited:
+            self._lock.acquire()
+        try:
+            if has_waited and plan is not None and self._follow_weights():
+                planned = plan()
+            return run(planned)
+        finally:
+            self._lock.release()
 
 
 def like(engine: Engine, **changes: Any) -> Engine:

@@ -113,11 +113,6 @@ class Prefiller:
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
 
-    def is_current(self) -> bool:
-        """Whether chunks are addressed by the weights as they are: others are used, not stored."""
-        weights = self.model.weights
-        return weights.identity is self.weights and weights.are_unchanged()
-
     def follow_weights(self) -> None:
         """Address chunks by the weights as they are now; for whoever holds the model.
 
@@ -176,9 +171,10 @@ class Prefiller:
                 stored = self.store.get(key, layout).chunk
             except ChunkNotFoundError:
                 stored = self.stored_form(self._wide_prefix())
-                if self.is_current():
+                weights = self.model.weights
+                if weights.identity is self.weights and weights.are_unchanged():
                     self.store.put(key, stored)
-                    self._stored.append((self.model.weights.turn, key))
+                    self._stored.append((weights.turn, key))
             # Every prompt begins with it: from pageable memory, each copy would stop the caller.
             self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
@@ -238,9 +234,12 @@ class Prefiller:
             if not todo:
                 return {}
             chunks = self.compute([member.ids for member in todo])
-            for member, chunk in zip(todo, chunks, strict=True) if self.is_current() else ():
-                self.store.put(member.key, chunk)
-                self._stored.append((self.model.weights.turn, member.key))
+            weights = self.model.weights
+            # Weights may have changed under a long ingestion: such chunks have other keys.
+            if weights.identity is self.weights and weights.are_unchanged():
+                for member, chunk in zip(todo, chunks, strict=True):
+                    self.store.put(member.key, chunk)
+                    self._stored.append((weights.turn, member.key))
         return {member.key: chunk for member, chunk in zip(todo, chunks, strict=True)}
 
 

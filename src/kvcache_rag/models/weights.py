@@ -136,6 +136,7 @@ class _Snapshot:
         merged: What each had written, in copies.
         scaling: Dicts of the layers that have some, and copies of them.
         samples: Of every `SAMPLE_ROUND`th weight a few elements where they lie, and copies.
+        is_on_cpu: Whether they lie in main memory.
     """
 
     place: tuple[str, str]
@@ -156,6 +157,7 @@ class _Snapshot:
     merged: list[Any]
     scaling: tuple[list[dict[str, float]], list[dict[str, float]]]
     samples: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    is_on_cpu: bool
 
     @classmethod
     def of(cls, model: Any) -> _Snapshot:
@@ -185,38 +187,26 @@ class _Snapshot:
             merged=[[*layer.merged_adapters] for layer in merging],
             scaling=(scaling, [dict(values) for values in scaling]),
             samples=_samples(tensors, model.device),
+            is_on_cpu=model.device.type == "cpu",
         )
 
-    def holds(self) -> bool:
-        """Whether no weight was exchanged, written (but through `.data`), merged or unmerged.
+    def samples_hold(self) -> bool:
+        """Whether all samples have the elements that they had."""
+        return all(all(map(torch.equal, views, values)) for views, values in self.samples)
 
-        Every line is a loop in C: a question waits for it.
-        """
-        try:
-            tensors = [*map(getitem, self.owners, self.names)]
-            return (
-                [*map(torch.Tensor.data_ptr, tensors)] == self.pointers
-                and [*map(_VERSION, compress(tensors, self.counted))] == self.versions
-                and [*map(getitem, self.parents, self.part_names)] == self.parts
-                and [*map(_MERGED, self.merging)] == self.merged
-            )
-        except (KeyError, RuntimeError, TypeError):  # a name is gone, or is of no counted tensor
-            return False
+    def is_same(self, other: _Snapshot) -> bool:
+        """Whether another snapshot tells of the same weights, with as many writes to them."""
+        mine = (self.pointers, self.versions, self.merged, [*map(id, self.everything)])
+        return mine == (other.pointers, other.versions, other.merged, [*map(id, other.everything)])
 
     def is_switched(self) -> bool:
-        """Whether PEFT's layers do something else now."""
+        """Whether PEFT's layers do something else now, or have merged or unmerged."""
         return (
-            [*map(_DISABLED, self.layers)] != self.disabled
+            [*map(_MERGED, self.merging)] != self.merged
+            or [*map(_DISABLED, self.layers)] != self.disabled
             or [*map(_ACTIVE, self.layers)] != self.active
             or self.scaling[0] != self.scaling[1]
         )
-
-    def sample_holds(self, number: int) -> bool:
-        """Whether sample `number` has the elements that it had."""
-        views, values = self.samples[number]
-        if views and views[0].device.type != "cpu":  # one answer of the device instead of many
-            return torch.equal(torch.cat(views), torch.cat(values))
-        return all(map(torch.equal, views, values))
 
     @property
     def adapters(self) -> str:
@@ -254,15 +244,30 @@ class Weights:
         self.identity = self._identified()
 
     def are_unchanged(self) -> bool:
-        """Whether nothing seems to have changed since `follow`; reads no weights but a sample."""
-        snapshot = self._snapshot
+        """Whether nothing is seen to have changed since `follow`; reads no weights but a sample.
+
+        A question waits for it, so every line is a loop in C.
+        """
+        known = self._snapshot
         self.turn += 1
-        return (
-            not self._is_told
-            and snapshot.holds()
-            and not (snapshot.layers and snapshot.is_switched())
-            and snapshot.sample_holds(self.turn % SAMPLE_ROUND)
-        )
+        try:
+            tensors = [*map(getitem, known.owners, known.names)]
+            views, values = known.samples[self.turn % SAMPLE_ROUND]
+            return (
+                not self._is_told
+                and [*map(torch.Tensor.data_ptr, tensors)] == known.pointers
+                and [*map(_VERSION, compress(tensors, known.counted))] == known.versions
+                and [*map(getitem, known.parents, known.part_names)] == known.parts
+                and not (known.layers and known.is_switched())
+                # Each comparison waits for the device: one there, instead of several.
+                and (
+                    all(map(torch.equal, views, values))
+                    if known.is_on_cpu or not views
+                    else torch.equal(torch.cat(views), torch.cat(values))
+                )
+            )
+        except (KeyError, RuntimeError, TypeError):  # a name is gone, or is of no counted tensor
+            return False
 
     def written(self) -> None:
         """Take it that any weight may have been written."""
@@ -283,12 +288,8 @@ class Weights:
                     f"engine was made, and computes in {now.place[1]} on {now.place[0]} now; "
                     "make a new engine of it"
                 )
-            is_silent = (
-                not self._is_told
-                and before.holds()
-                and [*map(id, before.everything)] == [*map(id, now.everything)]
-            )
-            found = is_silent and not all(map(before.sample_holds, range(SAMPLE_ROUND)))
+            is_silent = not self._is_told and before.is_same(now)
+            found = is_silent and not before.samples_hold()
             if found:
                 self.mistrusted = max(0, self.turn - SAMPLE_ROUND)
                 _LOG.warning(
@@ -355,32 +356,34 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _parts(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the modules with weights are kept.
-
-    Of the parts of a PEFT layer one per adapter: PEFT puts them there together.
-    """
-    known = set()
-    for child_name, child in module._modules.items():
-        if child is None or not any(True for _ in _weights(child)):
-            continue
-        yield module._modules, child_name
-        for place, name in _parts(child):
-            if hasattr(module, "_disable_adapters") and name in known:
-                continue
-            known.add(name)
-            yield place, name
+    """Where the modules with weights are kept; of the parts of a PEFT layer one per adapter."""
+    children = {
+        name: child
+        for name, child in module._modules.items()
+        if child is not None and any(True for _ in _weights(child))
+    }
+    adapters: dict[str, dict[str, Any]] = {}
+    for name, child in children.items():
+        if hasattr(module, "_disable_adapters") and isinstance(child, torch.nn.ModuleDict):
+            adapters.update(dict.fromkeys(child._modules, child._modules))
+        else:
+            yield module._modules, name
+            yield from _parts(child)
+    for name, place in adapters.items():
+        yield place, name
 
 
 def _samples(
     tensors: list[torch.Tensor], device: torch.device
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    kept = [
+        tensor
+        for tensor in tensors
+        if tensor.numel() and tensor.is_contiguous() and tensor.device == device
+    ]
     samples = []
     for first in range(SAMPLE_ROUND):
-        views = [
-            _spread(tensor)
-            for tensor in tensors[first::SAMPLE_ROUND]
-            if tensor.numel() and tensor.is_contiguous() and tensor.device == device
-        ]
+        views = [*map(_spread, kept[first::SAMPLE_ROUND])]
         samples.append((views, [view.clone() for view in views]))
     return samples
 
