@@ -57,7 +57,7 @@ class ServerSettings:
     """What `kvcache-rag serve` was told.
 
     Attributes:
-        model: Hub id, folder, or "tiny" for the packaged reader.
+        model: Hub id, folder, GGUF file, "tiny" for the packaged reader, or "smollm2".
         store: Folder or URL of the chunks' keys and values; None to keep them in memory only.
         host: Address to listen on; loopback unless the server knows who calls.
         port: 0 for any free one.
@@ -98,6 +98,7 @@ class ServerSettings:
         max_waiting: Requests that may wait; one more is answered 503.
         heartbeat: Seconds of silence after which a stream sends a comment.
         limits: Of one request and one namespace.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
 
     Raises:
         InvalidInputError: If two of them contradict each other.
@@ -138,6 +139,7 @@ class ServerSettings:
     max_waiting: int = 256
     heartbeat: float = 10.0
     limits: RequestLimits = field(default_factory=RequestLimits)
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
