@@ -291,7 +291,7 @@ def write_adapter(folder: Path, model: Any, base: str = "") -> Path:
     settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(model, settings)
     adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 
@@ -342,7 +342,7 @@ def test_an_adapter_of_another_model_is_told_in_one_sentence(
     model = other()
     targets = ["c_attn"] if model.config.model_type == "gpt2" else ["q_proj", "v_proj"]
     settings = LoraConfig(r=4, target_modules=targets, fan_in_fan_out=targets == ["c_attn"])
-    get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+    get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(InvalidInputError, match="does not fit the model"):
         Engine.from_pretrained(base, adapter=tmp_path / "adapter")
 

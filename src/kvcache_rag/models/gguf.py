@@ -235,7 +235,7 @@ def _dequantised(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> 
         unpacked = {}
     else:
         unpacked = {"quantization_config": GgufConfig(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=dtype, **{**unpacked, **options}
     )
     if hasattr(model.config, "quantization_config"):

@@ -226,7 +226,7 @@ def _gguf_of(path: str, options: dict[str, Any]) -> Path | None:
     file = options.get("gguf_file")
     if not file:
         return None
-    folder = Path(path)
+    folder, file = Path(path), str(file)
     if folder.is_dir():
         if not (folder / file).is_file():
             raise InvalidInputError(f"there is no GGUF file {file} in {path}; check gguf_file")
