@@ -195,6 +195,20 @@ def test_a_given_tokenizer_serves_where_the_model_has_none(tmp_path: Path) -> No
     assert ask(open_engine(str(folder), str(tmp_path / "tokenizer")))
 
 
+def test_a_file_of_a_hub_repository_is_taken_from_its_cache(written: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--someone--small-GGUF"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    shutil.copy(written, snapshot / "small.gguf")
+    options = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    engine = Engine.from_pretrained(
+        "someone/small-GGUF", gguf_file="small.gguf", model_kwargs=options
+    )
+    assert engine.spec == Engine.from_pretrained(written).spec
+
+
 # ---------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("left", [3, 40, 2000, -1000, -1])
 def test_a_cut_file_is_told_in_one_sentence(written: Path, tmp_path: Path, left: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import access
@@ -15,13 +17,14 @@ import torch
 from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from verdicts import REUSE, make_verdict
-from zoo import build, byte_tokenizer
+from zoo import FAMILIES, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     Auxiliary,
     Combination,
     DiskStore,
     Engine,
+    FullRecompute,
     Gate,
     InvalidInputError,
     MemoryStore,
@@ -420,16 +423,37 @@ def test_a_peft_model_answers_as_its_own_forward_pass() -> None:
     assert error(engine.logits(QUESTION, TEXTS[:1]), plain) < TOLERANCE
 
 
-def test_looking_reads_no_weights_and_keeps_no_model_alive() -> None:
-    model = build("qwen2")
+@pytest.mark.parametrize("name", [*FAMILIES, *REFUSED])
+def test_answering_changes_no_weights(name: str) -> None:
+    """A family whose forward pass wrote its buffers would be digested before every question."""
+    model = build(name)
     weights = Weights(model)
     identity = weights.identity
+    engine = make_engine(model)
+    engine.generate(QUESTION, TEXTS, max_new_tokens=2, policy=FullRecompute())
     assert weights.are_unchanged()
     assert weights.follow() is identity
-    model.eval()
-    with torch.inference_mode():
-        model(torch.tensor([[1, 2, 3]]))
-    assert weights.are_unchanged(), "a forward pass changes nothing"
+
+
+@pytest.mark.parametrize("make", [lambda: build("qwen2"), lambda: unwrapped(adapted())])
+def test_a_comparison_calls_no_python_per_weight(make: Any) -> None:
+    weights, calls = Weights(make()), []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        found = weights.are_unchanged()
+    finally:
+        sys.setprofile(None)
+    assert found
+    assert len(calls) <= 2
+
+
+def test_off_the_processor_a_sample_is_one_comparison() -> None:
+    weights = Weights(build("qwen2"))
+    weights._snapshot = replace(weights._snapshot, is_on_cpu=False)
+    for _ in range(SAMPLE_ROUND):
+        assert weights.are_unchanged()
+    next(weights._model.parameters()).data.mul_(2)
+    assert not all(weights.are_unchanged() for _ in range(SAMPLE_ROUND))
 
 
 def test_weights_made_in_inference_mode_have_no_count_of_writes() -> None:

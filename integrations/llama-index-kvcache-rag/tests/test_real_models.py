@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,11 @@ def test_the_llm_takes_a_gguf_file_and_an_adapter(tmp_path: Path) -> None:
     assert by_tokenizer.engine.spec == spec
     inner = Engine.from_pretrained(path).model
     settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    get_peft_model(inner, settings).save_pretrained(str(tmp_path / "adapter"))
+    get_peft_model(copy.deepcopy(inner), settings).save_pretrained(str(tmp_path / "adapter"))
+    given = KVCacheLLM(
+        model=get_peft_model(copy.deepcopy(inner), settings), tokenizer=named.engine.tokenizer
+    )
+    assert given.complete("who?", max_new_tokens=2).raw["usage"]["completion_tokens"]
     adapted = KVCacheLLM(model_name=str(path), adapter=tmp_path / "adapter")
     assert adapted.engine.spec not in ("", spec)
     assert json.loads(adapted.to_json())["adapter"] == str(tmp_path / "adapter")
