@@ -72,6 +72,7 @@ class Shell:
         scope["kvcache_rag.request_id"] = name
         sender = _Sender(send, name)
         try:
+            _check_path(scope["path"])
             self._check_length(Headers(scope=scope))
             body = _Body(receive, self._body_bytes, self._body_seconds)
             await self._app(scope, body.receive, sender.send)
@@ -85,6 +86,12 @@ class Shell:
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:19]) > self._body_bytes:
             raise ApiError(413, too_large(self._body_bytes), code="request_too_large")
+
+
+def _check_path(path: str) -> None:
+    if path.endswith("\n"):  # routes also match a path with a line break behind it
+        message = "no path here ends in a line break; leave %0A out"
+        raise ApiError(404, message, code="unknown_url")
 
 
 class _Sender:
