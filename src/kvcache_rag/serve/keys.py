@@ -70,7 +70,7 @@ class ApiKeys:
             InvalidInputError: If it cannot be read, holds no key, or has a line that is no key.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8-sig")
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(
@@ -81,8 +81,19 @@ class ApiKeys:
             _LOG.warning(
                 "others may read the API keys in %s; restrict it by: chmod 600 %s", path, path
             )
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> ApiKeys:
+        """The keys of a file's text; `path` is named in errors.
+
+        Raises:
+            InvalidInputError: If it holds no key, or has a line that is no key.
+        """
         keys: dict[bytes, ApiKey] = {}
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Only "\n" ends a line: behind what else some programs end one at, a key could hide in what
+        # others show as a comment.
+        for number, line in enumerate(text.split("\n"), start=1):
             fields = line.split("#", 1)[0].split()
             if not fields:
                 continue
@@ -147,8 +158,10 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     key, namespace = fields[:2]
     _check_namespace(namespace, place)
     match = _DIGEST.fullmatch(key)
-    if key.startswith("sha256:") and match is None:
-        raise InvalidInputError(f"{place}: sha256: is followed by 64 hexadecimal digits")
+    if key.lower().startswith("sha256:") and match is None:
+        raise InvalidInputError(
+            f"{place}: sha256: is followed by 64 hexadecimal digits; write all of it in lower case"
+        )
     if match is None and len(key) < LEAST_LETTERS:
         raise InvalidInputError(
             f"{place}: a key of less than {LEAST_LETTERS} letters can be guessed; use a longer one"
