@@ -106,6 +106,8 @@ def test_keys_are_in_no_repr_and_in_no_log(file: Path, caplog: pytest.LogCapture
         (f"{KEY} @admin\n", "namespace '@admin'"),
         (f"{KEY} acme näme\n", "name 'näme'"),
         ("sha256:abc acme\n", "64 hexadecimal"),
+        (f"acme-of-long-name {KEY}+/=\n", "namespace 'a-ke...'"),
+        (f"{OTHER} acme {KEY}+/=\n", "name 'a-ke...'"),
         (f"{KEY} acme\n{KEY} globex\n", "line 2: this key stands there already"),
         (f"{KEY} acme web\n{OTHER} globex web\n", "line 2: the name 'web' is that of a key of"),
     ],

@@ -170,7 +170,7 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     name = fields[2] if len(fields) == 3 else f"key-{digest.hex()[:8]}"
     if not _NAMESPACE.fullmatch(name):
         raise InvalidInputError(
-            f"{place}: the name {name!r} may have letters, digits, '.', '_' and '-' only"
+            f"{place}: the name {_shown(name)} may have letters, digits, '.', '_' and '-' only"
         )
     return ApiKey(digest, Caller(namespace, name))
 
@@ -188,9 +188,14 @@ def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
 def _check_namespace(namespace: str, place: str) -> None:
     if namespace != METRICS_NAMESPACE and not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
-            f"{place}: the namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' and "
+            f"{place}: the namespace {_shown(namespace)} must be 1 to 63 letters, digits, '.', '_' and "
             f"'-', the first a letter or digit, or {METRICS_NAMESPACE}"
         )
+
+
+def _shown(word: str) -> str:
+    """A word for messages; only the beginning of one that is long enough to be a misplaced key."""
+    return repr(word if len(word) < LEAST_LETTERS else f"{word[:4]}...")
 
 
 def _digest(key: str) -> bytes:
