@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
 
 ODD: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, 1, -1, 0.5, 2**31, 2**63, -(2**70), 1e308, float("nan"), float("inf")),

@@ -9,10 +9,12 @@ because they reach far, lie in `corpus/NAME/`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 
@@ -93,8 +95,8 @@ _KEYS: Final = (
         b"@",
         b"\xc2\x85",
     ),
-    *(b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"\x1c", b"\xc2\xa0", b"0123456789abcdef", b"acme", b"web"),
-    *(b"0" * 64, b"A" * 64, b"a" * 63, b"-", b".", b"_", b"\xff", b"\x00"),
+    *(b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"\x1c", b"\xc2\xa0", b"0123456789abcdef", b"acme"),
+    *(b"web", b"0" * 64, b"A" * 64, b"a" * 63, b"-", b".", b"_", b"\xff", b"\x00"),
 )
 
 _CHAT: Final = tuple(

@@ -188,8 +188,8 @@ def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
 def _check_namespace(namespace: str, place: str) -> None:
     if namespace != METRICS_NAMESPACE and not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
-            f"{place}: the namespace {_shown(namespace)} must be 1 to 63 letters, digits, '.', '_' and "
-            f"'-', the first a letter or digit, or {METRICS_NAMESPACE}"
+            f"{place}: the namespace {_shown(namespace)} must be 1 to 63 letters, digits, '.', '_' "
+            f"and '-', the first a letter or digit, or {METRICS_NAMESPACE}"
         )
 
 
