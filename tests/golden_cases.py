@@ -341,6 +341,9 @@ class SilentBackend:
         """One."""
         return ["tiny"]
 
+    async def drain(self) -> None:
+        return None
+
     async def close(self) -> None:
         """Nothing to close."""
 

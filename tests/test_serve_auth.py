@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 import stat
 from dataclasses import replace
@@ -195,6 +196,38 @@ def test_new_keys_are_written_as_digests_for_the_owner_alone(tmp_path: Path) -> 
     with pytest.raises(InvalidInputError, match="cannot write API keys"):
         auth.new_key(tmp_path, "acme")
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o622, 0o601])
+def test_no_key_is_added_to_a_file_that_others_may_read_or_write(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n")
+    path.chmod(mode)
+    with pytest.raises(InvalidInputError, match="chmod 600"):
+        auth.new_key(path, "acme")
+    assert path.read_text() == "# ours\n"
+    path.chmod(0o600)
+    key = auth.new_key(path, "acme")
+    assert getattr(keys.ApiKeys.load(path).caller(key), "namespace", None) == "acme"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_key_is_added_through_a_link(tmp_path: Path, is_there: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "keys"
+    if is_there:
+        target.touch(0o600)
+    link.symlink_to(target)
+    with pytest.raises(InvalidInputError, match="is a link"):
+        auth.new_key(link, "acme")
+    assert target.exists() == is_there
+    assert not is_there or not target.read_text()
+
+
+def test_no_key_is_added_to_what_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(InvalidInputError, match="no ordinary file"):
+        auth.new_key(pipe, "acme")
 
 
 # ---------------------------------------------------------------------- the header

@@ -198,6 +198,23 @@ def test_nothing_of_ray_can_be_called_without_its_token(server: RayServer) -> No
     assert all(known[method] for method in methods), known
 
 
+def test_no_port_of_rays_answers_http_without_its_token(server: RayServer) -> None:
+    asked, answered = 0, {}
+    for process in server.processes():
+        for one in process.net_connections():
+            if one.status != psutil.CONN_LISTEN:
+                continue
+            asked += 1
+            for path in ("/metrics", "/"):
+                url = f"http://127.0.0.1:{one.laddr.port}{path}"
+                try:
+                    answered[f"{process.name()} {url}"] = httpx.get(url, timeout=10.0).status_code
+                except httpx.RemoteProtocolError:  # gRPC, which the test before this one asks
+                    continue
+    assert asked >= 8
+    assert set(answered.values()) == {401}, answered
+
+
 def _code(call: Any, metadata: Any) -> Any:
     import grpc
 

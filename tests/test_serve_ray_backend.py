@@ -127,7 +127,7 @@ class Handle:
         return self.responses[-1]
 
     def broadcast(self, method: str) -> Response:
-        assert method == "stats"
+        assert method in ("stats", "drain")
         return Response(self.scripts.pop(0))
 
 

@@ -18,8 +18,9 @@ from kvcache_rag.serve import (
     rag,
     status,
 )
-from kvcache_rag.serve.lifecycle import AppContext
+from kvcache_rag.serve.lifecycle import AppContext, Exchanges
 from kvcache_rag.serve.middleware import Shell
+from kvcache_rag.serve.shutdown import Shutdown
 
 if TYPE_CHECKING:
     from kvcache_rag.serve.backend import Backend, Retriever
@@ -34,7 +35,7 @@ _ABOUT: Final = (
 def build_app(
     backend: Backend, settings: ServerSettings, *, retriever: Retriever | None = None
 ) -> FastAPI:
-    """The server's application.
+    """The server's application; its `AppContext` is `app.state.context`.
 
     Args:
         backend: Answers; it is closed by whoever made it.
@@ -53,12 +54,14 @@ def build_app(
     )
     authenticate = auth.authenticator(settings)
     counting = metrics.ServerTelemetry(backend)
-    context = AppContext(
+    app.state.context = context = AppContext(
         backend=backend,
         settings=settings,
         authenticate=authenticate,
         limits=limits.RequestLimiter(settings.limits, backend),
         telemetry=counting,
+        exchanges=Exchanges(),
+        shutdown=Shutdown(settings.grace),
         retriever=retriever,
     )
     routers = (
@@ -74,7 +77,12 @@ def build_app(
     errors.install(app)
     # Each surrounds those before it.
     bounds = settings.limits
-    app.add_middleware(Shell, body_bytes=bounds.body_bytes, body_seconds=bounds.body_seconds)
+    app.add_middleware(
+        Shell,
+        body_bytes=bounds.body_bytes,
+        body_seconds=bounds.body_seconds,
+        shutdown=context.shutdown,
+    )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)
     _declare_own_errors(app)

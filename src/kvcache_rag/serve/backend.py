@@ -193,6 +193,10 @@ class Backend(Protocol):
         """Names under which the models are asked for."""
         ...
 
+    async def drain(self) -> None:
+        """Take no more requests: what waits or comes later gets `Failed`, what runs goes on."""
+        ...
+
     async def close(self) -> None:
         """Stop: waiting requests get `Failed`, running ones end, no thread is left."""
         ...

@@ -238,6 +238,9 @@ class LocalBackend:
     async def models(self) -> list[str]:
         return [self._name]
 
+    async def drain(self) -> None:
+        self._scheduler.drain()
+
     async def close(self) -> None:
         await in_thread(self._close)
 

@@ -97,6 +97,7 @@ class ServerSettings:
         max_batch: Requests that may be answered in one padded batch.
         max_waiting: Requests that may wait; one more is answered 503.
         heartbeat: Seconds of silence after which a stream sends a comment.
+        grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
 
     Raises:
@@ -137,6 +138,7 @@ class ServerSettings:
     max_batch: int = 8
     max_waiting: int = 256
     heartbeat: float = 10.0
+    grace: float = 10.0
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
@@ -151,6 +153,8 @@ class ServerSettings:
             raise InvalidInputError("--ray-address is for --replicas N; say how many")
         if self.prefetch_after < 0:
             raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
+        if not 0 <= self.grace < float("inf"):
+            raise InvalidInputError(f"grace must be a number of seconds ≥ 0, not {self.grace}")
         if self.policy:
             policy_by_name(self.policy)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):

@@ -22,15 +22,18 @@ from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.serve.shutdown import leave
 from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from fastapi import FastAPI
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, Retriever
+    from kvcache_rag.serve.lifecycle import AppContext
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.stores import ChunkStore
 
@@ -121,8 +124,6 @@ _BACKLOG: Final = 2048
 # request meets a connection that is being closed.
 _PATIENCE: Final = 15
 
-_GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
-
 COMBINATIONS: Final = "combinations"
 """Folder below the store, and name in metrics, of chunks that were computed together."""
 
@@ -155,6 +156,8 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             url = _url(listener)
             line = announcement(settings, url)
             asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+            if _is_stuck(app.state.context):
+                leave()
 
 
 @contextmanager
@@ -309,6 +312,8 @@ async def _serve(
 ) -> None:
     import uvicorn
 
+    context: AppContext = app.state.context
+
     class Server(uvicorn.Server):
         """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
 
@@ -325,6 +330,18 @@ async def _serve(
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.should_exit = True
+            context.shutdown.signal()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for closing in (*self.servers, *(sockets or ())):
+                closing.close()
+            state = self.server_state
+            for connection in list(state.connections):
+                connection.shutdown()
+            await context.shutdown.run(state, backend, context.exchanges)
+
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -334,7 +351,6 @@ async def _serve(
         ws="none",
         http=patient(_PATIENCE),
         timeout_keep_alive=2 * _PATIENCE,
-        timeout_graceful_shutdown=_GRACE,
     )
     waiting = asyncio.create_task(_announce(backend, announce))
     try:
@@ -342,7 +358,16 @@ async def _serve(
     finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await backend.close()
+        if context.shutdown.is_complete:
+            await backend.close()
+
+
+def _is_stuck(context: AppContext) -> bool:
+    """Whether something is still computed that the end of the process would wait for."""
+    settings, shutdown = context.settings, context.shutdown
+    # A Ray of our own ends with this process; in another one our replicas have to be removed.
+    has_ray = settings.replicas is not None and settings.ray_address is None
+    return not shutdown.is_complete or (has_ray and shutdown.is_forced)
 
 
 async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
