@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -178,7 +179,9 @@ class Transport:
             return filesystem
 
     def _safe(self, error: BaseException) -> OSError:
-        text = f"{type(error).__name__}: {error}"
+        text = type(error).__name__
+        with suppress(Exception):  # an error's own text may be one
+            text = f"{text}: {error}"
         for secret in self._hidden:
             text = text.replace(secret, "***")
         text = _SECRET.sub(r"\1***", " ".join(text.split()))[:300]
