@@ -327,14 +327,11 @@ class DiskStore(ChunkStore):
         path = stem + folders.SUFFIX
         folders.check_folder(self._root, os.path.dirname(path))
         try:
-            descriptor = folders.open_itself(path, folders.READ)
-        except OSError as error:
-            if error.errno not in folders.NOT_A_FILE:
-                raise
+            descriptor, status = folders.open_file(path, folders.READ)
+        except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
-                raise
+                raise CorruptChunkError(f"it is not a file: {error}") from None
         try:
-            status = os.fstat(descriptor)
             self._check_age(status)
         except BaseException:
             os.close(descriptor)

@@ -37,6 +37,8 @@ _EXTRAS = {
 # Here a PUT shows the whole object or none; elsewhere it has to be renamed into place.
 _ATOMIC = {*_EXTRAS, "memory"}
 
+_FOLDERS = {"file", "local"}
+
 _IN_A_ROW = 3  # failures after which a remote is left alone
 
 _AT_ONCE = 32  # calls that may be under way, hung ones among them
@@ -119,6 +121,8 @@ class Transport:
         self.url, hidden = _public(url)
         self._hidden = sorted({*hidden, *_leaves(options)}, key=len, reverse=True)
         self.root = str(driver._strip_protocol(url)).rstrip("/")
+        if self._protocol in _FOLDERS:
+            self._options["root"] = self.root or "/"
         self.renames = self._protocol not in _ATOMIC
         self._driver = driver
         self._timeout = timeout
@@ -228,6 +232,10 @@ def _driver(url: str) -> tuple[str, Any]:
             f"{_public(url)[0]!r} is not a URL; write s3://bucket/folder or file:///folder"
         )
     package, extra = _EXTRAS.get(protocol, ("fsspec", "s3"))
+    if protocol in _FOLDERS:
+        from kvcache_rag.stores.remote.local import PrivateFiles  # fsspec is slow to import
+
+        return protocol, PrivateFiles
     try:
         return protocol, import_module("fsspec").get_filesystem_class(protocol)
     except ImportError:
