@@ -196,11 +196,8 @@ def delete_namespace(store: ChunkStore) -> None:
 def command(*words: str) -> Callable[[ChunkStore], Any]:
     def run(store: ChunkStore) -> None:
         assert isinstance(store, DiskStore)
-        assert main(["store", *words, str(store.root)]) in (
-            0,
-            1,
-            2,
-        )  # 2: one line on what cannot be changed
+        status = main(["store", *words, str(store.root)])
+        assert status in (0, 1, 2), "2 is one line on what cannot be changed"
 
     return run
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.kv.chunk import digest
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import check_key
 
 if TYPE_CHECKING:
@@ -226,13 +227,16 @@ def temporary_path(folder: str) -> str:
 def check_folder(root: str, path: str) -> None:
     """Make sure that `path` and everything between it and `root` are folders, not links to some.
 
+    It is said once if others may open one.
+
     Raises:
         OSError: If one is missing or something else.
     """
     if path == root:
         return
     check_folder(root, os.path.dirname(path))
-    _check_one(path)
+    if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
+        _check_one(root, path)
 
 
 def make_folder(root: str, path: str) -> None:
@@ -247,17 +251,23 @@ def make_folder(root: str, path: str) -> None:
         return
     make_folder(root, os.path.dirname(path))
     try:
-        _check_one(path)
+        if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
+            _check_one(root, path)
     except FileNotFoundError:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        _check_one(path)
+        _check_one(root, path)
 
 
-def _check_one(path: str) -> None:
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
+_SHOWS_PRIVATE = 0o170066  # what is it, and may others read or write it
+
+
+def _check_one(root: str, path: str) -> None:
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
         reason = "a link or a file is where a folder of the store belongs; remove it"
         raise NotADirectoryError(errno.ENOTDIR, reason, path)
+    notices.check_open(root, path, mode)
 
 
 def unlink(path: str) -> bool:

@@ -8,12 +8,13 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.disk.folders import NEW, check_folder, make_folder, open_file
 
 
-class PrivateFiles(LocalFileSystem):
+class PrivateFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec is not typed
     """Files of mode 0600 in folders of mode 0700 below a root, whatever the umask.
 
     A link, a pipe, a socket or a device in place of a file is no object: it is neither opened nor
@@ -24,16 +25,22 @@ class PrivateFiles(LocalFileSystem):
         """Serve what lies below `root`; `options` are those of fsspec's driver."""
         super().__init__(**options)
         self._root = root
+        with suppress(OSError):
+            notices.check_open(root, root, os.stat(root).st_mode)
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - fsspec's
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder and what is missing above it."""
         del exist_ok
         make_folder(self._root, path)
 
     def cat_file(self, path: str, **span: Any) -> Any:
         """The content of a file."""
-        self._check(path)
-        return super().cat_file(path, **span)
+        try:
+            self._check(path)
+            return super().cat_file(path, **span)
+        except PermissionError:
+            notices.denied(self._root, path)
+            raise
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         """Write a file that is not there yet."""
