@@ -30,7 +30,7 @@ from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
 from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
-from kvcache_rag.stores.disk.folders import NOT_A_FILE, READ, opened
+from kvcache_rag.stores.disk.folders import READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -607,9 +607,7 @@ def _regular(path: str) -> Iterator[int]:
     try:
         with opened(path, READ) as descriptor:
             yield descriptor
-    except OSError as error:
-        if error.errno not in NOT_A_FILE:
-            raise
+    except NotAFileError as error:
         raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
 
 

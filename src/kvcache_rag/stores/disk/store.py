@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
     LEAST_PAUSE,
     ChunkStore,
@@ -120,6 +121,7 @@ class DiskStore(ChunkStore):
         self._due = time.monotonic() + LEAST_PAUSE
         try:
             folders.make_folder(self._root, self._root)
+            notices.check_open(self._root, self._root, os.stat(self._root).st_mode)
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
@@ -212,11 +214,15 @@ class DiskStore(ChunkStore):
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether there is a file for the key that is not too old; it is not opened."""
-        with suppress(OSError):
+        try:
             status = os.lstat(self._checked(key) + folders.SUFFIX)
             self._check_age(status)
-            return stat.S_ISREG(status.st_mode)
-        return False
+        except PermissionError:
+            notices.denied(self._root, self._root)
+            return False
+        except OSError:
+            return False
+        return stat.S_ISREG(status.st_mode)
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""
@@ -325,16 +331,16 @@ class DiskStore(ChunkStore):
             OSError: If there is no file, it is too old, or it cannot be read.
         """
         path = stem + folders.SUFFIX
-        folders.check_folder(self._root, os.path.dirname(path))
         try:
-            descriptor = folders.open_itself(path, folders.READ)
-        except OSError as error:
-            if error.errno not in folders.NOT_A_FILE:
-                raise
+            folders.check_folder(self._root, os.path.dirname(path))
+            descriptor, status = folders.open_file(path, folders.READ)
+        except PermissionError:
+            notices.denied(self._root, path)
+            raise
+        except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
-                raise
+                raise CorruptChunkError(f"it is not a file: {error}") from None
         try:
-            status = os.fstat(descriptor)
             self._check_age(status)
         except BaseException:
             os.close(descriptor)

@@ -278,8 +278,7 @@ class RemoteStore(ChunkStore):
     def _fetch(self, key: ChunkKey, spec: FileSpec) -> bytes:
         # One byte more than it may have: a larger object is never loaded as a whole.
         path, end = self._objects.path(key), spec.payload + MAX_HEADER + 9
-        data = self._run(lambda fs: fs.cat_file(path, start=0, end=end))
-        return bytes(data)
+        return self._run(partial(objects.fetched, path=path, end=end))
 
     def _encoded(self, chunk: ChunkKV, spec: FileSpec) -> bytes:
         with tempfile.TemporaryDirectory(prefix="kvcache-rag-") as folder:
