@@ -18,6 +18,7 @@ from kvcache_rag.serve import (
     rag,
     status,
 )
+from kvcache_rag.serve.bodies import Bodies
 from kvcache_rag.serve.lifecycle import AppContext
 from kvcache_rag.serve.middleware import Shell
 
@@ -74,7 +75,12 @@ def build_app(
     errors.install(app)
     # Each surrounds those before it.
     bounds = settings.limits
-    app.add_middleware(Shell, body_bytes=bounds.body_bytes, body_seconds=bounds.body_seconds)
+    app.add_middleware(
+        Shell,
+        body_bytes=bounds.body_bytes,
+        body_seconds=bounds.body_seconds,
+        bodies=Bodies(bounds.total_body_bytes),
+    )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)
     _declare_own_errors(app)
