@@ -179,7 +179,7 @@ def test_a_failure_behind_a_long_silence_is_an_event() -> None:
             seen.append(line)
             if line == ": waiting":
                 gate.open()
-    _, error, done = data_of("\n".join(seen))
+    _, error, _done = data_of("\n".join(seen))
     assert error["error"]["message"] == "the server stops"
 
 

@@ -115,6 +115,7 @@ def _add_limits(group: Any) -> None:
         ("document-bytes", "bytes of one document"),
         ("body-bytes", "bytes of the body"),
         ("body-seconds", "seconds in which the body has to come"),
+        ("total-body-bytes", "bytes of the bodies of all requests"),
         ("prompt-tokens", "tokens of the prompt"),
         ("answer-tokens", "tokens of the answer"),
         ("concurrency", "requests of one namespace at a time"),

@@ -29,6 +29,8 @@ class RequestLimits:
         document_bytes: Of one document's text, as UTF-8.
         body_bytes: Of the body of one request.
         body_seconds: Within which the whole body has to be there.
+        total_body_bytes: Of the bodies of all requests that are read, answered or wait; a fourth of
+            it is kept for small ones.
         prompt_tokens: Of one prompt; None for what the model's context window holds.
         answer_tokens: Largest `max_tokens` of one request.
         concurrency: Requests of one namespace that are answered or wait at a time, whichever of
@@ -41,6 +43,7 @@ class RequestLimits:
     document_bytes: int = 1 << 20
     body_bytes: int = 8 << 20
     body_seconds: int = 15
+    total_body_bytes: int = 64 << 20
     prompt_tokens: int | None = None
     answer_tokens: int = 4096
     concurrency: int = 64
@@ -50,6 +53,12 @@ class RequestLimits:
         for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise InvalidInputError(f"the limit {name} must be at least 1, not {value}")
+        if self.body_bytes > self.total_body_bytes - self.total_body_bytes // 4:
+            raise InvalidInputError(
+                f"a body of the limit body_bytes of {self.body_bytes} would never be read: of the "
+                f"limit total_body_bytes of {self.total_body_bytes} a fourth is for small ones; "
+                "raise that"
+            )
 
 
 @dataclass(frozen=True)

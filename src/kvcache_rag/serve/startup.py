@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -155,9 +156,21 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             app = build_app(backend, settings, retriever=retriever)
             url = _url(listener)
             line = announcement(settings, url)
-            asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+            with frozen():
+                asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
             if _is_stuck(app.state.context):
                 leave()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Leave out what is loaded wherever garbage is looked for: a model is a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
