@@ -6,6 +6,7 @@ runs it.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 
@@ -17,6 +18,7 @@ from tests.fuzz.targets import TARGETS
 
 def main() -> None:
     """Fuzz one target until a limit, or to the first input that breaks its law."""
+    logging.disable(logging.CRITICAL)
     name, *flags = sys.argv[1:]
     target = TARGETS[name]
     with atheris.instrument_imports(include=list(target.instrumented)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from typing import Any
 
 from tests.serve_fakes import MODEL, chat, data_of, scripted
@@ -29,8 +28,6 @@ _SCOPE = {
     "client": ("127.0.0.1", 1),
     "server": ("127.0.0.1", 80),
 }
-
-logging.getLogger("kvcache_rag").setLevel(logging.CRITICAL)
 
 
 def seeds() -> list[bytes]:

@@ -6,6 +6,8 @@ import json
 import random
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvcache_rag.stores import DiskStore
 from tests.damage import filled, header_size, is_refused
 from tests.reliability import record
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from tests.soak.conftest import Amount
 
+pytestmark = pytest.mark.timeout(2400)
 PAYLOAD_FLIPS, PAYLOAD_FLIPS_LONG = 50_000, 70_000
 
 

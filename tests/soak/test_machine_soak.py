@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.machines import MACHINES, StoreMachine
 from tests.reliability import record
 
+pytestmark = pytest.mark.timeout(1200)
 EXAMPLES = {"MemoryMachine": 450, "DiskMachine": 240, "TieredMachine": 240}
 STEPS = 60  # of one story
 OTHERS = 30  # each call to a remote goes through a thread

@@ -21,6 +21,7 @@ from tests.reliability import record
 if TYPE_CHECKING:
     from tests.soak.conftest import Amount
 
+pytestmark = pytest.mark.timeout(2400)
 ROOT = Path(__file__).parents[2]
 LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
