@@ -55,14 +55,16 @@ def build_app(
     )
     authenticate = auth.authenticator(settings)
     counting = metrics.ServerTelemetry(backend)
+    exchanges = Exchanges()
     app.state.context = context = AppContext(
         backend=backend,
         settings=settings,
         authenticate=authenticate,
         limits=limits.RequestLimiter(settings.limits, backend),
         telemetry=counting,
-        exchanges=Exchanges(),
+        exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
+        keys=auth.key_reloader(settings, authenticate, exchanges),
         retriever=retriever,
     )
     routers = (

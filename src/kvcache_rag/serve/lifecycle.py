@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.serve.auth import KeyReloader
     from kvcache_rag.serve.backend import Backend, BackendRequest, Event, Retriever
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.serve.shutdown import Shutdown
@@ -127,6 +128,7 @@ class AppContext:
         telemetry: Counts what happens.
         exchanges: Requests that are being answered.
         shutdown: How the server ends, once it is told to.
+        keys: Reads the file of API keys again; None for a server without.
         retriever: Finds documents; None without a configured Chroma.
     """
 
@@ -137,6 +139,7 @@ class AppContext:
     telemetry: Telemetry
     exchanges: Exchanges
     shutdown: Shutdown
+    keys: KeyReloader | None = None
     retriever: Retriever | None = None
 
 

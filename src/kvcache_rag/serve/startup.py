@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    import uvicorn
     from fastapi import FastAPI
 
     from kvcache_rag.engine import Engine
@@ -157,7 +158,7 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             url = _url(listener)
             line = announcement(settings, url)
             with frozen():
-                asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
             if _is_stuck(app.state.context):
                 leave()
 
@@ -320,9 +321,21 @@ def announcement(settings: ServerSettings, url: str) -> str:
 
 
 # ---------------------------------------------------------------------- the loop
-async def _serve(
-    app: FastAPI, listener: socket.socket, backend: Backend, announce: Callable[[], None]
-) -> None:
+async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
+    context: AppContext = app.state.context
+    waiting = asyncio.create_task(_announce(context.backend, announce))
+    try:
+        with _reloading(context):
+            await server_of(app).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if context.shutdown.is_complete:
+            await context.backend.close()
+
+
+def server_of(app: FastAPI) -> uvicorn.Server:
+    """What serves an app, and ends as its `Shutdown` says; the backend has ended with it."""
     import uvicorn
 
     context: AppContext = app.state.context
@@ -352,27 +365,42 @@ async def _serve(
                 closing.close()
             state = self.server_state
             for connection in list(state.connections):
-                connection.shutdown()
-            await context.shutdown.run(state, backend, context.exchanges)
+                connection.shutdown()  # at once, or behind the answer that it waits for
+            await context.shutdown.run(state, context.backend, context.exchanges)
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        http=patient(_PATIENCE),
-        timeout_keep_alive=2 * _PATIENCE,
+    return Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            http=patient(_PATIENCE),
+            timeout_keep_alive=2 * _PATIENCE,
+        )
     )
-    waiting = asyncio.create_task(_announce(backend, announce))
+
+
+@contextmanager
+def _reloading(context: AppContext) -> Iterator[None]:
+    """Let SIGHUP read the file of keys again, where there are both."""
+    keys, is_main = context.keys, threading.current_thread() is threading.main_thread()
+    if keys is None or not is_main or not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        tasks.add(task := asyncio.create_task(keys.reload()))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
-        await Server(config).serve([listener])
+        yield
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        if context.shutdown.is_complete:
-            await backend.close()
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _is_stuck(context: AppContext) -> bool:
