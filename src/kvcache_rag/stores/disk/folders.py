@@ -143,7 +143,7 @@ WRITE = os.O_RDWR
 
 FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 # What opening or reading a link, a socket or a folder says.
 NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
@@ -572,7 +572,7 @@ def claim(stem: str, owner: str, check: Callable[[], None]) -> None:
     """
     temporary = temporary_path(os.path.dirname(stem))
     # Renamed, not opened: a link in the place of the mark is replaced and not followed.
-    os.close(os.open(temporary, _NEW, 0o600))
+    os.close(os.open(temporary, NEW, 0o600))
     try:
         check()
         os.replace(temporary, claim_path(stem, owner))
@@ -662,7 +662,7 @@ class Manifests:
         temporary = temporary_path(folder)
         with suppress(OSError, TypeError, ValueError):  # the last two: it is no JSON
             try:
-                with os.fdopen(os.open(temporary, _NEW, 0o600), "w", encoding="ascii") as file:
+                with os.fdopen(os.open(temporary, NEW, 0o600), "w", encoding="ascii") as file:
                     values = {**description, "created": int(time.time())}
                     json.dump(values, file, indent=1, sort_keys=True)
                     file.write("\n")
