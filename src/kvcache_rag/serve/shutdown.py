@@ -47,8 +47,10 @@ _FAILURE: Final = 1  # exit status
 class Connections(Protocol):
     """What uvicorn knows of those who ask."""
 
-    connections: Collection[Any]
-    tasks: Collection[asyncio.Task[None]]
+    @property
+    def connections(self) -> Collection[Any]: ...
+    @property
+    def tasks(self) -> Collection[asyncio.Task[None]]: ...
 
 
 class Shutdown:
