@@ -505,10 +505,10 @@ def process(seconds: float, *words: str) -> Iterator[tuple[subprocess.Popen[str]
                 started.kill()
 
 
-def begun(url: str, **fields: Any) -> tuple[httpx.Client, Any, Any]:
+def begun(url: str, key: str = "none") -> tuple[httpx.Client, Any, Any]:
     """A stream of which the first text has come."""
-    http = httpx.Client(timeout=DEADLINE)
-    body = chat("Tell a long story.", stream=True, max_tokens=60, temperature=2, seed=1, **fields)
+    http = httpx.Client(timeout=DEADLINE, headers={"authorization": f"Bearer {key}"})
+    body = chat("Tell a long story.", stream=True, max_tokens=60, temperature=2, seed=1)
     reply = http.send(http.build_request("POST", url + CHAT, json=body), stream=True)
     lines = reply.iter_lines()
     for line in lines:
@@ -530,6 +530,35 @@ def test_by_a_signal_all_get_their_answer_and_the_process_ends_well(number: int)
         http.close()
         _, complaints = started.communicate(timeout=DEADLINE)
     assert (started.returncode, complaints) == (0, "")
+
+
+def test_by_sighup_a_process_reads_its_keys_again(tmp_path: Path) -> None:
+    """A revoked key ends its stream, a new one is known; the server goes on."""
+    file = tmp_path / "keys"
+    key = new_key(file, "acme")
+    with process(0.2, "--api-keys", str(file)) as (started, url):
+        http, _, lines = begun(url, key)
+        file.write_text("")
+        file.chmod(0o600)
+        other = new_key(file, "globex")
+
+        def status(one: str) -> int:
+            os.kill(started.pid, signal.SIGHUP)
+            headers = {"authorization": f"Bearer {one}"}
+            return httpx.get(f"{url}/v1/models", headers=headers, timeout=DEADLINE).status_code
+
+        until(lambda: status(key) == 401)
+        assert status(other) == 200
+        error, done = data_of("\n".join(lines))[-2:]
+        assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
+        http.close()
+        file.unlink()
+        assert [status(other) for _ in range(5)] == [200] * 5
+        os.kill(started.pid, signal.SIGTERM)
+        _, complaints = started.communicate(timeout=DEADLINE)
+    assert started.returncode == 0
+    assert "stay as they were" in complaints
+    assert key not in complaints
 
 
 def test_a_second_signal_ends_a_process_whose_model_is_stuck() -> None:

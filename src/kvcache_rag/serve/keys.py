@@ -6,8 +6,8 @@
 
 One key a line, fields divided by blanks, `#` starts a comment.  A key stands there as its SHA-256
 (what `new_key` writes) or in clear.  Several keys may have the same namespace, and then the same
-name as well; a server reads the file when it starts.  Keys are never logged; metrics know a key by
-the name in its line, or by the first digits of its digest.
+name as well; a server reads the file when it starts, and at SIGHUP.  Keys are never logged; metrics
+know a key by the name in its line, or by the first digits of its digest.
 """
 
 from __future__ import annotations

@@ -48,9 +48,12 @@ class Connections(Protocol):
     """What uvicorn knows of those who ask."""
 
     @property
-    def connections(self) -> Collection[Any]: ...
+    def connections(self) -> Collection[Any]:
+        """Open ones, which end as soon as nothing is answered there."""
+
     @property
-    def tasks(self) -> Collection[asyncio.Task[None]]: ...
+    def tasks(self) -> Collection[asyncio.Task[None]]:
+        """Requests."""
 
 
 class Shutdown:
