@@ -66,6 +66,7 @@ _STORE: Final = {
     "evictions": "Chunks dropped to stay under a tier's limit, or released",
     "corrupt": "Files put aside because they were damaged",
     "put_failures": "Chunks that a tier could not keep",
+    "declined": "Chunks not kept because a tier's limit left no room in time",
     "failures": "Operations of a remote tier that failed",
 }
 
