@@ -1,5 +1,6 @@
 """The folder of a store on disk: what lies where, what each name means, and one walk over it.
 
+    root/sweep.lock                                      for a limit on all namespaces
     root/<namespace digest>/epoch                        touched when the namespace is deleted
     root/<namespace digest>/sweep.lock
     root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
@@ -99,6 +100,11 @@ def lock_path(root: str, key: ChunkKey) -> str:
     """Lock file of the key's stripe; 256 per namespace."""
     check_key(key)
     return f"{namespace_folder(root, key.namespace)}/locks/{key.digest[:2]}.lock"
+
+
+def sweep_lock(folder: str) -> str:
+    """Lock file of whoever drops chunks: of a namespace, or of the root for all of them."""
+    return f"{folder}/sweep.lock"
 
 
 def identity(owner: str) -> str:

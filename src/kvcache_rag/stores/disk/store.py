@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,6 @@ from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
 from kvcache_rag.stores.disk.file import (
-    ALIGNMENT,
     FileSpec,
     LayerFile,
     check_header,
@@ -51,6 +50,7 @@ from kvcache_rag.stores.disk.file import (
     verify_file,
     write_file,
 )
+from kvcache_rag.stores.disk.reservations import Reservations
 from kvcache_rag.stores.locks import HeldEpochs, hold_files
 from kvcache_rag.stores.signing import SigningKey
 
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.signing import KeySource
+
+_UNLIMITED = nullcontext(True)
 
 
 class DiskStore(ChunkStore):
@@ -77,7 +79,8 @@ class DiskStore(ChunkStore):
         root: The folder; it is made when missing.
         namespace: The only namespace served, None for all.
         max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  Kept
-            by `put` within a tenth per process, and by `sweep`.
+            at every moment within a tenth (or a chunk, where that is more) per process that writes,
+            if all of them have it, and by `sweep`.
         quota: Limit on the files of each namespace: one number for all, or a number by namespace.
         ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
             that use a folder must be opened with a `ttl`, or none.
@@ -130,6 +133,9 @@ class DiskStore(ChunkStore):
         self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
         self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
+        self._reservations = Reservations(
+            self._root, self._limits, partial(self._counters.add, "evictions")
+        )
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
@@ -224,16 +230,19 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        if self._is_limited and not self._fits(spec.payload + ALIGNMENT, key.namespace):
+        room = self._room(key.namespace, spec) if self._is_limited else _UNLIMITED
+        if room is None:
             return False
         try:
-            size = self._write(stem, chunk, spec)
+            with room as is_free:
+                if not is_free:
+                    self._counters.declined("another process was making room; the chunk was used")
+                    return False
+                size = self._write(stem, chunk, spec)
         except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         self._counters.kept(self.tier, size)
-        if self._is_limited:
-            self._counters.add("evictions", self._sweeper.written(key.namespace, size))
         if self.ttl is not None:
             self._sweep_when_due(key.namespace)
         return True
@@ -392,14 +401,17 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _fits(self, least: int, namespace: str) -> bool:
-        """Whether a file of `least` bytes may be kept at all; counted if not."""
+    def _room(self, namespace: str, spec: FileSpec) -> AbstractContextManager[bool] | None:
+        """Room for a file; None, counted, if it may not be kept at all."""
         limit = self._limits.largest(namespace)
-        if limit is None or least <= limit:
-            return True
+        if limit is None:
+            return _UNLIMITED
+        size = spec.nbytes
+        if size <= limit:
+            return self._reservations.room(namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
-        self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
-        return False
+        self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
+        return None
 
     def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec) -> int:
         """Write the file of a chunk, under its name only when it is complete; its bytes.
