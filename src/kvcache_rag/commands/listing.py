@@ -40,6 +40,15 @@ def quiet() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def add_signing_key(parser: Any) -> None:
+    """Declare the key of a store; a secret does not stand on a command line, so it is a file."""
+    parser.add_argument(
+        "--signing-key",
+        metavar="FILE",
+        help="key that signs the files of chunks (default: KVCACHE_RAG_SIGNING_KEY, if set)",
+    )
+
+
 def check_file(path: Path) -> None:
     """Say before hours of work whether a file could be written.
 

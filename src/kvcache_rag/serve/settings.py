@@ -86,6 +86,8 @@ class ServerSettings:
         device: "cpu", "cuda", "cuda:1", ...; None for CUDA if there is one.
         dtype: "auto" for the checkpoint's own.
         codec: Form of the chunks in `store`: "native", "int8", "int4".
+        signing_key: File of the store's key, on every machine that answers; None for that of the
+            environment, or none.
         gate: File that `kvcache-rag verify` wrote; None to trust every policy.
         auxiliary: Small model that chooses tokens for the policy "cacheclip", by hub id or folder;
             None for none.
@@ -149,6 +151,7 @@ class ServerSettings:
     heartbeat: float = 10.0
     grace: float = 10.0
     limits: RequestLimits = field(default_factory=RequestLimits)
+    signing_key: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
@@ -164,6 +167,8 @@ class ServerSettings:
             raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
         if not 0 <= self.grace < float("inf"):
             raise InvalidInputError(f"grace must be a number of seconds ≥ 0, not {self.grace}")
+        if self.signing_key and not self.store:
+            raise InvalidInputError("--signing-key is the key of a store; name that by --store")
         if self.policy:
             policy_by_name(self.policy)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):

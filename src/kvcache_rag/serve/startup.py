@@ -230,6 +230,7 @@ def open_store(settings: ServerSettings) -> ChunkStore:
         codec=settings.codec,
         max_bytes=None if limit is None else _rest(limit),
         memory=MemoryStore(_rest(settings.memory_bytes)),
+        signing_key=settings.signing_key,
     )
 
 
@@ -249,6 +250,7 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
         max_bytes=None if limit is None else limit // _PART,
         memory=memory,
         tier=f"{COMBINATIONS}-{kind}",
+        signing_key=settings.signing_key,
     )
 
 

@@ -705,8 +705,8 @@ def file_facts(path: str, digest: str, key: SigningKey | None = None) -> FileFac
         UntrustedChunkError: If it does not name the key.
         OSError: If it cannot be read, or is gone.
     """
-    with _regular(path) as descriptor:
-        return _facts(positional(descriptor), os.fstat(descriptor).st_size, digest, key)
+    with regular(path) as descriptor:
+        return facts_of(positional(descriptor), os.fstat(descriptor).st_size, digest, key)
 
 
 def verify_file(path: str, digest: str, key: SigningKey | None = None) -> FileFacts:
@@ -717,27 +717,33 @@ def verify_file(path: str, digest: str, key: SigningKey | None = None) -> FileFa
         UntrustedChunkError: If the key did not sign it, and it is not merely damaged.
         OSError: As `file_facts`.
     """
-    with _regular(path) as descriptor:
+    with regular(path) as descriptor:
         read, size = positional(descriptor), os.fstat(descriptor).st_size
         return verify_bytes(read, size, digest, key)
 
 
 def verify_bytes(read: ReadV, size: int, digest: str, key: SigningKey | None) -> FileFacts:
     """The same, of what `read` reads."""
-    facts = _facts(read, size, digest, key)
+    facts = facts_of(read, size, digest, key)
     header = facts.header
     if key is None:
         if _payload_checksum(read, header.offset, facts.payload) != header.checksum:
             raise CorruptChunkError("the checksum is wrong: the bytes were changed")
         return facts
     authenticator = _authenticator(header, key)
-    _read_through(read, header.offset, facts.payload, authenticator.update)
+    read_through(read, header.offset, facts.payload, authenticator.update)
     check_mac(authenticator, read, header, facts.payload)
     return facts
 
 
 @contextmanager
-def _regular(path: str) -> Iterator[int]:
+def regular(path: str) -> Iterator[int]:
+    """A descriptor of a file.
+
+    Raises:
+        CorruptChunkError: If it is something else.
+        OSError: If it cannot be opened.
+    """
     try:
         with opened(path, READ) as descriptor:
             yield descriptor
@@ -745,7 +751,8 @@ def _regular(path: str) -> Iterator[int]:
         raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
 
 
-def _facts(read: ReadV, size: int, digest: str, key: SigningKey | None = None) -> FileFacts:
+def facts_of(read: ReadV, size: int, digest: str, key: SigningKey | None = None) -> FileFacts:
+    """The same as `file_facts`, of what `read` reads."""
     header = read_header(read, size)
     metadata = header.metadata
     if key is not None:
@@ -803,11 +810,11 @@ def _are_sizes(values: Any) -> bool:
 
 def _payload_checksum(read: ReadV, offset: int, payload: int) -> str:
     hasher = xxhash.xxh3_128()
-    _read_through(read, offset, payload, hasher.update)
+    read_through(read, offset, payload, hasher.update)
     return hasher.hexdigest()
 
 
-def _read_through(
+def read_through(
     read: ReadV, offset: int, count: int, seen: Callable[[memoryview], object]
 ) -> None:
     """Read `count` bytes from `offset` on, a piece at a time."""
