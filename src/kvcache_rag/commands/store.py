@@ -1,4 +1,4 @@
-"""`kvcache-rag store ls | du | verify | gc DIR`: look after a folder of chunks, without a model."""
+"""`kvcache-rag store ACTION DIR`: look after a folder of chunks, without a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands import garbage
+from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.collections import add_place, is_placed
-from kvcache_rag.commands.listing import duration, model_name, moment, plural, size, table
+from kvcache_rag.commands.listing import duration, model_name, moment, plain, plural, size, table
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class Summary:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the four actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|du|verify|gc")
+    """Declare the actions."""
+    names = "ls|du|verify|gc|fix-permissions"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", help="what is there, by namespace and model")
     add_place(ls)
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
@@ -91,7 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
     gc = actions.add_parser("gc", help="release what no row refers to any more")
     garbage.add_arguments(gc)
-    for action in (ls, du, verify, gc):
+    restrict = actions.add_parser(
+        "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
+    )
+    for action in (ls, du, verify, gc, restrict):
         action.add_argument("folder", metavar="DIR", help="folder of the store")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
@@ -102,7 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; 0, or 1 if `verify` found a damaged file."""
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
-    actions = {"ls": _list, "du": _measure, "verify": _verify, "gc": garbage.run}
+    actions = {
+        "ls": _list,
+        "du": _measure,
+        "verify": _verify,
+        "gc": garbage.run,
+        "fix-permissions": permissions.run,
+    }
     return actions[arguments.action](arguments)
 
 
@@ -156,7 +166,7 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
     return {
         "spec": spec.name,
         **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
-        "codec": spec.manifest.get("codec") or _codec_of(found.sample),
+        "codec": str(spec.manifest.get("codec") or _codec_of(found.sample)),
         "prefix_tokens": spec.manifest.get("prefix_tokens"),
         "created": spec.manifest.get("created"),
         **{name: getattr(found, name) for name in fields},
@@ -230,7 +240,7 @@ def _list_chunks(
         owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
         tokens = "?" if values["tokens"] is None else values["tokens"]
         columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
-        print(chunk.digest, *columns, sep="  ")
+        print(chunk.digest, *map(plain, columns), sep="  ")
 
 
 def _tokens(chunk: StoredFile) -> int | None:
@@ -314,10 +324,10 @@ def _is_damaged(chunk: StoredFile, *, delete: bool) -> bool:
     except FileNotFoundError:
         return False  # it was dropped meanwhile
     except OSError as error:
-        print(f"{chunk.path}: cannot be read: {error.strerror}", flush=True)
+        print(f"{plain(chunk.path)}: cannot be read: {error.strerror}", flush=True)
         return True
     except CorruptChunkError as error:
-        print(f"{chunk.path}: {error}", flush=True)
+        print(plain(f"{chunk.path}: {error}"), flush=True)
         if delete:
             quarantine(chunk.stem, status)
         return True
