@@ -224,6 +224,7 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "du": command("du"),
     "verify": command("verify"),
     "verify --delete": command("verify", "--delete"),
+    "fix-permissions": command("fix-permissions"),
     "gc": command("gc", "--leftovers", "--owner", OWNER, "--grace", "0", "--yes"),
 }
 

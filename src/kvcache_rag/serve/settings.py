@@ -159,16 +159,11 @@ class ServerSettings:
                 raise InvalidInputError(f"{name} must be positive, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise InvalidInputError(f"there is no port {self.port}; use one from 0 to 65535")
-        if self.replicas is not None and self.replicas < 1:
-            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
-        if self.ray_address and self.replicas is None:
-            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+        self._check_options()
         if self.prefetch_after < 0:
             raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
         if not 0 <= self.grace < float("inf"):
             raise InvalidInputError(f"grace must be a number of seconds ≥ 0, not {self.grace}")
-        if self.signing_key and not self.store:
-            raise InvalidInputError("--signing-key is the key of a store; name that by --store")
         if self.policy:
             policy_by_name(self.policy)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
@@ -176,6 +171,15 @@ class ServerSettings:
                 f"{self.host} can be reached from other machines and there are no API keys; give "
                 "--api-keys FILE, listen on 127.0.0.1, or say --allow-anonymous"
             )
+
+    def _check_options(self) -> None:
+        """Refuse an option that is for another one, which is not there."""
+        if self.replicas is not None and self.replicas < 1:
+            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
+        if self.ray_address and self.replicas is None:
+            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+        if self.signing_key and not self.store:
+            raise InvalidInputError("--signing-key is the key of a store; name that by --store")
 
     @property
     def name(self) -> str:

@@ -29,7 +29,9 @@ def check_open(root: str, path: str, mode: int) -> None:
         path: The folder that was looked at.
         mode: Its mode.
     """
-    if os.name == "posix" and mode & _OTHERS and _is_new("open", root):
+    if os.name != "posix" or not mode & _OTHERS or not stat.S_ISDIR(mode):
+        return
+    if _is_new("open", root):
         _LOG.warning(
             "other users may read or write %r, and a cache is as sensitive as its texts; restrict "
             "the store's folder by: kvcache-rag store fix-permissions %s",

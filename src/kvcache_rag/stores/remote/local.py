@@ -92,4 +92,6 @@ class PrivateFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec is not type
             with suppress(FileNotFoundError):
                 check_folder(self._root, os.path.dirname(path) if path != self._root else path)
         except NotADirectoryError as error:
+            if not os.path.isdir(self._root):
+                raise
             raise FileNotFoundError(errno.ENOENT, error.strerror, path) from None
