@@ -6,8 +6,8 @@
 
 One key a line, fields divided by blanks, `#` starts a comment.  A key stands there as its SHA-256
 (what `new_key` writes) or in clear.  Several keys may have the same namespace, and then the same
-name as well; a server reads the file when it starts.  Keys are never logged; metrics know a key by
-the name in its line, or by the first digits of its digest.
+name as well; a server reads the file when it starts, and at SIGHUP.  Keys are never logged; metrics
+know a key by the name in its line, or by the first digits of its digest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,9 @@ LEAST_LETTERS: Final = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
+# What the system lacks is 0: a link is then followed, as there were no private modes either.
+_NO_LINK: Final[int] = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,22 +136,38 @@ def new_key(path: Path, namespace: str) -> str:
         The key; the file holds only its digest.
 
     Raises:
-        InvalidInputError: If no namespace can have that name, or the file cannot be written.
+        InvalidInputError: If no namespace can have that name, or the file cannot be written, is a
+            link, or may be read or written by others.
     """
     _check_namespace(namespace, "--new-key")
     key = f"kv-{secrets.token_urlsafe(32)}"
     line = f"sha256:{_digest(key).hex()} {namespace}\n"
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(handle, "r+b") as file:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o600)
+        with os.fdopen(handle, "r+b", buffering=0) as file:
+            _check_private(path, os.fstat(file.fileno()).st_mode)
             file.seek(0, os.SEEK_END)
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else f"\n{line}"
             file.write(line.encode())
     except OSError as error:
+        if path.is_symlink():
+            raise InvalidInputError(
+                f"{path} is a link, which may lead to a file of somebody else's; name the file"
+            ) from error
         raise InvalidInputError(f"cannot write API keys to {path}: {error.strerror}") from error
     return key
+
+
+def _check_private(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise InvalidInputError(f"{path} is no ordinary file, so it keeps no keys; name another")
+    if os.name == "posix" and mode & 0o077:
+        raise InvalidInputError(
+            f"others than its owner may use {path}, so no key is added; restrict it by: "
+            f"chmod 600 {path}"
+        )
 
 
 def _parse(fields: list[str], place: str) -> ApiKey:
