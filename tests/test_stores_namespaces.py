@@ -284,12 +284,12 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
         assert entered.wait(60)
         assert same(store.get(KEY, LAYOUT).chunk, SMALL)
         with store.locked([KEY]):
-            fill(store, "a", 3)
+            assert not store.put(KEY, SMALL)  # there is no room before the sweep has ended
         store.claim(KEY, "o")
         assert store.sweep() == 0
         assert not running.done()
         leave.set()
-        assert running.result(60) == 2
+        assert running.result(60) == 1
 
 
 # Links where folders and files belong.
@@ -349,8 +349,8 @@ def test_no_link_is_followed(tmp_path: Path, place: str, target: str) -> None:
             store.get(KEY, LAYOUT)
     store.delete(KEY)
     store.epoch("a")
-    if place in ("namespace", "epoch"):
-        with pytest.raises(OSError, match=r"epoch|a link or a file"):
+    if place == "namespace":
+        with pytest.raises(OSError, match="a link or a file"):
             store.delete_namespace("a")
     else:
         store.delete_namespace("a")

@@ -125,7 +125,11 @@ FAULT: Final = Failed(
     "the server failed to answer this request; its log says why",
 )
 SHUT_DOWN: Final = Failed(
-    NOT_READY, SERVER_ERROR, "the server shuts down; repeat the request later", AGAIN
+    NOT_READY,
+    SERVER_ERROR,
+    "the server shuts down; repeat the request later",
+    AGAIN,
+    code="shutting_down",
 )
 OVERDUE: Final = Failed(
     NOT_READY,
@@ -140,7 +144,6 @@ NO_RETRIEVER: Final = Failed(
 REPLICA_FAULT: Final = Failed(
     SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why"
 )
-REPLICAS_SHUT_DOWN: Final = Failed(NOT_READY, OVERLOADED, "the server is shutting down")
 REPLICAS_OVERDUE: Final = Failed(
     NOT_READY,
     OVERLOADED,

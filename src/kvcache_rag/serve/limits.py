@@ -205,9 +205,10 @@ def ensure_fits(engine: Engine, work: BackendRequest) -> None:
             f"the request has {characters} characters, more than {LONGEST} characters per token of "
             f"the model's context window of {window}; send fewer or smaller documents"
         )
+    ids_of = engine.tokenize_text if work.is_plain else engine.brought_ids
     for text in _texts(work):
         for start in range(0, len(text), window):
-            tokens += len(engine.tokenize_text(text[start : start + window]))
+            tokens += len(ids_of(text[start : start + window]))
             if tokens > SURELY * window:
                 raise ContextTooLongError(
                     f"the request has more than {SURELY * window} tokens and the model's context "

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
 from kvcache_rag.serve import bodies
-from kvcache_rag.serve.errors import ApiError, http_failure, response
+from kvcache_rag.serve.errors import SHUT_DOWN, ApiError, http_failure, response
 from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import is_loopback
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.bodies import Bodies, HeldBody
     from kvcache_rag.serve.lifecycle import Caller
     from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.serve.shutdown import Shutdown
 
 
 ANY: Final = "*"
@@ -45,6 +46,8 @@ _USUAL_PORTS: Final = (None, 80, 443)
 
 BODILESS: Final = ("GET", "HEAD")
 """Methods whose requests have no body and ask nothing of the model, so they need no place."""
+
+_ALIVE: Final = "/health"
 
 _SHOWN = 100  # letters of a name in messages
 
@@ -57,7 +60,14 @@ class Shell:
     come in time.
     """
 
-    def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, bodies: Bodies) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        body_bytes: int,
+        body_seconds: float,
+        bodies: Bodies,
+        shutdown: Shutdown | None = None,
+    ) -> None:
         """Let `app` answer requests whose body has at most `body_bytes`.
 
         Args:
@@ -65,9 +75,10 @@ class Shell:
             body_bytes: Of one body.
             body_seconds: Within which the whole body has to be there.
             bodies: Those of all connections.
+            shutdown: Once it has begun, all but `/health` is refused; None for never.
         """
         self._app, self._body_bytes, self._body_seconds = app, body_bytes, body_seconds
-        self._bodies = bodies
+        self._bodies, self._shutdown = bodies, shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,6 +89,8 @@ class Shell:
         sender = _Sender(send, name)
         bodies.share(scope, self._bodies)
         try:
+            self._check_shutdown(scope["path"])
+            _check_path(scope["path"])
             with self._bodies.held() as held:
                 self._check_length(Headers(scope=scope), held)
                 body = _Body(receive, self._body_bytes, self._body_seconds, held)
@@ -87,6 +100,16 @@ class Shell:
             if sender.has_begun:  # too late to say anything: the connection breaks off
                 raise
             await response(failed)(scope, receive, sender.send)
+        except asyncio.CancelledError:
+            if self._shutdown is None or not self._shutdown.is_cutting:
+                raise
+            # It ends by itself: uvicorn would answer what is cancelled with a bare 500.
+            if not sender.has_begun:
+                await response(SHUT_DOWN)(scope, receive, sender.send)
+
+    def _check_shutdown(self, path: str) -> None:
+        if self._shutdown is not None and self._shutdown.is_begun and path != _ALIVE:
+            raise ApiError.of(SHUT_DOWN)
 
     def _check_length(self, headers: Headers, held: HeldBody) -> None:
         length = headers.get("content-length", "")
@@ -94,6 +117,12 @@ class Shell:
         if nbytes > self._body_bytes:
             raise ApiError(413, too_large(self._body_bytes), code="request_too_large")
         held.expect(nbytes)
+
+
+def _check_path(path: str) -> None:
+    if path.endswith("\n"):  # routes also match a path with a line break behind it
+        message = "no path here ends in a line break; leave %0A out"
+        raise ApiError(404, message, code="unknown_url")
 
 
 class _Sender:

@@ -20,15 +20,19 @@ from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.connections import HEAD, patient
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.serve.shutdown import leave
 from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
+    import uvicorn
     from fastapi import FastAPI
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, Retriever
+    from kvcache_rag.serve.lifecycle import AppContext
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.stores import ChunkStore
 
@@ -41,8 +45,6 @@ _BACKLOG: Final = 2048
 # again (httpx, and with it the OpenAI client: 5 s): who closes first must be the one who asks, or a
 # request meets a connection that is being closed.
 _PATIENCE: Final = 15
-
-_GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
 
 COMBINATIONS: Final = "combinations"
 """Folder below the store, and name in metrics, of chunks that were computed together."""
@@ -76,7 +78,9 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             url = _url(listener)
             line = announcement(settings, url)
             with frozen():
-                asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+            if _is_stuck(app.state.context):
+                leave()
 
 
 @contextmanager
@@ -146,6 +150,7 @@ def open_store(settings: ServerSettings) -> ChunkStore:
         codec=settings.codec,
         max_bytes=None if limit is None else _rest(limit),
         memory=MemoryStore(_rest(settings.memory_bytes)),
+        signing_key=settings.signing_key,
     )
 
 
@@ -165,6 +170,7 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
         max_bytes=None if limit is None else limit // _PART,
         memory=memory,
         tier=f"{COMBINATIONS}-{kind}",
+        signing_key=settings.signing_key,
     )
 
 
@@ -237,10 +243,24 @@ def announcement(settings: ServerSettings, url: str) -> str:
 
 
 # ---------------------------------------------------------------------- the loop
-async def _serve(
-    app: FastAPI, listener: socket.socket, backend: Backend, announce: Callable[[], None]
-) -> None:
+async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
+    context: AppContext = app.state.context
+    waiting = asyncio.create_task(_announce(context.backend, announce))
+    try:
+        with _reloading(context):
+            await server_of(app).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if context.shutdown.is_complete:
+            await context.backend.close()
+
+
+def server_of(app: FastAPI) -> uvicorn.Server:
+    """What serves an app, and ends as its `Shutdown` says; the backend has ended with it."""
     import uvicorn
+
+    context: AppContext = app.state.context
 
     class Server(uvicorn.Server):
         """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
@@ -258,25 +278,60 @@ async def _serve(
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        http=patient(_PATIENCE),
-        h11_max_incomplete_event_size=HEAD,
-        timeout_keep_alive=2 * _PATIENCE,
-        timeout_graceful_shutdown=_GRACE,
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.should_exit = True
+            context.shutdown.signal()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for closing in (*self.servers, *(sockets or ())):
+                closing.close()
+            state = self.server_state
+            for connection in list(state.connections):
+                connection.shutdown()  # at once, or behind the answer that it waits for
+            await context.shutdown.run(state, context.backend, context.exchanges)
+
+    return Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            http=patient(_PATIENCE),
+            h11_max_incomplete_event_size=HEAD,
+            timeout_keep_alive=2 * _PATIENCE,
+        )
     )
-    waiting = asyncio.create_task(_announce(backend, announce))
+
+
+@contextmanager
+def _reloading(context: AppContext) -> Iterator[None]:
+    """Let SIGHUP read the file of keys again, where there are both."""
+    keys, is_main = context.keys, threading.current_thread() is threading.main_thread()
+    if keys is None or not is_main or not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        tasks.add(task := asyncio.create_task(keys.reload()))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
-        await Server(config).serve([listener])
+        yield
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await backend.close()
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _is_stuck(context: AppContext) -> bool:
+    """Whether something is still computed that the end of the process would wait for."""
+    settings, shutdown = context.settings, context.shutdown
+    # A Ray of our own ends with this process; in another one our replicas have to be removed.
+    has_ray = settings.replicas is not None and settings.ray_address is None
+    return not shutdown.is_complete or (has_ray and shutdown.is_forced)
 
 
 async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
