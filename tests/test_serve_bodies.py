@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from fastapi import HTTPException
 from serve_fakes import DEADLINE, chat, client, says_nothing, scripted, settings, tiny_backend
@@ -275,14 +276,17 @@ async def test_documents_that_cannot_fit_are_refused_unread() -> None:
     def served() -> None:
         with tiny_backend() as backend, pytest.MonkeyPatch.context() as patch:
             read: list[int] = []
-            engine = type(backend._engines.base)
-            whole = engine.tokenize_text
+            engine = type(access.engines(backend).base)
 
-            def tokenize_text(self: Any, text: str) -> Any:
-                read.append(len(text))
-                return whole(self, text)
+            def noting(whole: Callable[..., Any]) -> Callable[..., Any]:
+                def noted(self: Any, text: str) -> Any:
+                    read.append(len(text))
+                    return whole(self, text)
 
-            patch.setattr(engine, "tokenize_text", tokenize_text)
+                return noted
+
+            for name in ("tokenize_text", "brought_ids"):
+                patch.setattr(engine, name, noting(getattr(engine, name)))
             asyncio.run(ask(build_app(backend, settings()), read))
 
     await asyncio.to_thread(served)
