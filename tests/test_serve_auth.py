@@ -112,6 +112,8 @@ def test_keys_are_in_no_repr_and_in_no_log(file: Path, caplog: pytest.LogCapture
         (f"{KEY} @admin\n", "namespace '@admin'"),
         (f"{KEY} acme näme\n", "name 'näme'"),
         ("sha256:abc acme\n", "64 hexadecimal"),
+        (f"acme-of-long-name {KEY}+/=\n", "namespace 'a-ke...'"),
+        (f"{OTHER} acme {KEY}+/=\n", "name 'a-ke...'"),
         (f"{KEY} acme\n{KEY} globex\n", "line 2: this key stands there already"),
         (f"{KEY} acme web\n{OTHER} globex web\n", "line 2: the name 'web' is that of a key of"),
     ],
@@ -123,6 +125,35 @@ def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, said: str) -
     with pytest.raises(InvalidInputError, match=re.escape(said)) as raised:
         keys.ApiKeys.load(path)
     assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["SHA256:", "Sha256:", "sha256:"])
+@pytest.mark.parametrize("digits", ["A" * 64, "0" * 63, "0" * 65])
+def test_what_looks_like_a_digest_is_never_a_key_in_clear(
+    tmp_path: Path, word: str, digits: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{word}{digits} acme\n")
+    with pytest.raises(InvalidInputError, match="64 hexadecimal digits"):
+        keys.ApiKeys.load(path)
+
+
+@pytest.mark.parametrize("end", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_a_comment_ends_with_its_line_only(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(f"{KEY} acme\n# old: {end}{OTHER} globex\n".encode())
+    path.chmod(0o600)
+    found = keys.ApiKeys.load(path)
+    assert found.caller(KEY) == Caller("acme", found.known[0].caller.key_id)
+    assert found.caller(OTHER) is None
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(f"\ufeff{KEY} acme web\r\n{OTHER} acme web\r\n".encode())
+    path.chmod(0o600)
+    found = keys.ApiKeys.load(path)
+    assert found.caller(KEY) == found.caller(OTHER) == Caller("acme", "web")
 
 
 def test_keys_of_one_namespace_may_have_one_name(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class BuildSettings:
         dtype: "auto" for the checkpoint's own.
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
+        signing_key: File of the store's key, on every machine that works; None for that of the
+            environment, or none.
     """
 
     model: str
@@ -54,6 +56,7 @@ class BuildSettings:
     dtype: str = "auto"
     revision: str | None = None
     device: str | None = None
+    signing_key: str | None = None
 
     @property
     def is_remote(self) -> bool:
@@ -79,7 +82,7 @@ class BuildSettings:
             MissingExtraError: If the driver of the URL is not installed.
         """
         options = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
-        return open_store(self.store, codec=self.codec, **options)
+        return open_store(self.store, codec=self.codec, signing_key=self.signing_key, **options)
 
     def open_engine(self) -> Engine:
         """Load the model.
@@ -227,7 +230,8 @@ class Worker:
             on_missing()
             self._fill(batch, batch.missing)
         after = self.engine.store.stats()
-        lost = self._lost(batch) if after.put_failures > before.put_failures else set()
+        refused = after.put_failures + after.declined - before.put_failures - before.declined
+        lost = self._lost(batch) if refused else set()
         reason = after.last_failure or "the store dropped it"
         batch.failures += [Failure.of(batch.keys[key], f"was not kept: {reason}") for key in lost]
         failed = {failure.index for failure in batch.failures}

@@ -18,6 +18,7 @@ from kvcache_rag.serve import (
     rag,
     status,
 )
+from kvcache_rag.serve.bodies import Bodies
 from kvcache_rag.serve.lifecycle import AppContext, Exchanges
 from kvcache_rag.serve.middleware import Shell
 from kvcache_rag.serve.shutdown import Shutdown
@@ -84,6 +85,7 @@ def build_app(
         body_bytes=bounds.body_bytes,
         body_seconds=bounds.body_seconds,
         shutdown=context.shutdown,
+        bodies=Bodies(bounds.total_body_bytes),
     )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)

@@ -185,7 +185,8 @@ class Backend(Protocol):
             `cancelled`, `refused`, `service_seconds` (of a recent answer, or None), `batches` (how
             many, by size), `prefetch` (counts by name), `tiers`: a list with `tier`, `bytes` (held
             now; None where that is not known), `hits`, `bytes_read`, `bytes_written`, `seconds`,
-            `misses`, `puts`, `evictions`, `corrupt`, `put_failures`, `failures`.
+            `misses`, `puts`, `evictions`, `corrupt`, `untrusted`, `put_failures`, `declined`,
+            `failures`.
         """
         ...
 

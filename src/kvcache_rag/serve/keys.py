@@ -74,7 +74,7 @@ class ApiKeys:
             InvalidInputError: If it cannot be read, holds no key, or has a line that is no key.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8-sig")
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(
@@ -85,8 +85,19 @@ class ApiKeys:
             _LOG.warning(
                 "others may read the API keys in %s; restrict it by: chmod 600 %s", path, path
             )
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> ApiKeys:
+        """The keys of a file's text; `path` is named in errors.
+
+        Raises:
+            InvalidInputError: If it holds no key, or has a line that is no key.
+        """
         keys: dict[bytes, ApiKey] = {}
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Only "\n" ends a line: behind what else some programs end one at, a key could hide in what
+        # others show as a comment.
+        for number, line in enumerate(text.split("\n"), start=1):
             fields = line.split("#", 1)[0].split()
             if not fields:
                 continue
@@ -167,8 +178,10 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     key, namespace = fields[:2]
     _check_namespace(namespace, place)
     match = _DIGEST.fullmatch(key)
-    if key.startswith("sha256:") and match is None:
-        raise InvalidInputError(f"{place}: sha256: is followed by 64 hexadecimal digits")
+    if key.lower().startswith("sha256:") and match is None:
+        raise InvalidInputError(
+            f"{place}: sha256: is followed by 64 hexadecimal digits; write all of it in lower case"
+        )
     if match is None and len(key) < LEAST_LETTERS:
         raise InvalidInputError(
             f"{place}: a key of less than {LEAST_LETTERS} letters can be guessed; use a longer one"
@@ -177,7 +190,7 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     name = fields[2] if len(fields) == 3 else f"key-{digest.hex()[:8]}"
     if not _NAMESPACE.fullmatch(name):
         raise InvalidInputError(
-            f"{place}: the name {name!r} may have letters, digits, '.', '_' and '-' only"
+            f"{place}: the name {_shown(name)} may have letters, digits, '.', '_' and '-' only"
         )
     return ApiKey(digest, Caller(namespace, name))
 
@@ -195,9 +208,14 @@ def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
 def _check_namespace(namespace: str, place: str) -> None:
     if namespace != METRICS_NAMESPACE and not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
-            f"{place}: the namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' and "
-            f"'-', the first a letter or digit, or {METRICS_NAMESPACE}"
+            f"{place}: the namespace {_shown(namespace)} must be 1 to 63 letters, digits, '.', '_' "
+            f"and '-', the first a letter or digit, or {METRICS_NAMESPACE}"
         )
+
+
+def _shown(word: str) -> str:
+    """A word for messages; only the beginning of one that is long enough to be a misplaced key."""
+    return repr(word if len(word) < LEAST_LETTERS else f"{word[:4]}...")
 
 
 def _digest(key: str) -> bytes:

@@ -1,25 +1,23 @@
-"""From settings to a running server: model, store, backend, application, socket.
-
-Connections on which nothing is asked are closed after a while, so that they cannot pile up: of
-itself uvicorn gives up idle ones only behind a first answer, and none whose request never ends.
-"""
+"""From settings to a running server: model, store, backend, application, socket."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
 from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.connections import HEAD, patient
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
 from kvcache_rag.serve.shutdown import leave
@@ -37,83 +35,6 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.lifecycle import AppContext
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.stores import ChunkStore
-
-
-AUTO: Final = "auto"
-
-
-class Patient(asyncio.Protocol):
-    """Hands everything on to uvicorn, and looks from time to time whether something is asked.
-
-    Attributes:
-        seconds: Between two looks.
-        implementation: Uvicorn's class.
-    """
-
-    seconds: ClassVar[float]
-    implementation: ClassVar[Any]
-
-    def __init__(self, **options: Any) -> None:
-        """Take a connection; uvicorn says with which `options`."""
-        self._inner = self.implementation(**options)
-        self._transport: asyncio.BaseTransport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._seen: object = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._inner.connection_made(transport)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._inner.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
-
-    def eof_received(self) -> None:
-        self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look)
-
-    def _look(self) -> None:
-        # Uvicorn's name of a request and its answer; the last one stays when it is over.
-        cycle = self._inner.cycle
-        is_asked = cycle is not None and not cycle.response_complete
-        if not is_asked and cycle is self._seen and self._transport is not None:
-            self._transport.close()
-            return
-        self._seen = cycle
-        self._wait()
-
-
-def patient(limit: float, http: str = AUTO) -> type[Patient]:
-    """What speaks HTTP and waits so long for a request: `uvicorn.Config(http=patient(15.0))`.
-
-    Args:
-        limit: Seconds for which a connection may be silent, or take to send the head of a request;
-            up to twice that behind an answer.  An answer takes as long as it takes.
-        http: Name of uvicorn's implementation: "auto", "h11" or "httptools".
-    """
-    from uvicorn.config import HTTP_PROTOCOLS
-    from uvicorn.importer import import_from_string
-
-    places: dict[str, str] = dict(HTTP_PROTOCOLS)
-
-    class Configured(Patient):
-        seconds = limit
-        implementation = import_from_string(places[http])
-
-    return Configured
 
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")
@@ -156,9 +77,21 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             app = build_app(backend, settings, retriever=retriever)
             url = _url(listener)
             line = announcement(settings, url)
-            asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+            with frozen():
+                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
             if not app.state.context.shutdown.is_complete:
                 leave()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Leave out what is loaded wherever garbage is looked for: a model is a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -217,6 +150,7 @@ def open_store(settings: ServerSettings) -> ChunkStore:
         codec=settings.codec,
         max_bytes=None if limit is None else _rest(limit),
         memory=MemoryStore(_rest(settings.memory_bytes)),
+        signing_key=settings.signing_key,
     )
 
 
@@ -236,6 +170,7 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
         max_bytes=None if limit is None else limit // _PART,
         memory=memory,
         tier=f"{COMBINATIONS}-{kind}",
+        signing_key=settings.signing_key,
     )
 
 
@@ -364,6 +299,7 @@ def server_of(app: FastAPI) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             http=patient(_PATIENCE),
+            h11_max_incomplete_event_size=HEAD,
             timeout_keep_alive=2 * _PATIENCE,
         )
     )

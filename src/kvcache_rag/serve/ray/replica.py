@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import socket
 import time
@@ -62,6 +63,8 @@ class Replica:
         if threads:
             torch.set_num_threads(threads)
         self._backend = make(settings)
+        gc.collect()
+        gc.freeze()  # as `startup.frozen`, for as long as the process lives
         self._was_well = self._is_draining = False
 
     async def check_health(self) -> None:
