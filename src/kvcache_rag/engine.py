@@ -34,7 +34,7 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -418,6 +418,22 @@ class Engine:
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
         return self._renderer.render_chat(messages)
+
+    def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
+        """A prompt for `complete` of which users or documents brought parts.
+
+        Literals of control tokens are text in these parts, and control tokens elsewhere.  Whatever
+        is added to the prompt afterwards makes it an ordinary text again, all literals in it
+        control tokens.
+
+        Args:
+            write: Writes the prompt, with each brought part as its argument gives it; called
+                several times.
+
+        Raises:
+            InvalidInputError: If the tokenizer cannot tell a literal from a control token.
+        """
+        return self._renderer.compose(write)
 
     def tokenize(
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
