@@ -288,12 +288,12 @@ async def test_a_failure_behind_it_is_an_event_and_the_end() -> None:
         reply = await http.post(CHAT, json=chat(stream=True))
         whole = error_of(await http.post(CHAT, json=chat()), 500)
     assert reply.status_code == 200
-    role, text, error = data_of(reply.text)
+    role, text, error, done = data_of(reply.text)
     assert (role["choices"][0]["delta"]["role"], text["choices"][0]["delta"]) == (
         "assistant",
         {"content": "ye"},
     )
-    assert error == {"error": whole}
+    assert (error, done) == ({"error": whole}, "[DONE]")
 
 
 @pytest.mark.parametrize("script", [breaks, ends])

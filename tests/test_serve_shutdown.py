@@ -267,8 +267,13 @@ def test_what_never_began_is_told_as_well(path: str, stream: bool) -> None:
     app = build_app(backend, settings(grace=0.5), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     asks = {"/v1/completions": {"prompt": "Who?"}, "/v1/rag": {"question": "Who?"}}
     body = {"model": "tiny", **asks[path]} if path in asks else chat()
+
+    def end() -> None:
+        backend.has_begun.wait(DEADLINE)
+        server.end()
+
     with served(app) as server, httpx.Client(timeout=DEADLINE) as http:
-        threading.Thread(target=lambda: (backend.has_begun.wait(DEADLINE), server.end())).start()
+        threading.Thread(target=end).start()
         ensure_refused(http.post(server.url + path, json={**body, "stream": stream}))
 
 

@@ -96,6 +96,7 @@ def _guided(target: Target, executions: int, seconds: int, seed: int) -> Run:
             f"-dict={place / 'words'}",
             f"-artifact_prefix={found}/",
             f"-seed={seed or 1}",
+            "-len_control=0",  # seeds are not short, and are gone on from as they are
             "-timeout=20",
             "-rss_limit_mb=4096",
             "-print_final_stats=1",

@@ -4,8 +4,9 @@ Law: whatever the bytes are, they are refused by `CorruptChunkError`, or they gi
 that was asked for.  What the safetensors library reads in a file that is accepted is the same, and
 `store verify`, which knows of a file nothing but its name, finds no more in it than there is.
 
-An input that begins with "j" is the JSON of a header, before a payload that is right; any other is
-a whole file.
+An input that begins with "j" is the JSON of a header, before a payload that is right; one that
+begins with "p" the first bytes of a payload, behind a header that is right; any other is a whole
+file.
 """
 
 from __future__ import annotations
@@ -41,19 +42,24 @@ _PAYLOAD = _FILE[-_SPEC.payload :]
 
 
 def seeds() -> list[bytes]:
-    """The file of a chunk, and its header alone."""
-    return [_FILE, b"j" + _FILE[8 : -_SPEC.payload].replace(b" ", b"")]
+    """The file of a chunk, its header alone, and its payload alone."""
+    return [_FILE, b"j" + _FILE[8 : -_SPEC.payload].replace(b" ", b""), b"p" + _PAYLOAD]
 
 
-def framed(header: bytes) -> bytes:
-    """A file with that header, which is padded to whole pages."""
-    header += b" " * (-(len(header) + 8) % file.ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header + _PAYLOAD
+def framed(data: bytes) -> bytes:
+    """The file that an input stands for; a header is padded to whole pages."""
+    mark, rest = data[:1], data[1:]
+    if mark == b"j":
+        header = rest + b" " * (-(len(rest) + 8) % file.ALIGNMENT)
+        return struct.pack("<Q", len(header)) + header + _PAYLOAD
+    if mark == b"p":
+        return _FILE[: -_SPEC.payload] + rest + _PAYLOAD[len(rest) :]
+    return data
 
 
 def check(data: bytes) -> bool:
     """Whether the file is accepted."""
-    raw = framed(data[1:]) if data[:1] == b"j" else data
+    raw = framed(data)
     read = file.in_memory(raw)
     _check_facts(raw)
     try:

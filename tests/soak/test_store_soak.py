@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
 # Forks writers from one process, so that a writer need not import torch again.  A kill comes
-# before, within or after any of the first few writes.
+# before, within or after any of the first few writes; a writer says when one is done, since on a
+# busy machine no time is long enough for it.
 WRITERS = """
 import os, random, signal, sys, time
 import torch
@@ -39,6 +40,7 @@ pairs = [(key_of(chunk), chunk) for chunk in chunks]
 chance = random.Random(sys.argv[2])
 killed = 0
 for number in range(int(sys.argv[3])):
+    done, says = os.pipe()
     child = os.fork()
     if child == 0:
         random.Random(number).shuffle(pairs)
@@ -47,10 +49,15 @@ for number in range(int(sys.argv[3])):
             for key, chunk in pairs:
                 with store.locked([key]):
                     store.put(key, chunk)
+                os.write(says, b".")
                 store.claim(key, "writer")
                 store.release(key, "writer")
+    os.close(says)
+    for _ in range(chance.randrange(3)):
+        os.read(done, 1)
     time.sleep(chance.uniform(0.0, 0.03))
     os.kill(child, signal.SIGKILL)
+    os.close(done)
     killed += os.waitpid(child, 0)[1] == signal.SIGKILL
 print(killed)
 """

@@ -76,11 +76,6 @@ class Shutdown:
         """Whether nothing more is accepted."""
         return self._begun < NEVER
 
-    @property
-    def is_forced(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._forced < NEVER
-
     def signal(self) -> None:
         """Begin; or, if it was begun, come to the end.  May be called by a signal's handler."""
         if not self.is_begun:

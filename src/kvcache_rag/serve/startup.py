@@ -79,7 +79,7 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             line = announcement(settings, url)
             with frozen():
                 asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
-            if _is_stuck(app.state.context):
+            if not app.state.context.shutdown.is_complete:
                 leave()
 
 
@@ -324,14 +324,6 @@ def _reloading(context: AppContext) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-
-
-def _is_stuck(context: AppContext) -> bool:
-    """Whether something is still computed that the end of the process would wait for."""
-    settings, shutdown = context.settings, context.shutdown
-    # A Ray of our own ends with this process; in another one our replicas have to be removed.
-    has_ray = settings.replicas is not None and settings.ray_address is None
-    return not shutdown.is_complete or (has_ray and shutdown.is_forced)
 
 
 async def _announce(backend: Backend, announce: Callable[[], None]) -> None:

@@ -88,8 +88,8 @@ class Deadlines:
     Attributes:
         released: Chunks go whose last owner released them then or before.
         temporary: Unfinished files go that were last written then or before.
+        abandoned: Unfinished files count that were last written then or before.
         written: Chunks go that were written then or before; None for none.
-        abandoned: Unfinished files count whose writer was last seen then or before.
         future: A file dated later than this is of a clock that was wrong.  It counts as of now,
             and is dated so, for else it would never become old.
     """
@@ -171,9 +171,8 @@ def sweep(namespace: NamespaceFolder, when: Deadlines) -> Swept:
         for stripe in spec.stripes(dated=when.written is not None):
             for leftover in stripe.unfinished:
                 written = when.corrected(leftover.path, leftover.written)
-                if written <= when.temporary:
-                    folders.unlink(leftover.path)
-                elif written <= when.abandoned:
+                gone = written <= when.temporary and folders.unlink(leftover.path)
+                if written <= when.abandoned and not gone:
                     kept.append((written, leftover.nbytes, leftover.path))
             dropped += sum(_drop(file, when, kept) for file in stripe.files)
     for path in namespace.deletions():
