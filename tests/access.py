@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.stores.disk import file as disk_file
-
 if TYPE_CHECKING:
     from kvcache_rag import Engine, MemoryStore, RemoteStore
     from kvcache_rag.generation.answer import Answerer
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.worker import Engines
     from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stores.base import ChunkLayout
-    from kvcache_rag.stores.disk.file import FileFacts, ReadV
     from kvcache_rag.stores.remote.objects import Objects
     from kvcache_rag.stores.remote.transport import Transport
     from langchain_kvcache_rag import KVCacheChroma
@@ -111,9 +108,3 @@ def attention(config: Any) -> str:
     """The name of the attention that a model computes with."""
     name: str = config._attn_implementation
     return name
-
-
-# A chunk's file.
-def file_facts(read: ReadV, size: int, digest: str) -> FileFacts:
-    """What `store verify` reads in a header, of bytes that are no file."""
-    return disk_file._facts(read, size, digest)

@@ -2,7 +2,8 @@
 
 Law: whatever the bytes are, they are refused by `CorruptChunkError`, or they give the very chunk
 that was asked for.  What the safetensors library reads in a file that is accepted is the same, and
-`store verify`, which knows of a file nothing but its name, finds no more in it than there is.
+`store verify`, which knows of a file nothing but its name, finds no more in it than there is.  With
+a signing key no file is accepted but the one that was signed, byte by byte.
 
 An input that begins with "j" is the JSON of a header, before a payload that is right; one that
 begins with "p" the first bytes of a payload, behind a header that is right; any other is a whole
@@ -19,31 +20,40 @@ import safetensors
 import torch
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.errors import CorruptChunkError, UntrustedChunkError
 from kvcache_rag.stores.disk import file
-from tests import access
+from kvcache_rag.stores.signing import Mac, SigningKey
 from tests.chunks import LAYOUT, empty_chunk, key_of, make_chunk, same
+
+
+class _Key(SigningKey):
+    """Signs the same file the same way each time, so that there is one that it signed."""
+
+    def new_mac(self) -> Mac:
+        return Mac(self.id, "0" * 24)
+
 
 _CHUNK = make_chunk(tokens=2)
 _KEY = key_of(_CHUNK)
 _SPEC = file.file_spec(_KEY, LAYOUT, Native())
 _OUT = empty_chunk(2)
+_SECRET = _Key(b"a signing key of 32 bytes, or so")
 
 
-def _written() -> bytes:
+def _written(secret: SigningKey | None) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "chunk")
-        file.write_file(str(path), _CHUNK, _SPEC, Native())
+        file.write_file(str(path), _CHUNK, _SPEC, Native(), secret)
         return path.read_bytes()
 
 
-_FILE = _written()
+_FILE, _SIGNED = _written(None), _written(_SECRET)
 _PAYLOAD = _FILE[-_SPEC.payload :]
 
 
 def seeds() -> list[bytes]:
-    """The file of a chunk, its header alone, and its payload alone."""
-    return [_FILE, b"j" + _FILE[8 : -_SPEC.payload].replace(b" ", b""), b"p" + _PAYLOAD]
+    """The file of a chunk, the same signed, its header alone, and its payload alone."""
+    return [_FILE, _SIGNED, b"j" + _FILE[8 : -_SPEC.payload].replace(b" ", b""), b"p" + _PAYLOAD]
 
 
 def framed(data: bytes) -> bytes:
@@ -62,6 +72,7 @@ def check(data: bytes) -> bool:
     raw = framed(data)
     read = file.in_memory(raw)
     _check_facts(raw)
+    assert _is_trusted(raw) is (raw == _SIGNED), "what nobody signed was accepted, or the reverse"
     try:
         file.read_file(read, len(raw), _SPEC, Native(), _OUT)
     except CorruptChunkError:
@@ -73,14 +84,30 @@ def check(data: bytes) -> bool:
     return True
 
 
+def _is_trusted(raw: bytes) -> bool:
+    read = file.in_memory(raw)
+    try:
+        file.verify_bytes(read, len(raw), _KEY.digest, _SECRET)
+    except (CorruptChunkError, UntrustedChunkError):
+        is_verified = False
+    else:
+        is_verified = True
+    try:
+        file.read_file(read, len(raw), _SPEC, Native(), _OUT, _SECRET)
+    except (CorruptChunkError, UntrustedChunkError):
+        return is_verified
+    assert is_verified, "what is read is not verified"
+    return True
+
+
 def _check_facts(raw: bytes) -> None:
     try:
-        facts = access.file_facts(file.in_memory(raw), len(raw), _KEY.digest)
+        facts = file.facts_of(file.in_memory(raw), len(raw), _KEY.digest)
     except CorruptChunkError:
         return
-    assert facts.offset + facts.payload == len(raw)
+    assert facts.header.offset + facts.payload == len(raw)
     assert 0 <= facts.tokens * 4 <= facts.payload
-    assert facts.offset % file.ALIGNMENT == 0
+    assert facts.header.offset % file.ALIGNMENT == 0
 
 
 def _check_library(raw: bytes) -> None:

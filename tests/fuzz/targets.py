@@ -114,9 +114,14 @@ _CHAT: Final = tuple(
 TARGETS: Final = {
     target.name: target
     for target in (
-        Target("header", ("kvcache_rag.stores.disk",), (*_HEADER, *_JSON), 8192),
+        Target(
+            "header",
+            ("kvcache_rag.stores.disk", "kvcache_rag.stores.signing"),
+            (*_HEADER, *_JSON),
+            8192,
+        ),
         Target("keys", ("kvcache_rag.serve.keys",), _KEYS, 2048),
-        Target("scanner", ("kvcache_rag.serve.limits", "tests.fuzz.scanner"), _JSON, 1024),
+        Target("scanner", ("kvcache_rag.serve.bodies", "tests.fuzz.scanner"), _JSON, 1024),
         Target("schema", ("kvcache_rag.serve",), (*_CHAT, *_JSON), 2048),
     )
 }
