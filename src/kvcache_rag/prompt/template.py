@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +77,9 @@ class PromptTemplate:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_settings(PromptTemplate, vars(self))
+        for name in TEXT_FIELDS:
+            check_name(f"text of PromptTemplate.{name}", getattr(self, name))
         for name, needed in (("question", ("{question}",)), ("refine", ("{question}", "{answer}"))):
             missing = [field_ for field_ in needed if field_ not in getattr(self, name)]
             if missing:

@@ -13,12 +13,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    check_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -337,8 +343,11 @@ def check_key(key: ChunkKey) -> ChunkKey:
     """Return the key.
 
     Raises:
-        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits, or its
+            namespace no text.
     """
+    if not isinstance(key.namespace, str) or not key.namespace.isascii():
+        check_name("namespace", key.namespace)
     for part, value in (("digest", key.digest), ("spec", key.spec)):
         if not _DIGEST.fullmatch(value):
             raise InvalidInputError(
@@ -390,7 +399,7 @@ def check_ttl(ttl: float | None) -> float | None:
     Raises:
         InvalidInputError: If it is not above zero.
     """
-    if ttl is not None and not ttl > 0:
+    if ttl is not None and not (isinstance(ttl, Real) and ttl > 0):
         raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
     return ttl
 

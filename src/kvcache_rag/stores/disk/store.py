@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError, check_name, check_settings
 from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
     LEAST_PAUSE,
@@ -31,7 +31,13 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
+from kvcache_rag.stores.disk.eviction import (
+    DiskLimits,
+    Quota,
+    Sweeper,
+    check_quota,
+    delete_namespace,
+)
 from kvcache_rag.stores.disk.file import (
     ALIGNMENT,
     FileSpec,
@@ -52,6 +58,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+
+
+_ENDLESS = ("ttl", "release_grace", "temp_age")
 
 
 class DiskStore(ChunkStore):
@@ -96,8 +105,13 @@ class DiskStore(ChunkStore):
         """Open a folder; one that cannot be written serves what it holds.
 
         Raises:
-            InvalidInputError: If `root` is a file or below one, or `ttl` is not above zero.
+            InvalidInputError: If `root` is a file or below one, `ttl` is not above zero, or a
+                setting is of another type.
         """
+        check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
+        check_quota(quota)
+        if namespace is not None:
+            check_name("namespace", namespace)
         self.root = Path(os.path.abspath(root))
         self.namespace = namespace
         self.max_bytes = max_bytes

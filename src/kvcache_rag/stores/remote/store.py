@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError, check_name, check_settings
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
@@ -105,6 +105,7 @@ class RemoteStore(ChunkStore):
             InvalidInputError: If the URL or a number cannot be used.
             MissingExtraError: If the driver is not installed.
         """
+        check_settings(RemoteStore.__init__, locals(), infinite=("pause", "release_grace"))
         if timeout <= 0 or retries < 0 or pause < 0:
             raise InvalidInputError("timeout must be above 0, retries and pause not below it")
         options = dict(storage_options or {})
@@ -199,6 +200,7 @@ class RemoteStore(ChunkStore):
         Raises:
             OSError: If something is left, or the remote does not answer.
         """
+        check_name("namespace", namespace)
         call = partial(self._objects.delete_namespace, namespace=namespace)
         dropped = self._run(call, timeout=_LONG)
         wipe()
