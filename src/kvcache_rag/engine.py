@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.generation.answer import Answerer, Asked
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
@@ -111,6 +117,8 @@ class Engine:
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
+        check_settings(Engine.__init__, self._options)
+        check_name("namespace", namespace)
         checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
@@ -196,7 +204,7 @@ class Engine:
         Nothing is measured anew, and nothing waits for the model, which works for one at a time.
         """
         other = copy.copy(self)
-        other.namespace = namespace
+        other.namespace = check_name("namespace", namespace)
         other.auxiliary = _scorer_of(self.auxiliary, namespace)
         own = self.policy.auxiliary
         if own is not None:

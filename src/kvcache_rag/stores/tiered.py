@@ -6,7 +6,7 @@ import time
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
 from kvcache_rag.stores.base import ChunkStore, Counters, Hit, StoreStats, check_key, joined
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 from kvcache_rag.stores.locks import HeldEpochs, in_a_hurry
@@ -55,6 +55,7 @@ class TieredStore(ChunkStore):
             InvalidInputError: If there is none, or none of a name in `write_back`, or if two of
                 them write different codecs.
         """
+        check_settings(TieredStore.__init__, locals())
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
         names = [store.tier for store in stores]
