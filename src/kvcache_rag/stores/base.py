@@ -409,7 +409,8 @@ def check_ttl(ttl: float | None) -> float | None:
         InvalidInputError: If it is not above zero.
     """
     given: Any = ttl  # of callers without a type checker
-    if given is not None and not (isinstance(given, Real) and given > 0):
+    is_number: bool = isinstance(given, Real)
+    if given is not None and not (is_number and given > 0):
         raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
     return ttl
 
