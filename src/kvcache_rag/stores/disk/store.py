@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _UNLIMITED = nullcontext(True)
 
+_SIZES = 4096  # how many sizes of files are remembered
+
 
 class DiskStore(ChunkStore):
     """Chunks as files under `root`; any number of threads and processes may use it at once.
@@ -118,6 +120,7 @@ class DiskStore(ChunkStore):
         self._reservations = Reservations(
             self._root, self._limits, partial(self._counters.add, "evictions")
         )
+        self._sizes: dict[tuple[ChunkLayout, int, int], int] = {}  # of files
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
@@ -202,7 +205,7 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        room = self._room(key.namespace, spec) if self._is_limited else _UNLIMITED
+        room = self._room(key, chunk, spec) if self._is_limited else _UNLIMITED
         if room is None:
             return False
         try:
@@ -363,14 +366,21 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _room(self, namespace: str, spec: FileSpec) -> AbstractContextManager[bool] | None:
+    def _room(
+        self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec
+    ) -> AbstractContextManager[bool] | None:
         """Room for a file; None, counted, if it may not be kept at all."""
-        limit = self._limits.largest(namespace)
+        limit = self._limits.largest(key.namespace)
         if limit is None:
             return _UNLIMITED
-        size = spec.nbytes
+        shape = (chunk.layout, key.tokens, key.start)
+        size = self._sizes.get(shape)
+        if size is None:
+            if len(self._sizes) >= _SIZES:
+                self._sizes.clear()
+            size = self._sizes[shape] = spec.nbytes
         if size <= limit:
-            return self._reservations.room(namespace, size)
+            return self._reservations.room(key.namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
         self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
         return None
