@@ -343,6 +343,9 @@ class SilentBackend:
         """One."""
         return ["tiny"]
 
+    async def drain(self) -> None:
+        return None
+
     async def close(self) -> None:
         """Nothing to close."""
 

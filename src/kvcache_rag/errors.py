@@ -3,7 +3,8 @@
     KVCacheRagError
     ├── UnsupportedModelError     the model's cache cannot be captured or moved: layer and reason
     ├── ChunkNotFoundError        the store does not hold the key: a miss, never a failed question
-    │   └── CorruptChunkError     it held something else, which was put aside
+    │   ├── CorruptChunkError     it held something else, which was put aside
+    │   └── UntrustedChunkError   it holds what the signing key did not sign, which is left alone
     ├── FingerprintMismatchError  a key belongs to another model, prefix or namespace
     ├── ContextTooLongError       a chunk or a prompt does not fit the context window
     ├── InvalidInputError         an argument cannot be used (also a ValueError)
@@ -29,6 +30,10 @@ class ChunkNotFoundError(KVCacheRagError):
 
 class CorruptChunkError(ChunkNotFoundError):
     """The stored bytes are not those of the chunk asked for; they were put aside."""
+
+
+class UntrustedChunkError(ChunkNotFoundError):
+    """The stored file is not signed by the key of this store; it was left as it is."""
 
 
 class FingerprintMismatchError(KVCacheRagError):

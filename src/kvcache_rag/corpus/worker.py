@@ -43,6 +43,8 @@ class BuildSettings:
         dtype: "auto" for the checkpoint's own.
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
+        signing_key: File of the store's key, on every machine that works; None for that of the
+            environment, or none.
     """
 
     model: str
@@ -54,6 +56,7 @@ class BuildSettings:
     dtype: str = "auto"
     revision: str | None = None
     device: str | None = None
+    signing_key: str | None = None
 
     @property
     def is_remote(self) -> bool:
@@ -79,7 +82,7 @@ class BuildSettings:
             MissingExtraError: If the driver of the URL is not installed.
         """
         options = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
-        return open_store(self.store, codec=self.codec, **options)
+        return open_store(self.store, codec=self.codec, signing_key=self.signing_key, **options)
 
     def open_engine(self) -> Engine:
         """Load the model.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, MemoryStore
+    from kvcache_rag.stores.signing import KeySource
     from kvcache_rag.verdict import Gate, Verdict
 
 
@@ -212,6 +213,7 @@ def open_engine(
     context_window: int | None = None,
     gate: str | os.PathLike[str] | None = None,
     rotation: RotationMode | None = None,
+    signing_key: KeySource = None,
 ) -> Engine:
     """Load what the settings describe.
 
@@ -228,10 +230,12 @@ def open_engine(
         context_window: Lower it to keep prompts short; None for the model's own.
         gate: File that `kvcache-rag verify` wrote (see `Engine`).
         rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
+        signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
+            (`KVCACHE_RAG_SIGNING_KEY`), or none.
 
     Raises:
-        InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes without
-            its tokenizer.
+        InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its
+            tokenizer, or the key cannot be used.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
     from kvcache_rag.stores import MemoryStore
@@ -254,4 +258,7 @@ def open_engine(
         gate=gate,
         rotation=rotation,
     )
-    return settings.open(open_store(kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore()))
+    store = open_store(
+        kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key
+    )
+    return settings.open(store)

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    UntrustedChunkError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,12 +46,13 @@ class Hit:
 class StoreStats:
     """Counters since the store was opened, in this process.
 
-    Every `get` counts once: as a hit, a miss or a corrupt file.
+    Every `get` counts once: as a hit, a miss, a corrupt or an untrusted file.
 
     Attributes:
         hits: Chunks given back, per tier.
         misses: Keys that were not held, or could not be read.
         corrupt: Files quarantined because they were not what they should be.
+        untrusted: Files left alone because the store's signing key did not sign them.
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
@@ -72,6 +78,7 @@ class StoreStats:
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    untrusted: int = 0
     declined: int = 0
 
 
@@ -112,6 +119,8 @@ class ChunkStore(ABC):
             ChunkNotFoundError: If the key is not held.
             CorruptChunkError: If it was held but is damaged or not this chunk; it is quarantined
                 first.
+            UntrustedChunkError: If the store has a signing key, which did not sign what it holds;
+                that is left as it is.
             InvalidInputError: If the key or `out` cannot be used.
         """
 
@@ -456,6 +465,7 @@ class Counters:
 
         Raises:
             CorruptChunkError: For a `CorruptChunkError`.
+            UntrustedChunkError: For an `UntrustedChunkError`.
             ChunkNotFoundError: For an `OSError`.
         """
         try:
@@ -463,6 +473,9 @@ class Counters:
         except CorruptChunkError as error:
             self.add("corrupt")
             raise CorruptChunkError(f"{damaged}, prefill it: {error}") from None
+        except UntrustedChunkError as error:
+            self.add("untrusted")
+            raise UntrustedChunkError(f"{absent}, prefill it: {error}") from None
         except OSError as error:
             self.add("misses")
             raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
@@ -521,4 +534,5 @@ def joined(own: StoreStats, tiers: Sequence[StoreStats], put_failures: int) -> S
         bytes_read=added(tier.bytes_read for tier in tiers),
         bytes_written=added(tier.bytes_written for tier in tiers),
         seconds=added(tier.seconds for tier in tiers),
+        untrusted=sum(tier.untrusted for tier in tiers),
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.stores.disk.folders import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -102,6 +103,7 @@ def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator
             # NotImplementedError: a file system without locks.
             with suppress(OSError, NotImplementedError):
                 prepare(os.path.dirname(path))
+                check_file(path)
                 stack.enter_context(FileLock(path, mode=0o600))
         yield
 
@@ -133,6 +135,7 @@ def try_file(path: str, patience: float = 0.0) -> Iterator[bool]:
     """
     lock = FileLock(path, mode=0o600)
     try:
+        check_file(path)
         lock.acquire(timeout=patience, poll_interval=_POLL)
     except Timeout:
         yield False

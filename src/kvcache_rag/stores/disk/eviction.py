@@ -7,7 +7,6 @@ limit, what killed writers left; and a whole namespace, so that nothing comes ba
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -308,26 +307,16 @@ def delete_namespace(folder: str, *, durable: bool) -> int:
     """
     dropped = 0
     try:
-        _grow(folder, durable=durable)
+        folders.grow_epoch(folder, durable=durable)
     except OSError:
         # The disk may be full: make room and try again.
         dropped = _purge(folder)
-        _grow(folder, durable=durable)
+        folders.grow_epoch(folder, durable=durable)
     dropped += _purge(folder)
-    _grow(folder, durable=durable)
+    folders.grow_epoch(folder, durable=durable)
     if durable:
         folders.sync_folder(folder)
     return dropped
-
-
-def _grow(folder: str, *, durable: bool) -> None:
-    path = f"{folder}/{folders.EPOCH}"
-    later = max(folders.epoch(folder) + 1, time.time_ns())
-    with folders.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
-        os.write(descriptor, b".")
-        folders.set_times(path, (later, later))
-        if durable:
-            os.fsync(descriptor)
 
 
 def _purge(folder: str) -> int:
@@ -335,9 +324,8 @@ def _purge(folder: str) -> int:
     names = sorted(os.listdir(folder), key=lambda name: name == folders.QUARANTINE)
     for name in dict.fromkeys([*names, folders.QUARANTINE]):
         if name != folders.EPOCH and not name.startswith(folders.DELETED):
-            away = f"{folder}/{folders.DELETED}{secrets.token_hex(16)}"
             with suppress(FileNotFoundError):
-                os.rename(f"{folder}/{name}", away)
+                os.rename(f"{folder}/{name}", folders.deleted_path(folder))
     # All of it, also what another deletion took away a moment before and has not removed yet, and
     # again, because a system call that began before the renaming may still add a file.
     dropped = 0

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    UntrustedChunkError,
+)
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
     LEAST_PAUSE,
     ChunkStore,
@@ -36,14 +42,17 @@ from kvcache_rag.stores.disk.file import (
     LayerFile,
     check_header,
     empty_chunk,
+    file_facts,
     file_spec,
     is_layered,
     positional,
     read_file,
+    verify_file,
     write_file,
 )
 from kvcache_rag.stores.disk.reservations import Reservations
 from kvcache_rag.stores.locks import HeldEpochs, hold_files
+from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.signing import KeySource
 
 _UNLIMITED = nullcontext(True)
 
@@ -81,6 +91,7 @@ class DiskStore(ChunkStore):
         release_grace: Seconds between the release of a chunk and its end.
         temp_age: Age in seconds from which unfinished files count as left over.
         tier: Name under which hits are counted.
+        signing_key: What files are signed by and have to be signed by; None without one.
     """
 
     def __init__(
@@ -96,11 +107,17 @@ class DiskStore(ChunkStore):
         release_grace: float = 600.0,
         temp_age: float = 3600.0,
         tier: str = "disk",
+        signing_key: KeySource = None,
     ) -> None:
         """Open a folder; one that cannot be written serves what it holds.
 
+        Without `signing_key` that of the environment (`KVCACHE_RAG_SIGNING_KEY`) holds, if there is
+        one.
+
         Raises:
-            InvalidInputError: If `root` is a file or below one, or `ttl` is not above zero.
+            InvalidInputError: If `root` is a file or below one, `ttl` is not above zero, or the key
+                cannot be used.
+            MissingExtraError: If there is a key and `cryptography` is not installed.
         """
         self.root = Path(os.path.abspath(root))
         self.namespace = namespace
@@ -111,6 +128,7 @@ class DiskStore(ChunkStore):
         self.release_grace = release_grace
         self.temp_age = temp_age
         self.tier = tier
+        self.signing_key = SigningKey.of(signing_key)
         self._codec = codec or Native()
         self._root = str(self.root)
         self._counters = Counters()
@@ -129,6 +147,7 @@ class DiskStore(ChunkStore):
         self._due = time.monotonic() + LEAST_PAUSE
         try:
             folders.make_folder(self._root, self._root)
+            notices.check_open(self._root, self._root, os.stat(self._root).st_mode)
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
@@ -136,11 +155,12 @@ class DiskStore(ChunkStore):
 
     def __repr__(self) -> str:
         """The call that made it."""
+        signing = "" if self.signing_key is None else f", signing_key={self.signing_key!r}"
         return (
             f"DiskStore({self._root!r}, namespace={self.namespace!r}, "
             f"max_bytes={self.max_bytes}, quota={self.quota!r}, ttl={self.ttl}, "
             f"durable={self.durable}, codec={self._codec!r}, release_grace={self.release_grace}, "
-            f"temp_age={self.temp_age}, tier={self.tier!r})"
+            f"temp_age={self.temp_age}, tier={self.tier!r}{signing})"
         )
 
     @property
@@ -165,7 +185,14 @@ class DiskStore(ChunkStore):
             descriptor, status = self._open(stem)
             try:
                 with folders.quarantining(stem, status):
-                    read_file(positional(descriptor), status.st_size, spec, self._codec, out)
+                    read_file(
+                        positional(descriptor),
+                        status.st_size,
+                        spec,
+                        self._codec,
+                        out,
+                        self.signing_key,
+                    )
             finally:
                 os.close(descriptor)
         self._found(stem, status, time.perf_counter() - started)
@@ -195,6 +222,7 @@ class DiskStore(ChunkStore):
                     self.tier,
                     guard,
                     lambda seconds: self._found(stem, status, opening + seconds),
+                    self.signing_key,
                 )
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
@@ -214,7 +242,7 @@ class DiskStore(ChunkStore):
                     self._counters.declined("another process was making room; the chunk was used")
                     return False
                 size = self._write(stem, chunk, spec)
-        except (OSError, SafetensorError, CorruptChunkError) as error:
+        except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         self._counters.kept(self.tier, size)
@@ -223,12 +251,22 @@ class DiskStore(ChunkStore):
         return True
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether there is a file for the key that is not too old; it is not opened."""
-        with suppress(OSError):
-            status = os.lstat(self._checked(key) + folders.SUFFIX)
+        """Whether there is a file for the key that is not too old.
+
+        It is opened only where there is a signing key: what does not name that key is not held.
+        """
+        try:
+            path = self._checked(key) + folders.SUFFIX
+            status = os.lstat(path)
             self._check_age(status)
-            return stat.S_ISREG(status.st_mode)
-        return False
+            if self.signing_key is not None:
+                file_facts(path, key.digest, self.signing_key)
+        except PermissionError:
+            notices.denied(self._root, self._root)
+            return False
+        except (OSError, ChunkNotFoundError):
+            return False
+        return stat.S_ISREG(status.st_mode)
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""
@@ -337,16 +375,16 @@ class DiskStore(ChunkStore):
             OSError: If there is no file, it is too old, or it cannot be read.
         """
         path = stem + folders.SUFFIX
-        folders.check_folder(self._root, os.path.dirname(path))
         try:
-            descriptor = folders.open_itself(path, folders.READ)
-        except OSError as error:
-            if error.errno not in folders.NOT_A_FILE:
-                raise
+            folders.check_folder(self._root, os.path.dirname(path))
+            descriptor, status = folders.open_file(path, folders.READ)
+        except PermissionError:
+            notices.denied(self._root, path)
+            raise
+        except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
-                raise
+                raise CorruptChunkError(f"it is not a file: {error}") from None
         try:
-            status = os.fstat(descriptor)
             self._check_age(status)
         except BaseException:
             os.close(descriptor)
@@ -391,14 +429,19 @@ class DiskStore(ChunkStore):
         Raises:
             OSError: If it cannot be written; also `SafetensorError`, as on a full disk.
             CorruptChunkError: If safetensors wrote another header than readers expect.
+            UntrustedChunkError: If what the signing key did not sign is in its place.
         """
         check = self._epoch_check(stem)
+        if self.signing_key is not None:
+            self._check_place(stem, self.signing_key)
         folder = os.path.dirname(stem)
         folders.make_folder(self._root, folder)
         temporary = folders.temporary_path(folder)
         try:
-            write_file(temporary, chunk, spec, self._codec)
+            write_file(temporary, chunk, spec, self._codec, self.signing_key)
             size = self._finish(temporary, spec)
+            if self.signing_key is not None:  # again: the file took a while
+                self._check_place(stem, self.signing_key)
             check()
             os.replace(temporary, stem + folders.SUFFIX)
         finally:
@@ -407,6 +450,22 @@ class DiskStore(ChunkStore):
             folders.sync_folder(folder)
         self._manifests.publish(os.path.dirname(folder))
         return size
+
+    def _check_place(self, stem: str, key: SigningKey) -> None:
+        """Refuse to replace what the signing key did not sign.
+
+        Raises:
+            UntrustedChunkError: If there is such a file.
+        """
+        try:
+            verify_file(stem + folders.SUFFIX, os.path.basename(stem), key)
+        except UntrustedChunkError as error:
+            raise UntrustedChunkError(
+                f"the file in its place is left alone: {error}; adopt it by `kvcache-rag store "
+                "sign`, or remove it"
+            ) from None
+        except (OSError, CorruptChunkError):
+            return  # there is none, or a damaged one
 
     def _finish(self, temporary: str, spec: FileSpec) -> int:
         with folders.opened(temporary, folders.WRITE) as descriptor:
