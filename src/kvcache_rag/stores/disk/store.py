@@ -47,6 +47,7 @@ from kvcache_rag.stores.disk.file import (
     is_layered,
     positional,
     read_file,
+    spec_bytes,
     verify_file,
     write_file,
 )
@@ -416,7 +417,7 @@ class DiskStore(ChunkStore):
         if size is None:
             if len(self._sizes) >= _SIZES:
                 self._sizes.clear()
-            size = self._sizes[shape] = spec.nbytes
+            size = self._sizes[shape] = spec_bytes(spec, self.signing_key)
         if size <= limit:
             return self._reservations.room(key.namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
