@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.stores.disk import file as disk_file
+
 if TYPE_CHECKING:
     from kvcache_rag import Engine, MemoryStore, RemoteStore
     from kvcache_rag.generation.answer import Answerer
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.worker import Engines
     from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stores.base import ChunkLayout
+    from kvcache_rag.stores.disk.file import FileFacts, ReadV
     from kvcache_rag.stores.remote.objects import Objects
     from kvcache_rag.stores.remote.transport import Transport
     from langchain_kvcache_rag import KVCacheChroma
@@ -108,3 +111,9 @@ def attention(config: Any) -> str:
     """The name of the attention that a model computes with."""
     name: str = config._attn_implementation
     return name
+
+
+# A chunk's file.
+def file_facts(read: ReadV, size: int, digest: str) -> FileFacts:
+    """What `store verify` reads in a header, of bytes that are no file."""
+    return disk_file._facts(read, size, digest)

@@ -426,8 +426,15 @@ class Engine:
         return self._renderer.tokenize(question, chunks, history)
 
     def tokenize_text(self, prompt: str) -> tuple[int, ...]:
-        """The ids that `complete` continues."""
+        """The ids that `complete` continues, literals of control tokens read as such.
+
+        In what `render_chat` wrote, those that a message brought are text.
+        """
         return self._renderer.text_ids(prompt)
+
+    def brought_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a text of users or documents by itself, to count or to cut it."""
+        return self._renderer.brought_ids(text)
 
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.

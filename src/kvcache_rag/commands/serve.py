@@ -96,6 +96,9 @@ def _add_waiting(group: Any) -> None:
     group.add_argument("--max-batch", type=int, metavar="N", help="answered together (default: 8)")
     group.add_argument("--max-waiting", type=int, metavar="N", help="beyond, 503 (default: 256)")
     group.add_argument("--heartbeat", type=float, metavar="SECONDS", help="of silent streams")
+    group.add_argument(
+        "--grace", type=float, metavar="SECONDS", help="for answers when it ends (default: 10)"
+    )
 
 
 def add_retrieval_arguments(group: Any) -> None:
@@ -114,6 +117,7 @@ def _add_limits(group: Any) -> None:
         ("document-bytes", "bytes of one document"),
         ("body-bytes", "bytes of the body"),
         ("body-seconds", "seconds in which the body has to come"),
+        ("total-body-bytes", "bytes of the bodies of all requests"),
         ("prompt-tokens", "tokens of the prompt"),
         ("answer-tokens", "tokens of the answer"),
         ("concurrency", "requests of one namespace at a time"),

@@ -1,4 +1,4 @@
-"""`kvcache-rag store ls | du | verify | sign | gc DIR`: look after a folder, without a model."""
+"""`kvcache-rag store ACTION DIR`: look after a folder of chunks, without a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvcache_rag.commands import garbage
+from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.collections import add_place, is_placed
 from kvcache_rag.commands.listing import (
     add_signing_key,
     duration,
     model_name,
     moment,
+    plain,
     plural,
     size,
     table,
@@ -92,7 +93,8 @@ class Summary:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|du|verify|sign|gc")
+    names = "ls|du|verify|sign|gc|fix-permissions"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", help="what is there, by namespace and model")
     add_place(ls)
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
@@ -109,7 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_signing_key(action)
     gc = actions.add_parser("gc", help="release what no row refers to any more")
     garbage.add_arguments(gc)
-    for action in (ls, du, verify, sign, gc):
+    restrict = actions.add_parser(
+        "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
+    )
+    for action in (ls, du, verify, sign, gc, restrict):
         action.add_argument("folder", metavar="DIR", help="folder of the store")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
@@ -120,7 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; 0, or 1 if `verify` or `sign` found a file that is not right."""
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
-    actions = {"ls": _list, "du": _measure, "verify": _verify, "sign": _sign, "gc": garbage.run}
+    actions = {
+        "ls": _list,
+        "du": _measure,
+        "verify": _verify,
+        "sign": _sign,
+        "gc": garbage.run,
+        "fix-permissions": permissions.run,
+    }
     return actions[arguments.action](arguments)
 
 
@@ -174,7 +186,7 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
     return {
         "spec": spec.name,
         **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
-        "codec": spec.manifest.get("codec") or _codec_of(found.sample),
+        "codec": str(spec.manifest.get("codec") or _codec_of(found.sample)),
         "prefix_tokens": spec.manifest.get("prefix_tokens"),
         "created": spec.manifest.get("created"),
         **{name: getattr(found, name) for name in fields},
@@ -248,7 +260,7 @@ def _list_chunks(
         owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
         tokens = "?" if values["tokens"] is None else values["tokens"]
         columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
-        print(chunk.digest, *columns, sep="  ")
+        print(chunk.digest, *map(plain, columns), sep="  ")
 
 
 def _tokens(chunk: StoredFile) -> int | None:
@@ -410,8 +422,8 @@ def _reported(chunk: StoredFile) -> Iterator[list[Outcome]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        print(f"{chunk.path}: cannot be read: {error.strerror or error}", flush=True)
+        print(f"{plain(chunk.path)}: cannot be read: {error.strerror or error}", flush=True)
         failed.append("unreadable")
     except (CorruptChunkError, UntrustedChunkError) as error:
-        print(f"{chunk.path}: {error}", flush=True)
+        print(plain(f"{chunk.path}: {error}"), flush=True)
         failed.append("damaged" if isinstance(error, CorruptChunkError) else "untrusted")

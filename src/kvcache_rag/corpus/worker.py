@@ -230,7 +230,8 @@ class Worker:
             on_missing()
             self._fill(batch, batch.missing)
         after = self.engine.store.stats()
-        lost = self._lost(batch) if after.put_failures > before.put_failures else set()
+        refused = after.put_failures + after.declined - before.put_failures - before.declined
+        lost = self._lost(batch) if refused else set()
         reason = after.last_failure or "the store dropped it"
         batch.failures += [Failure.of(batch.keys[key], f"was not kept: {reason}") for key in lost]
         failed = {failure.index for failure in batch.failures}

@@ -67,6 +67,7 @@ _STORE: Final = {
     "corrupt": "Files put aside because they were damaged",
     "untrusted": "Files left alone because the signing key did not sign them",
     "put_failures": "Chunks that a tier could not keep",
+    "declined": "Chunks not kept because a tier's limit left no room in time",
     "failures": "Operations of a remote tier that failed",
 }
 

@@ -56,9 +56,11 @@ class StoreStats:
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
+        declined: Chunks that were used and not kept, because a limit left no room for them in time:
+            another process was dropping what is too much.
         evictions: Chunks dropped to stay under the limit, or after their last owner released them.
-        last_failure: What the last failed write said, or the last failed operation of a remote;
-            "" when none failed.
+        last_failure: What the last write that failed or was declined said, or the last failed
+            operation of a remote; "" when none failed.
         failures: Operations of a remote that failed, ran out of time or were skipped after such.
         bytes_read: Bytes of the hits, per tier: file bytes, or tensors and token ids in memory.
         bytes_written: Bytes of the chunks written, per tier.
@@ -77,6 +79,7 @@ class StoreStats:
     bytes_written: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     untrusted: int = 0
+    declined: int = 0
 
 
 class ChunkStore(ABC):
@@ -137,8 +140,9 @@ class ChunkStore(ABC):
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Keep a chunk; True when it is kept.
 
-        A failure to write is counted in `stats`, never raised.  An older chunk of the same key is
-        replaced; readers see the old one or the new one, never a mixture.
+        A failure to write is counted in `stats`, never raised.  A chunk larger than a limit is
+        never kept; one for which there is no room in time is declined.  An older chunk of the same
+        key is replaced; readers see the old one or the new one, never a mixture.
         """
 
     @abstractmethod
@@ -482,6 +486,12 @@ class Counters:
             self._counts["put_failures"] += 1
             self._last_failure = reason
 
+    def declined(self, reason: str) -> None:
+        """Count a chunk for which there was no room in time."""
+        with self._lock:
+            self._counts["declined"] += 1
+            self._last_failure = reason
+
     def note(self, reason: str) -> None:
         """Remember why writing will fail, before anything was written."""
         with self._lock:
@@ -518,6 +528,7 @@ def joined(own: StoreStats, tiers: Sequence[StoreStats], put_failures: int) -> S
         puts=own.puts,
         put_failures=put_failures,
         evictions=sum(tier.evictions for tier in tiers),
+        declined=sum(tier.declined for tier in tiers),
         last_failure=next((t.last_failure for t in reversed(tiers) if t.last_failure), ""),
         failures=sum(tier.failures for tier in tiers),
         bytes_read=added(tier.bytes_read for tier in tiers),

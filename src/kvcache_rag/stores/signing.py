@@ -19,12 +19,11 @@ import hmac
 import os
 import re
 import secrets
-import stat
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UntrustedChunkError
-from kvcache_rag.stores.disk.folders import NOT_A_FILE, READ, opened
+from kvcache_rag.stores.disk.folders import READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +188,7 @@ class SigningKey:
                 content = os.read(descriptor, _MOST_BYTES + 1)
         except OSError as error:
             reason = error.strerror
-            if error.errno in NOT_A_FILE:
+            if isinstance(error, NotAFileError):
                 reason = "it is a link or no file"
             raise InvalidInputError(
                 f"the file of the signing key cannot be read: {reason}; name one that its owner "
@@ -244,8 +243,6 @@ def _derived(secret: bytes, use: bytes, size: int) -> bytes:
 
 
 def _check_private(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(NOT_A_FILE[0], "")
     if os.name == "posix" and status.st_mode & 0o077:
         raise InvalidInputError(
             "others may read or write the file of the signing key; restrict it by: chmod 600 FILE"

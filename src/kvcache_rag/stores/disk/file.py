@@ -30,7 +30,7 @@ from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedCh
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
 from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
-from kvcache_rag.stores.disk.folders import NEW, NOT_A_FILE, READ, opened
+from kvcache_rag.stores.disk.folders import NEW, READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -92,6 +92,12 @@ class FileSpec:
     header: dict[str, Any]
     payload: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file: the payload behind a header of whole pages."""
+        metadata = _complete(self, checksum="0" * 32)
+        return 8 + len(canonical_json({**self.header, "__metadata__": metadata})) + self.payload
+
 
 def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
     """What the file of `key` must hold.
@@ -124,14 +130,12 @@ def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
 
 
 def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
-    """Bytes of the file of a chunk of `tokens` tokens: the payload behind a header of whole pages.
+    """Bytes of the file of a chunk of `tokens` tokens.
 
     Raises:
         InvalidInputError: If the layout's dtype cannot be stored, or not by this codec.
     """
-    spec = file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec)
-    metadata = _complete(spec, checksum="0" * 32)
-    return 8 + len(canonical_json({**spec.header, "__metadata__": metadata})) + spec.payload
+    return file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec).nbytes
 
 
 def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
@@ -743,9 +747,7 @@ def regular(path: str) -> Iterator[int]:
     try:
         with opened(path, READ) as descriptor:
             yield descriptor
-    except OSError as error:
-        if error.errno not in NOT_A_FILE:
-            raise
+    except NotAFileError as error:
         raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
 
 

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     UntrustedChunkError,
 )
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
     LEAST_PAUSE,
     ChunkStore,
@@ -37,7 +38,6 @@ from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
 from kvcache_rag.stores.disk.file import (
-    ALIGNMENT,
     FileSpec,
     LayerFile,
     check_header,
@@ -50,6 +50,7 @@ from kvcache_rag.stores.disk.file import (
     verify_file,
     write_file,
 )
+from kvcache_rag.stores.disk.reservations import Reservations
 from kvcache_rag.stores.locks import HeldEpochs, hold_files
 from kvcache_rag.stores.signing import SigningKey
 
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.signing import KeySource
+
+_UNLIMITED = nullcontext(True)
 
 
 class DiskStore(ChunkStore):
@@ -76,7 +79,8 @@ class DiskStore(ChunkStore):
         root: The folder; it is made when missing.
         namespace: The only namespace served, None for all.
         max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  Kept
-            by `put` within a tenth per process, and by `sweep`.
+            at every moment within a tenth (or a chunk, where that is more) per process that writes,
+            if all of them have it, and by `sweep`.
         quota: Limit on the files of each namespace: one number for all, or a number by namespace.
         ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
             that use a folder must be opened with a `ttl`, or none.
@@ -129,6 +133,9 @@ class DiskStore(ChunkStore):
         self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
         self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
+        self._reservations = Reservations(
+            self._root, self._limits, partial(self._counters.add, "evictions")
+        )
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
@@ -137,6 +144,7 @@ class DiskStore(ChunkStore):
         self._due = time.monotonic() + LEAST_PAUSE
         try:
             folders.make_folder(self._root, self._root)
+            notices.check_open(self._root, self._root, os.stat(self._root).st_mode)
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
@@ -222,16 +230,19 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        if self._is_limited and not self._fits(spec.payload + ALIGNMENT, key.namespace):
+        room = self._room(key.namespace, spec) if self._is_limited else _UNLIMITED
+        if room is None:
             return False
         try:
-            size = self._write(stem, chunk, spec)
+            with room as is_free:
+                if not is_free:
+                    self._counters.declined("another process was making room; the chunk was used")
+                    return False
+                size = self._write(stem, chunk, spec)
         except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         self._counters.kept(self.tier, size)
-        if self._is_limited:
-            self._counters.add("evictions", self._sweeper.written(key.namespace, size))
         if self.ttl is not None:
             self._sweep_when_due(key.namespace)
         return True
@@ -241,14 +252,18 @@ class DiskStore(ChunkStore):
 
         It is opened only where there is a signing key: what does not name that key is not held.
         """
-        with suppress(OSError, ChunkNotFoundError):
+        try:
             path = self._checked(key) + folders.SUFFIX
             status = os.lstat(path)
             self._check_age(status)
             if self.signing_key is not None:
                 file_facts(path, key.digest, self.signing_key)
-            return stat.S_ISREG(status.st_mode)
-        return False
+        except PermissionError:
+            notices.denied(self._root, self._root)
+            return False
+        except (OSError, ChunkNotFoundError):
+            return False
+        return stat.S_ISREG(status.st_mode)
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""
@@ -357,16 +372,16 @@ class DiskStore(ChunkStore):
             OSError: If there is no file, it is too old, or it cannot be read.
         """
         path = stem + folders.SUFFIX
-        folders.check_folder(self._root, os.path.dirname(path))
         try:
-            descriptor = folders.open_itself(path, folders.READ)
-        except OSError as error:
-            if error.errno not in folders.NOT_A_FILE:
-                raise
+            folders.check_folder(self._root, os.path.dirname(path))
+            descriptor, status = folders.open_file(path, folders.READ)
+        except PermissionError:
+            notices.denied(self._root, path)
+            raise
+        except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
-                raise
+                raise CorruptChunkError(f"it is not a file: {error}") from None
         try:
-            status = os.fstat(descriptor)
             self._check_age(status)
         except BaseException:
             os.close(descriptor)
@@ -386,14 +401,17 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _fits(self, least: int, namespace: str) -> bool:
-        """Whether a file of `least` bytes may be kept at all; counted if not."""
+    def _room(self, namespace: str, spec: FileSpec) -> AbstractContextManager[bool] | None:
+        """Room for a file; None, counted, if it may not be kept at all."""
         limit = self._limits.largest(namespace)
-        if limit is None or least <= limit:
-            return True
+        if limit is None:
+            return _UNLIMITED
+        size = spec.nbytes
+        if size <= limit:
+            return self._reservations.room(namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
-        self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
-        return False
+        self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
+        return None
 
     def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec) -> int:
         """Write the file of a chunk, under its name only when it is complete; its bytes.

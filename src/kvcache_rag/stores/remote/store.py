@@ -327,7 +327,7 @@ class RemoteStore(ChunkStore):
     def _fetch(self, key: ChunkKey, end: int) -> bytes:
         """The first bytes of an object, up to `end`."""
         path = self._objects.path(key)
-        return bytes(self._run(lambda fs: fs.cat_file(path, start=0, end=end)))
+        return self._run(partial(objects.fetched, path=path, end=end))
 
     def _encoded(self, chunk: ChunkKV, spec: FileSpec) -> bytes:
         with tempfile.TemporaryDirectory(prefix="kvcache-rag-") as folder:
