@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,18 @@ import pytest
 import torch
 import xxhash
 from safetensors import safe_open
+from zoo import build, byte_tokenizer
 
+from kvcache_rag import Engine
 from kvcache_rag.codecs import Int4, Int8, Native
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
+    MissingExtraError,
     UntrustedChunkError,
 )
+from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import (
     ChunkStore,
     DiskStore,
@@ -32,6 +37,7 @@ from kvcache_rag.stores import (
 from kvcache_rag.stores.signing import ENVIRONMENT, Mac
 from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
 from tests.damage import header_size
+from tests.laws import QUESTION, TEMPLATE, TEXTS
 from tests.test_stores import TestDiskStore as DiskContract
 from tests.test_stores_remote import TestRemoteStoreOnAFolder as RemoteContract
 
@@ -456,3 +462,44 @@ def test_a_key_is_in_nothing_that_is_shown_or_sent(tmp_path: Path) -> None:
     assert secret not in str(error.value)
     raw = written(tmp_path / "kv", secret.encode())
     assert secret.encode() not in raw
+
+
+# ---------------------------------------------------------------------- answers
+def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
+    return Engine(
+        build("llama"), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+    )
+
+
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "before"])
+@pytest.mark.parametrize("codec", [Native(), Int8()], ids=repr)
+def test_what_somebody_else_wrote_never_yields_a_token(
+    tmp_path: Path,
+    codec: Any,
+    is_ahead: bool,
+    rotation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: is_ahead)
+    store = DiskStore(tmp_path / "kv", durable=False, codec=codec, signing_key=SECRET)
+    engine = engine_over(store, rotation)
+    keys = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    path = store.path(keys[-1])
+    forgery = forged(path.read_bytes(), lambda payload: payload.__setitem__(-600, 0x7F))
+    path.write_bytes(forgery)
+    for _ in range(2):
+        before = store.stats().untrusted
+        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=6)
+        assert "".join(stream) == expected.text
+        assert (stream.metrics.misses, stream.metrics.hits["disk"]) == (1, len(TEXTS) - 1)
+        assert store.stats().untrusted > before
+    assert path.read_bytes() == forgery
+    assert store.stats().corrupt == 0
+
+
+def test_without_cryptography_a_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(MissingExtraError, match=r"kvcache-rag\[auth\]"):
+        SigningKey(SECRET)
