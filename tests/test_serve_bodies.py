@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 from fastapi import HTTPException
 from serve_fakes import DEADLINE, chat, client, says_nothing, scripted, settings, tiny_backend
@@ -99,7 +100,7 @@ def test_the_structure_is_counted_up_to_its_bounds() -> None:
         b"7",
         b'""',
         nested(DEEPEST + 1),
-        b'{"a":' * (DEEPEST + 1) + b"1" + b"}" * (DEEPEST + 1),
+        b'{"a":' * DEEPEST + b"1" + b"}" * DEEPEST,
         b"[" + b",".join([b"1"] * (MOST_VALUES - 1)) + b"]",
         b"[" + b",".join([nested(DEEPEST)] * 600) + b"]",
     ):
@@ -108,6 +109,7 @@ def test_the_structure_is_counted_up_to_its_bounds() -> None:
         nested(DEEPEST + 2),
         nested(4_000_000),
         b"[" * 8_000_000,
+        b"[" * DEEPEST + b"[1" + b"]" * (DEEPEST + 1),
         b'{"a":' * (DEEPEST + 2),
         b'{"a":' * 1_000_000,
         b"[" + b",".join([b"1"] * MOST_VALUES) + b"]",
@@ -140,13 +142,13 @@ def test_what_stands_in_strings_is_no_structure(shift: int) -> None:
 
 
 def counted(value: Any) -> tuple[int, int]:
-    """Values and levels of JSON that was read, the names in objects among the values."""
+    """Values of JSON that was read, the names in objects among them, and levels around one."""
     if isinstance(value, dict):
         parts = [counted(one) for one in value.values()]
-        return 1 + len(value) + sum(n for n, _ in parts), 1 + max((d for _, d in parts), default=0)
+        return 1 + len(value) + sum(n for n, _ in parts), max((d + 1 for _, d in parts), default=0)
     if isinstance(value, list):
         parts = [counted(one) for one in value]
-        return 1 + sum(n for n, _ in parts), 1 + max((d for _, d in parts), default=0)
+        return 1 + sum(n for n, _ in parts), max((d + 1 for _, d in parts), default=0)
     return 1, 0
 
 
@@ -161,9 +163,9 @@ def test_the_count_is_that_of_the_values_whatever_the_text_holds(
         if kind < 2:
             return "".join(chance.choices('\\"[]{},: aé\u2222\n', k=chance.randrange(9)))
         if kind < 4 and depth:
-            return [some(depth - 1) for _ in range(chance.randrange(1, 5))]
+            return [some(depth - 1) for _ in range(chance.randrange(5))]
         if kind == 4:
-            names = ("".join(chance.choices('\\"[{,:a', k=3)) for _ in range(3))
+            names = ("".join(chance.choices('\\"[{,:a', k=3)) for _ in range(chance.randrange(4)))
             return {name: some(depth - 1) for name in names}
         return chance.choice([1, -2.5e3, True, None])
 
@@ -176,7 +178,7 @@ def test_the_count_is_that_of_the_values_whatever_the_text_holds(
         bounds = [(values, depth), (values - 1, depth), (values, depth - 1)]
         for most, deepest in bounds[: 2 + bool(depth)]:
             monkeypatch.setattr(bodies, "MOST_VALUES", most)
-            monkeypatch.setattr(bodies, "DEEPEST", deepest - 1)
+            monkeypatch.setattr(bodies, "DEEPEST", deepest)
             assert is_refused(raw.encode()) == ((most, deepest) != (values, depth)), raw
             tried[depth] += 1
     assert all(tried[depth] > 20 for depth in range(6))
@@ -275,14 +277,17 @@ async def test_documents_that_cannot_fit_are_refused_unread() -> None:
     def served() -> None:
         with tiny_backend() as backend, pytest.MonkeyPatch.context() as patch:
             read: list[int] = []
-            engine = type(backend._engines.base)
-            whole = engine.tokenize_text
+            engine = type(access.engines(backend).base)
 
-            def tokenize_text(self: Any, text: str) -> Any:
-                read.append(len(text))
-                return whole(self, text)
+            def noting(whole: Callable[..., Any]) -> Callable[..., Any]:
+                def noted(self: Any, text: str) -> Any:
+                    read.append(len(text))
+                    return whole(self, text)
 
-            patch.setattr(engine, "tokenize_text", tokenize_text)
+                return noted
+
+            for name in ("tokenize_text", "brought_ids"):
+                patch.setattr(engine, name, noting(getattr(engine, name)))
             asyncio.run(ask(build_app(backend, settings()), read))
 
     await asyncio.to_thread(served)

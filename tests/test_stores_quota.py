@@ -125,7 +125,10 @@ def test_a_forked_child_has_no_allowance_of_its_parents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["quota", "max_bytes"])
-def test_nobody_waits_for_room_under_a_lock_of_chunks(tmp_path: Path, limit: str) -> None:
+def test_nobody_waits_for_room_under_a_lock_of_chunks(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
     store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
     key, chunk = small(0)
     with try_file(sweep_lock(tmp_path, limit)) as ours:
@@ -208,6 +211,21 @@ def test_a_tier_that_declines_leaves_the_chunk_to_the_others(tmp_path: Path) -> 
     assert (stats.puts, stats.declined, stats.put_failures) == (1, 1, 1)
     assert same(store.get(key, LAYOUT).chunk, chunk)
     assert not disk.contains(key)
+
+
+def test_no_question_waits_for_room_in_a_faster_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
+    near = DiskStore(tmp_path / "near", durable=False, quota=2 * SIZE, tier="near")
+    far = DiskStore(tmp_path / "far", durable=False)
+    key, chunk = small(0)
+    assert far.put(key, chunk)
+    with try_file(sweep_lock(near.root, "quota")):
+        begin = time.monotonic()
+        assert same(TieredStore(near, far).get(key, LAYOUT).chunk, chunk)
+        assert time.monotonic() - begin < reservations.PATIENCE / 2
+    assert near.stats().declined == 1
 
 
 # What counts.

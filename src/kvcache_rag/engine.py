@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.generation.answer import Answerer, Asked
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
@@ -34,7 +40,7 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -111,6 +117,8 @@ class Engine:
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
+        check_settings(Engine.__init__, self._options)
+        check_name("namespace", namespace)
         checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
@@ -196,7 +204,7 @@ class Engine:
         Nothing is measured anew, and nothing waits for the model, which works for one at a time.
         """
         other = copy.copy(self)
-        other.namespace = namespace
+        other.namespace = check_name("namespace", namespace)
         other.auxiliary = _scorer_of(self.auxiliary, namespace)
         own = self.policy.auxiliary
         if own is not None:
@@ -418,6 +426,22 @@ class Engine:
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
         return self._renderer.render_chat(messages)
+
+    def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
+        """A prompt for `complete` of which users or documents brought parts.
+
+        Literals of control tokens are text in these parts, and control tokens elsewhere.  Whatever
+        is added to the prompt afterwards makes it an ordinary text again, all literals in it
+        control tokens.
+
+        Args:
+            write: Writes the prompt, with each brought part as its argument gives it; called
+                several times.
+
+        Raises:
+            InvalidInputError: If the tokenizer cannot tell a literal from a control token.
+        """
+        return self._renderer.compose(write)
 
     def tokenize(
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, check_settings
 from kvcache_rag.integration.engine import EngineSettings, is_url, open_store
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ class BuildSettings:
     revision: str | None = None
     device: str | None = None
     signing_key: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(BuildSettings, vars(self))
+        check_name("namespace", self.namespace)
 
     @property
     def is_remote(self) -> bool:

@@ -11,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +57,11 @@ class EngineSettings:
     auxiliary: Scorer | None = None
     gate: Gate | Verdict | str | os.PathLike[str] | None = None
     rotation: RotationMode | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(EngineSettings, vars(self))
+        if self.namespace is not None:
+            check_name("namespace", self.namespace)
 
     @classmethod
     def of(cls, source: object, **values: Any) -> EngineSettings:
@@ -168,6 +173,7 @@ def open_store(
     from kvcache_rag.codecs import by_name
     from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
+    check_settings(open_store, {"codec": codec, "max_bytes": max_bytes})
     if place is None:
         return MemoryStore() if memory is None else memory
     store: ChunkStore
@@ -240,6 +246,7 @@ def open_engine(
     """
     from kvcache_rag.stores import MemoryStore
 
+    check_settings(open_engine, {"kv_max_bytes": kv_max_bytes, "system_prompt": system_prompt})
     further = dict(model_kwargs or {})
     dtype = further.pop("dtype", None) or "auto"
     device = device_map if isinstance(device_map, str) and device_map != "auto" else None

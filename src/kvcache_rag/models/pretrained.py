@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name
 from kvcache_rag.prompt.template import PromptTemplate
 
 TINY = "tiny"
@@ -21,10 +21,10 @@ def resolve(name: str | os.PathLike[str]) -> str:
     """The name or path to load: `tiny` is the packaged reader.
 
     Raises:
-        InvalidInputError: If it looks like a path and nothing is there.
+        InvalidInputError: If it is no text, or looks like a path and nothing is there.
     """
-    is_path = not isinstance(name, str)
-    name = os.fspath(name)
+    is_path = isinstance(name, os.PathLike)
+    name = check_name("name of a model", os.fspath(name) if is_path else name)
     if name == TINY:
         return str(files("kvcache_rag").joinpath("reader", "model"))
     looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -211,6 +211,13 @@ class PromptRenderer:
                 seams.update(pairwise(parts))
         return self.encoder.finder(*seams)
 
+    def compose(self, write: Writer) -> str:
+        """A whole prompt of which parts were brought."""
+        plain = write(str)
+        if self.template.special_tokens == "allow" or not self.encoder.finder()(plain):
+            return plain
+        return self.encoder.compose(write)
+
     def text_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a whole prompt, with the beginning-of-sequence token exactly once."""
         ids = self.encoder.encode(text)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +89,9 @@ class PromptTemplate:
                 'PromptTemplate.special_tokens must be "text" or "allow", not '
                 f"{self.special_tokens!r}"
             )
+        check_settings(PromptTemplate, vars(self))
+        for name in TEXT_FIELDS:
+            check_name(f"text of PromptTemplate.{name}", getattr(self, name))
         for name, needed in (("question", ("{question}",)), ("refine", ("{question}", "{answer}"))):
             missing = [field_ for field_ in needed if field_ not in getattr(self, name)]
             if missing:

@@ -28,7 +28,7 @@ MOST_VALUES: Final = 20_000
 """Values in one body: texts, numbers, lists, objects and the names in them."""
 
 DEEPEST: Final = 32
-"""Lists and objects around a list or an object."""
+"""Lists and objects around a value."""
 
 SMALL: Final = 64 << 10
 """Bytes of a body that is read where it is, and for which room is kept beside large ones."""
@@ -41,6 +41,7 @@ _SPARED: Final = 4  # of the memory of all bodies, a fourth is for small ones
 _SCOPE: Final = "kvcache_rag.bodies"
 
 _BRACKETS: Final = b"[]{}"
+_BLANKS: Final = b" \t\r\n"
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
 
 
@@ -181,7 +182,7 @@ def check_structure(raw: bytes) -> None:
         HTTPException: 400.
         ValueError: If more is closed than was opened.
     """
-    count, depth, quotes, start = 1, 0, 0, 0
+    count, depth, quotes, start, opened = 1, 0, 0, 0, b""
     while start < len(raw):
         block = raw[start : start + BLOCK]
         # An escape is not cut: of an odd number of backslashes, the last one is for the next block.
@@ -192,7 +193,13 @@ def check_structure(raw: bytes) -> None:
         quotes += block.count(b'"')
         if quotes > 2 * MOST_VALUES:
             raise _refused(_TOO_MANY)
-        outside = b"".join(block.split(b'"')[is_inside::2])
+        # Of a text a quote is left, of an empty list or object a digit; the next block may say
+        # whether the last one is empty.
+        outside = b'"'.join(block.split(b'"')[is_inside::2]) + b'"' * (quotes % 2)
+        outside = (opened + outside.translate(None, _BLANKS)).replace(b"[]", b"0")
+        outside = outside.replace(b"{}", b"0")
+        opened = outside[-1:] if outside.endswith((b"[", b"{")) else b""
+        outside = outside.removesuffix(opened)
         count += sum(map(outside.count, (b",", b":", b"[", b"{")))
         if count > MOST_VALUES:
             raise _refused(_TOO_MANY)
@@ -202,7 +209,7 @@ def check_structure(raw: bytes) -> None:
 def _depth_behind(brackets: bytes, depth: int) -> int:
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1
-        if depth > DEEPEST + 1:
+        if depth > DEEPEST:
             raise _refused(_TOO_DEEP)
         if depth < 0:
             raise json.JSONDecodeError("nothing is open that could be closed", "", 0)

@@ -21,7 +21,7 @@ AUTO: Final = "auto"
 HEAD: Final = 64 << 10
 """Bytes of a request's head: its first line and its headers."""
 
-_PIECE: Final = 4 << 10  # bytes that are parsed before it is looked how long the head is
+_PIECE: Final = 4 << 10  # bytes of a head that h11 is given before it looks how long that is
 
 # A client that still sends reads its answer only if the connection is not broken under it.
 _LINGER: Final = 1.0  # seconds in which what it still sends is thrown away
@@ -35,11 +35,13 @@ class Connection(asyncio.Protocol):
         patience: Seconds between two looks whether something is asked.
         transport: Uvicorn's.
         cycle: Uvicorn's name of a request and its answer; the last one stays when it is over.
+        conn: Its parser, if that is h11.
     """
 
     patience: ClassVar[float]
     transport: asyncio.Transport
     cycle: Any
+    conn: Any
 
     _timer: asyncio.TimerHandle | None = None
     _seen: object = None
@@ -55,17 +57,24 @@ class Connection(asyncio.Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), _PIECE):
-            if self._thrown_away is not None:
-                self._throw_away(len(data) - start)
-                return
-            self._parse(data[start : start + _PIECE])
+        while data and self._thrown_away is None:
+            room = self._room()
+            piece, data = data[:room], data[room:]
+            self._parse(piece)
+        if data:
+            self._throw_away(len(data))
 
     def send_400_response(self, msg: str) -> None:
         """Uvicorn calls it, in its handler of the parser's error, for what is no HTTP."""
         del msg
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)  # h11 counts heads by itself
         self._refuse(_TOO_LONG if status == _TOO_LONG.status else _NO_HTTP)
+
+    def _room(self) -> int:
+        """Bytes to parse before it is looked how long a head is."""
+        from h11 import IDLE  # where this is not httptools, it is h11
+
+        return _PIECE if self.conn.their_state is IDLE else HEAD
 
     def _parse(self, piece: bytes) -> None:
         super().data_received(piece)
@@ -120,6 +129,9 @@ class CountedConnection(Connection):
     def on_message_complete(self) -> None:
         self._head = 0
         super().on_message_complete()  # type: ignore[misc]
+
+    def _room(self) -> int:
+        return HEAD - self._head
 
     def _parse(self, piece: bytes) -> None:
         self._head += len(piece)

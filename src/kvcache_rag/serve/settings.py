@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 from kvcache_rag.integration.engine import template_in
 from kvcache_rag.policies import policy_by_name
 
@@ -50,6 +50,7 @@ class RequestLimits:
     total_concurrency: int = 512
 
     def __post_init__(self) -> None:
+        check_settings(RequestLimits, vars(self))
         for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise InvalidInputError(f"the limit {name} must be at least 1, not {value}")
@@ -154,6 +155,9 @@ class ServerSettings:
     signing_key: str | None = None
 
     def __post_init__(self) -> None:
+        check_settings(ServerSettings, vars(self))
+        for name in ("model", "served_name", "collection"):
+            check_name(name, getattr(self, name))
         for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
             if getattr(self, name) <= 0:
                 raise InvalidInputError(f"{name} must be positive, not {getattr(self, name)}")

@@ -35,7 +35,7 @@ MODEL_WAIT: Final = 5.0
 """Seconds beyond the grace in which a forward pass may end."""
 
 FORCED_MARGIN, FORCED_MODEL_WAIT = 0.5, 0.3
-"""The same after a second signal."""
+"""The same after a second signal; the first one is also the shortest time in which all is told."""
 
 NEVER: Final = float("inf")
 
@@ -124,7 +124,7 @@ class Shutdown:
         return min(self._begun + self.grace - min(MARGIN, PART * self.grace), self._forced)
 
     def _grace_ends(self) -> float:
-        return min(self._begun + self.grace, self._forced + FORCED_MARGIN)
+        return min(self._begun + max(self.grace, FORCED_MARGIN), self._forced + FORCED_MARGIN)
 
     def _model_wait_ends(self) -> float:
         return min(

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from kvcache_rag.errors import (
     CorruptChunkError,
     InvalidInputError,
     UntrustedChunkError,
+    check_name,
 )
 
 if TYPE_CHECKING:
@@ -350,8 +352,11 @@ def check_key(key: ChunkKey) -> ChunkKey:
     """Return the key.
 
     Raises:
-        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits, or its
+            namespace no text.
     """
+    if not isinstance(key.namespace, str) or not key.namespace.isascii():
+        check_name("namespace", key.namespace)
     for part, value in (("digest", key.digest), ("spec", key.spec)):
         if not _DIGEST.fullmatch(value):
             raise InvalidInputError(
@@ -403,7 +408,8 @@ def check_ttl(ttl: float | None) -> float | None:
     Raises:
         InvalidInputError: If it is not above zero.
     """
-    if ttl is not None and not ttl > 0:
+    given: Any = ttl  # of callers without a type checker
+    if given is not None and not (isinstance(given, Real) and given > 0):
         raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
     return ttl
 

@@ -108,9 +108,23 @@ def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator
         yield
 
 
-def is_holding() -> bool:
-    """Whether this thread is within `hold_files`."""
-    return _PROCESS.is_holding()
+_HURRY = threading.local()
+
+
+@contextmanager
+def in_a_hurry() -> Iterator[None]:
+    """Let this thread wait for no room in a store: a question waits for it."""
+    outer = getattr(_HURRY, "is_on", False)
+    _HURRY.is_on = True
+    try:
+        yield
+    finally:
+        _HURRY.is_on = outer
+
+
+def may_wait() -> bool:
+    """Whether this thread may wait: it is not within `hold_files`, nor in a hurry."""
+    return not getattr(_HURRY, "is_on", False) and not _PROCESS.is_holding()
 
 
 @contextmanager

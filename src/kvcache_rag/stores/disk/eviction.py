@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
+from kvcache_rag.errors import InvalidInputError, check_name
 from kvcache_rag.stores.base import sweep_pause
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.locks import try_file
@@ -26,6 +28,21 @@ if TYPE_CHECKING:
 Quota: TypeAlias = "int | Mapping[str, int] | None"
 
 _ABANDONED = 60.0  # seconds: a writer that has not written for so long is no more
+
+
+def check_quota(quota: object) -> None:
+    """Refuse what is neither a number of bytes nor such numbers by namespace.
+
+    Raises:
+        InvalidInputError: If it is something else.
+    """
+    for name, limit in quota.items() if isinstance(quota, Mapping) else [("", quota)]:
+        check_name("namespace of a quota", name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Integral)):
+            raise InvalidInputError(
+                "quota must be a whole number of bytes, or such numbers by namespace, "
+                f"not {limit!r:.80}"
+            )
 
 
 @dataclass(frozen=True)
@@ -88,8 +105,8 @@ class Deadlines:
     Attributes:
         released: Chunks go whose last owner released them then or before.
         temporary: Unfinished files go that were last written then or before.
+        abandoned: Unfinished files count that were last written then or before.
         written: Chunks go that were written then or before; None for none.
-        abandoned: Unfinished files count whose writer was last seen then or before.
         future: A file dated later than this is of a clock that was wrong.  It counts as of now,
             and is dated so, for else it would never become old.
     """
@@ -171,9 +188,8 @@ def sweep(namespace: NamespaceFolder, when: Deadlines) -> Swept:
         for stripe in spec.stripes(dated=when.written is not None):
             for leftover in stripe.unfinished:
                 written = when.corrected(leftover.path, leftover.written)
-                if written <= when.temporary:
-                    folders.unlink(leftover.path)
-                elif written <= when.abandoned:
+                gone = written <= when.temporary and folders.unlink(leftover.path)
+                if written <= when.abandoned and not gone:
                     kept.append((written, leftover.nbytes, leftover.path))
             dropped += sum(_drop(file, when, kept) for file in stripe.files)
     for path in namespace.deletions():

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.errors import CorruptChunkError, check_name
 from kvcache_rag.kv.chunk import digest
 from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import check_key
@@ -72,8 +72,15 @@ _FILE = re.compile(
 
 # ---------------------------------------------------------------------- paths
 def namespace_digest(namespace: str) -> str:
-    """Name of the folder of a namespace."""
-    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
+    """Name of the folder of a namespace.
+
+    Raises:
+        InvalidInputError: If it is no text.
+    """
+    try:
+        return hashlib.sha256(namespace.encode()).hexdigest()[:32]
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        return namespace_digest(check_name("namespace", namespace))  # which raises
 
 
 def namespace_folder(root: str, namespace: str) -> str:
@@ -108,8 +115,12 @@ def sweep_lock(folder: str) -> str:
 
 
 def identity(owner: str) -> str:
-    """The 16 hexadecimal digits by which an owner is known on disk."""
-    return hashlib.sha256(owner.encode()).hexdigest()[:16]
+    """The 16 hexadecimal digits by which an owner is known on disk.
+
+    Raises:
+        InvalidInputError: If it is no text.
+    """
+    return hashlib.sha256(check_name("owner", owner).encode()).hexdigest()[:16]
 
 
 def owner_mark(owner: str) -> str:

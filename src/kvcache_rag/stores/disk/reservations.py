@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache_rag.stores.disk import eviction, folders
-from kvcache_rag.stores.locks import is_holding, try_file
+from kvcache_rag.stores.locks import may_wait, try_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,12 +88,13 @@ class Reservations:
     def room(self, namespace: str, nbytes: int) -> Iterator[bool]:
         """Reserve bytes for the length of a block that writes them; False if there is no room.
 
-        Whoever holds locks of chunks does not wait: others may wait for these.
+        Whoever holds locks of chunks does not wait, since others may wait for these, nor does who
+        copies what a question has found.
 
         Raises:
             OSError: If there is no such folder, and it cannot be made.
         """
-        deadline = time.monotonic() + (0.0 if is_holding() else PATIENCE)
+        deadline = time.monotonic() + (PATIENCE if may_wait() else 0.0)
         with ExitStack() as stack:
             yield all(
                 stack.enter_context(self._reserved(allowance, nbytes, deadline))

@@ -22,6 +22,8 @@ from kvcache_rag.errors import (
     CorruptChunkError,
     InvalidInputError,
     UntrustedChunkError,
+    check_name,
+    check_settings,
 )
 from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
@@ -36,7 +38,13 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
+from kvcache_rag.stores.disk.eviction import (
+    DiskLimits,
+    Quota,
+    Sweeper,
+    check_quota,
+    delete_namespace,
+)
 from kvcache_rag.stores.disk.file import (
     FileSpec,
     LayerFile,
@@ -63,6 +71,9 @@ if TYPE_CHECKING:
     from kvcache_rag.stores.signing import KeySource
 
 _UNLIMITED = nullcontext(True)
+
+
+_ENDLESS = ("ttl", "release_grace", "temp_age")
 
 
 class DiskStore(ChunkStore):
@@ -113,10 +124,14 @@ class DiskStore(ChunkStore):
         one.
 
         Raises:
-            InvalidInputError: If `root` is a file or below one, `ttl` is not above zero, or the key
-                cannot be used.
+            InvalidInputError: If `root` is a file or below one, `ttl` is not above zero, the key
+                cannot be used, or a setting is of another type.
             MissingExtraError: If there is a key and `cryptography` is not installed.
         """
+        check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
+        check_quota(quota)
+        if namespace is not None:
+            check_name("namespace", namespace)
         self.root = Path(os.path.abspath(root))
         self.namespace = namespace
         self.max_bytes = max_bytes

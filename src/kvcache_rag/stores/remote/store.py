@@ -20,6 +20,8 @@ from kvcache_rag.errors import (
     CorruptChunkError,
     InvalidInputError,
     UntrustedChunkError,
+    check_name,
+    check_settings,
 )
 from kvcache_rag.stores.base import (
     ChunkStore,
@@ -121,6 +123,7 @@ class RemoteStore(ChunkStore):
             MissingExtraError: If the driver is not installed, or there is a key and `cryptography`
                 is not.
         """
+        check_settings(RemoteStore.__init__, locals(), infinite=("pause", "release_grace"))
         if timeout <= 0 or retries < 0 or pause < 0:
             raise InvalidInputError("timeout must be above 0, retries and pause not below it")
         options = dict(storage_options or {})
@@ -224,6 +227,7 @@ class RemoteStore(ChunkStore):
         Raises:
             OSError: If something is left, or the remote does not answer.
         """
+        check_name("namespace", namespace)
         call = partial(self._objects.delete_namespace, namespace=namespace)
         dropped = self._run(call, timeout=_LONG)
         wipe()
