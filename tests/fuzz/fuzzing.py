@@ -112,7 +112,8 @@ def _guided(target: Target, executions: int, seconds: int, seed: int) -> Run:
             raise BrokenLaw(f"{target.name}: {path.read_bytes()!r}\n{output[-4000:]}")
         executed, covered = _EXECUTED.search(output), _COVERED.findall(output)
         if done.returncode or executed is None or not covered:
-            raise BrokenLaw(f"{target.name}: atheris ended by itself\n{output[-4000:]}")
+            status = done.returncode
+            raise BrokenLaw(f"{target.name}: atheris ended with {status}\n{output[-4000:]}")
         branches, inputs = map(int, covered[-1])
         took = time.monotonic() - started
         return Run(target.name, ENGINES[0], int(executed[1]), took, branches, inputs)

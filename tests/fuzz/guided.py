@@ -31,7 +31,11 @@ def main() -> None:
         return mutated(data, target.tokens, chance, longest)
 
     def run(data: bytes) -> None:
-        check(data)
+        try:
+            check(data)
+        except BaseException:
+            sys.stderr.write(f"input: {data!r}\n")  # whatever becomes of the process
+            raise
 
     atheris.Setup([sys.argv[0], *flags], run, custom_mutator=mutate)
     atheris.Fuzz()

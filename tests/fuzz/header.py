@@ -1,9 +1,13 @@
 """The header of a chunk's file.
 
-Law: whatever the bytes are, they are refused by `CorruptChunkError`, or they give the very chunk
-that was asked for.  What the safetensors library reads in a file that is accepted is the same, and
-`store verify`, which knows of a file nothing but its name, finds no more in it than there is.  With
-a signing key no file is accepted but the one that was signed, byte by byte.
+Law: whatever the bytes are, they are refused by `CorruptChunkError`, or the header is that of the
+chunk asked for, its checksum that of the payload, and the payload what is read.  What the
+safetensors library reads in such a file is the same, and `store verify`, which knows of a file
+nothing but its name, finds no more in it than there is.
+
+That is not "the very chunk": atheris sees both sides of a comparison and writes the right checksum
+into the file within minutes, as whoever means harm can.  With a signing key it is: no file is
+accepted but the one that was signed, byte by byte.
 
 An input that begins with "j" is the JSON of a header, before a payload that is right; one that
 begins with "p" the first bytes of a payload, behind a header that is right; any other is a whole
@@ -18,12 +22,13 @@ from pathlib import Path
 
 import safetensors
 import torch
+import xxhash
 
 from kvcache_rag.codecs import Native
 from kvcache_rag.errors import CorruptChunkError, UntrustedChunkError
 from kvcache_rag.stores.disk import file
 from kvcache_rag.stores.signing import Mac, SigningKey
-from tests.chunks import LAYOUT, empty_chunk, key_of, make_chunk, same
+from tests.chunks import LAYOUT, bits, empty_chunk, flat, key_of, make_chunk, same
 
 
 class _Key(SigningKey):
@@ -78,9 +83,11 @@ def check(data: bytes) -> bool:
     except CorruptChunkError:
         return False
     header = file.read_header(read, len(raw))
-    assert same(_OUT, _CHUNK), "a wrong tensor was served"
-    assert header.offset + _SPEC.payload == len(raw)
-    _check_library(raw)
+    payload = raw[header.offset :]
+    assert xxhash.xxh3_128(payload).hexdigest() == header.checksum
+    assert payload == b"".join(map(bits, (_OUT.tokens, *flat(_OUT)))), "a wrong tensor was served"
+    assert payload != _PAYLOAD or same(_OUT, _CHUNK)
+    _check_library(raw, payload)
     return True
 
 
@@ -110,7 +117,7 @@ def _check_facts(raw: bytes) -> None:
     assert facts.header.offset % file.ALIGNMENT == 0
 
 
-def _check_library(raw: bytes) -> None:
+def _check_library(raw: bytes, payload: bytes) -> None:
     try:
         tensors = dict(safetensors.deserialize(raw))
     except safetensors.SafetensorError:
@@ -118,5 +125,5 @@ def _check_library(raw: bytes) -> None:
     assert tensors.keys() == _SPEC.tensors.keys()
     for name, (_, shape) in _SPEC.tensors.items():
         begin, end = _SPEC.header[name]["data_offsets"]
-        assert bytes(tensors[name]["data"]) == _PAYLOAD[begin:end]
+        assert bytes(tensors[name]["data"]) == payload[begin:end]
         assert torch.Size(tensors[name]["shape"]) == torch.Size(shape)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECONDS = 60
 EXECUTIONS = {"header": 1_000_000, "keys": 1_000_000, "scanner": 1_000_000, "schema": 100_000}
 LAWS = {
-    "header": "inputs as the file of a chunk",
+    "header": "inputs as the file of a chunk, unsigned and signed",
     "keys": "inputs as the file of API keys",
     "scanner": "inputs as JSON of a body, looked at for its structure",
     "schema": "inputs as the body of a chat, through the whole application",
