@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -266,6 +267,29 @@ def test_a_file_of_another_key_that_names_this_one_is_left_alone(
     raw = written(tmp_path / "other", OTHER)
     ours, theirs = SigningKey(SECRET).id.encode(), SigningKey(OTHER).id.encode()
     is_left_alone(store, raw.replace(theirs, ours))
+
+
+def test_a_file_that_may_not_be_read_is_left_alone(
+    store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = written(tmp_path / "other", OTHER)
+    path = store.path(KEY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    real = os.open
+
+    def forbidden(name: Any, *arguments: Any, **options: Any) -> int:
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", forbidden)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(KEY, LAYOUT)
+        assert not store.contains(KEY)
+        assert not store.put(KEY, CHUNK)
+    assert path.read_bytes() == raw
 
 
 def test_a_signed_file_cannot_be_moved_to_another_name(store: DiskStore) -> None:

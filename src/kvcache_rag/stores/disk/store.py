@@ -472,6 +472,7 @@ class DiskStore(ChunkStore):
 
         Raises:
             UntrustedChunkError: If there is such a file.
+            OSError: If there is a file that cannot be read: whose it is cannot be known.
         """
         try:
             verify_file(stem + folders.SUFFIX, os.path.basename(stem), key)
@@ -480,7 +481,7 @@ class DiskStore(ChunkStore):
                 f"the file in its place is left alone: {error}; adopt it by `kvcache-rag store "
                 "sign`, or remove it"
             ) from None
-        except (OSError, CorruptChunkError):
+        except (FileNotFoundError, CorruptChunkError):
             return  # there is none, or a damaged one
 
     def _finish(self, temporary: str, spec: FileSpec) -> int:
