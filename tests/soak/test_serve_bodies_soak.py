@@ -30,6 +30,7 @@ LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INF
 AT_ONCE = 16
 LATER = 0.25  # seconds by which nobody waits longer than on a quiet server
 PATIENCE = 120.0
+REST = 1.0  # seconds between an answer and the next body
 
 SPACES = ",".join(f'"x{" " * 1_000_000}y{at}"' for at in range(7)).encode()
 CHAT = b'{"model": "tiny", "messages": [{"role": "user", "content": "Where?"}], '
@@ -112,7 +113,10 @@ class FirstToken(Asker):
 
 
 class Hostile(threading.Thread):
-    """Sends one body after the other, and counts what it is told."""
+    """Sends a body again and again, and counts what it is told.
+
+    Sixteen that never rest would measure how fast this machine copies bytes.
+    """
 
     def __init__(self, url: str, key: str, body: bytes, until: threading.Event) -> None:
         super().__init__()
@@ -125,6 +129,7 @@ class Hostile(threading.Thread):
             while not self._until.is_set():
                 sent = {"content": self._body, "headers": self._headers}
                 self.told[http.post("/v1/chat/completions", **sent).status_code] += 1
+                self._until.wait(REST)
 
 
 def asked(url: str, key: str, seconds: float) -> tuple[Health, FirstToken]:
