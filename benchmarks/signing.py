@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,7 +92,7 @@ def rates(rounds: int) -> list[dict[str, Any]]:
 
     sides: dict[str, Callable[[], Any]] = {GMAC: gmac}
     for name, make in _keyed().items():
-        sides[name] = lambda make=make: make(b"k" * 32)
+        sides[name] = partial(make, b"k" * 32)
     sides["xxh3-128 (no MAC)"] = xxhash.xxh3_128
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for name in _turns([*sides], rounds):
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = {
+    found: dict[str, Any] = {
         "command": "python -m benchmarks.signing",
         **machine.described("cpu", 1),
         "context_tokens": CONTEXT,

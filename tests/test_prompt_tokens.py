@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib import util
@@ -293,7 +295,28 @@ def test_the_shared_tokenizer_is_never_switched() -> None:
             for _ in range(8)
         ]
         assert all(list(got) == single for got in rounds)
-    assert not found.encoder.tokenizer.backend_tokenizer.encode_special_tokens
+    assert not tokenizer_of("byte level").backend_tokenizer.encode_special_tokens
+
+
+def test_an_encoder_lives_as_long_as_its_tokenizer() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("byte level"))
+    encoder = TextEncoder.of(tokenizer)
+    assert TextEncoder.of(tokenizer) is encoder
+    assert tokenizer in TextEncoder.known
+    before = weakref.ref(encoder)
+    del tokenizer, encoder
+    gc.collect()
+    assert before() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>" + " " * 200_000, " " * 200_000 + "<|im_", "<" * 300_000]
+)
+def test_a_long_text_is_looked_at_once(text: str) -> None:
+    """Work grows with the length, not with its square: a square of these takes hours."""
+    found = renderer("byte level", chunk_start="<|im_", chunk_end="end|>")
+    assert own(tokenizer_of("byte level"), found.chunk_ids(text)) == []
+    assert isinstance(found.query_ids(text[:2000]), tuple)
 
 
 # ---------------------------------------------------------------------- who cannot, who need not

@@ -13,6 +13,7 @@ import pytest
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
 from kvcache_rag.stores.disk import eviction, folders, reservations
 from kvcache_rag.stores.locks import try_file
+from tests.chunks import LAYOUTS
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tests.quotas import contend
 
@@ -229,6 +230,26 @@ def test_no_question_waits_for_room_in_a_faster_tier(
 
 
 # What counts.
+
+
+@pytest.mark.parametrize("secret", [None, bytes(range(32))], ids=["plain", "signed"])
+@pytest.mark.parametrize("name", ["fused-bfloat16", "mixed-float32"])
+def test_just_the_bytes_of_the_file_are_reserved(
+    tmp_path: Path, name: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=1 << 30, signing_key=secret)
+    reserved: list[int] = []
+    room = reservations.Reservations.room
+
+    def noted(self: Any, namespace: str, nbytes: int) -> Any:
+        reserved.append(nbytes)
+        return room(self, namespace, nbytes)
+
+    monkeypatch.setattr(reservations.Reservations, "room", noted)
+    for tokens in (0, 9, 99, 999):
+        chunk = make_chunk(tokens=tokens, layout=LAYOUTS[name])
+        assert store.put(key_of(chunk), chunk)
+        assert store.path(key_of(chunk)).stat().st_size == reserved[-1]
 
 
 def aside(store: DiskStore) -> None:

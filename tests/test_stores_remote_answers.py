@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import struct
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,18 @@ import pytest
 import torch
 import xxhash
 from safetensors import safe_open
+from zoo import build, byte_tokenizer
 
+from kvcache_rag import Engine
 from kvcache_rag.codecs import Int4, Int8, Native
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
+    MissingExtraError,
     UntrustedChunkError,
 )
+from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import (
     ChunkStore,
     DiskStore,
@@ -32,6 +38,7 @@ from kvcache_rag.stores import (
 from kvcache_rag.stores.signing import ENVIRONMENT, Mac
 from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
 from tests.damage import header_size
+from tests.laws import QUESTION, TEMPLATE, TEXTS
 from tests.test_stores import TestDiskStore as DiskContract
 from tests.test_stores_remote import TestRemoteStoreOnAFolder as RemoteContract
 
@@ -262,6 +269,29 @@ def test_a_file_of_another_key_that_names_this_one_is_left_alone(
     is_left_alone(store, raw.replace(theirs, ours))
 
 
+def test_a_file_that_may_not_be_read_is_left_alone(
+    store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = written(tmp_path / "other", OTHER)
+    path = store.path(KEY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    real = os.open
+
+    def forbidden(name: Any, *arguments: Any, **options: Any) -> int:
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", forbidden)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(KEY, LAYOUT)
+        assert not store.contains(KEY)
+        assert not store.put(KEY, CHUNK)
+    assert path.read_bytes() == raw
+
+
 def test_a_signed_file_cannot_be_moved_to_another_name(store: DiskStore) -> None:
     other = make_chunk(1, tokens=4)
     store.put(KEY, CHUNK)
@@ -456,3 +486,44 @@ def test_a_key_is_in_nothing_that_is_shown_or_sent(tmp_path: Path) -> None:
     assert secret not in str(error.value)
     raw = written(tmp_path / "kv", secret.encode())
     assert secret.encode() not in raw
+
+
+# ---------------------------------------------------------------------- answers
+def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
+    return Engine(
+        build("llama"), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+    )
+
+
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "before"])
+@pytest.mark.parametrize("codec", [Native(), Int8()], ids=repr)
+def test_what_somebody_else_wrote_never_yields_a_token(
+    tmp_path: Path,
+    codec: Any,
+    is_ahead: bool,
+    rotation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: is_ahead)
+    store = DiskStore(tmp_path / "kv", durable=False, codec=codec, signing_key=SECRET)
+    engine = engine_over(store, rotation)
+    keys = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    path = store.path(keys[-1])
+    forgery = forged(path.read_bytes(), lambda payload: payload.__setitem__(-600, 0x7F))
+    path.write_bytes(forgery)
+    for _ in range(2):
+        before = store.stats().untrusted
+        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=6)
+        assert "".join(stream) == expected.text
+        assert (stream.metrics.misses, stream.metrics.hits["disk"]) == (1, len(TEXTS) - 1)
+        assert store.stats().untrusted > before
+    assert path.read_bytes() == forgery
+    assert store.stats().corrupt == 0
+
+
+def test_without_cryptography_a_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(MissingExtraError, match=r"kvcache-rag\[auth\]"):
+        SigningKey(SECRET)

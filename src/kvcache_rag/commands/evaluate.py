@@ -208,8 +208,8 @@ def _counter(model: str) -> TokenCounter:
     from kvcache_rag.models.pretrained import load_tokenizer, resolve
     from kvcache_rag.prompt.tokens import TextEncoder
 
-    encoder = TextEncoder.of(load_tokenizer(resolve(model), {}))
-    return lambda text: len(encoder.encode_brought(text))
+    tokenizer = load_tokenizer(resolve(model), {})
+    return lambda text: len(TextEncoder.of(tokenizer).encode_brought(text))
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:

@@ -77,10 +77,10 @@ class TextEncoder:
     """The one way from a text to its ids.  Safe to use from any thread.
 
     The tokenizer is duck-typed: a call that gives `input_ids`; `added_tokens_decoder`,
-    `backend_tokenizer` and `is_fast` where it has them.
+    `backend_tokenizer` and `is_fast` where it has them.  It reads every text without a brought
+    literal and is never switched.  Its user keeps it alive; what is added to it later is not known.
 
     Attributes:
-        tokenizer: Reads every text without a brought literal; it is never switched.
         known: The encoders of the tokenizers that there are.
     """
 
@@ -89,7 +89,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         """Copy the tokenizer's backend, with added tokens under other names."""
-        self.tokenizer = tokenizer
+        # Weak, because the tokenizer is what its encoder is known by.
+        self._tokenizer = weakref.ref(tokenizer)
         self._control = _control_tokens(tokenizer)
         self._literals = tuple(token.content for token in self._control.values())
         self._normalize = _normalizer(tokenizer, self._control.values())
@@ -141,16 +142,18 @@ class TextEncoder:
             raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
         if isinstance(text, Composed):
             return self._as_text(text).encode(text)[0]
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokenizer: Any = self._tokenizer()
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets] | None:
         """Ids of a text and the characters of each; None if the tokenizer does not say."""
         if isinstance(text, Composed):
             return self._as_text(text).encode(text)
-        if not getattr(self.tokenizer, "is_fast", False):
+        tokenizer: Any = self._tokenizer()
+        if not getattr(tokenizer, "is_fast", False):
             return None
-        plain = self.tokenizer(
+        plain = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return plain["input_ids"], plain["offset_mapping"]
@@ -197,6 +200,8 @@ class TextEncoder:
     def _own(self, covered: str, text: str) -> Iterator[tuple[int, int, int]]:
         """The control tokens among what is not covered, as the tokenizer itself finds them."""
         for run in _NOT_PRIVATE.finditer(covered):
+            if run.group().isspace():
+                continue  # between two words that were brought
             ids, offsets = self.encode_with_offsets(run.group()) or ((), ())
             for id_, (start, stop) in zip(ids, offsets, strict=True):
                 token = self._control.get(id_)

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -408,8 +407,7 @@ def check_ttl(ttl: float | None) -> float | None:
     Raises:
         InvalidInputError: If it is not above zero.
     """
-    given: Any = ttl  # of callers without a type checker
-    if given is not None and not (isinstance(given, Real) and given > 0):
+    if ttl is not None and not ttl > 0:
         raise InvalidInputError(f"ttl is a number of seconds above 0, not {ttl}; None for no end")
     return ttl
 

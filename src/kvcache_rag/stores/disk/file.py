@@ -92,12 +92,6 @@ class FileSpec:
     header: dict[str, Any]
     payload: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file: the payload behind a header of whole pages."""
-        metadata = _complete(self, checksum="0" * 32)
-        return 8 + len(canonical_json({**self.header, "__metadata__": metadata})) + self.payload
-
 
 def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
     """What the file of `key` must hold.
@@ -135,7 +129,22 @@ def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
     Raises:
         InvalidInputError: If the layout's dtype cannot be stored, or not by this codec.
     """
-    return file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec).nbytes
+    spec = file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec)
+    return spec_bytes(spec)
+
+
+def spec_bytes(spec: FileSpec, key: SigningKey | None = None) -> int:
+    """Bytes of a file: the payload behind a header of whole pages.
+
+    Args:
+        spec: What it holds.
+        key: Signs it, if any.
+    """
+    provenance = f"{_provenance()} {key.new_mac()}" if key else ""
+    metadata = _complete(spec, "0" * 32, provenance)
+    pad = len(metadata.pop("pad"))  # apart: thousands of spaces are slow to encode
+    header = canonical_json({**spec.header, "__metadata__": {**metadata, "pad": ""}})
+    return 8 + len(header) + pad + spec.payload
 
 
 def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:

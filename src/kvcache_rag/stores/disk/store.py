@@ -55,6 +55,7 @@ from kvcache_rag.stores.disk.file import (
     is_layered,
     positional,
     read_file,
+    spec_bytes,
     verify_file,
     write_file,
 )
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
     from kvcache_rag.stores.signing import KeySource
 
 _UNLIMITED = nullcontext(True)
+
+_SIZES = 4096  # how many sizes of files are remembered
 
 
 _ENDLESS = ("ttl", "release_grace", "temp_age")
@@ -151,6 +154,7 @@ class DiskStore(ChunkStore):
         self._reservations = Reservations(
             self._root, self._limits, partial(self._counters.add, "evictions")
         )
+        self._sizes: dict[tuple[ChunkLayout, int, int], int] = {}  # of files
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
@@ -245,7 +249,7 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        room = self._room(key.namespace, spec) if self._is_limited else _UNLIMITED
+        room = self._room(key, chunk, spec) if self._is_limited else _UNLIMITED
         if room is None:
             return False
         try:
@@ -416,14 +420,21 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _room(self, namespace: str, spec: FileSpec) -> AbstractContextManager[bool] | None:
+    def _room(
+        self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec
+    ) -> AbstractContextManager[bool] | None:
         """Room for a file; None, counted, if it may not be kept at all."""
-        limit = self._limits.largest(namespace)
+        limit = self._limits.largest(key.namespace)
         if limit is None:
             return _UNLIMITED
-        size = spec.nbytes
+        shape = (chunk.layout, key.tokens, key.start)
+        size = self._sizes.get(shape)
+        if size is None:
+            if len(self._sizes) >= _SIZES:
+                self._sizes.clear()
+            size = self._sizes[shape] = spec_bytes(spec, self.signing_key)
         if size <= limit:
-            return self._reservations.room(namespace, size)
+            return self._reservations.room(key.namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
         self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
         return None
@@ -461,6 +472,7 @@ class DiskStore(ChunkStore):
 
         Raises:
             UntrustedChunkError: If there is such a file.
+            OSError: If there is a file that cannot be read: whose it is cannot be known.
         """
         try:
             verify_file(stem + folders.SUFFIX, os.path.basename(stem), key)
@@ -469,7 +481,7 @@ class DiskStore(ChunkStore):
                 f"the file in its place is left alone: {error}; adopt it by `kvcache-rag store "
                 "sign`, or remove it"
             ) from None
-        except (OSError, CorruptChunkError):
+        except (FileNotFoundError, CorruptChunkError):
             return  # there is none, or a damaged one
 
     def _finish(self, temporary: str, spec: FileSpec) -> int:
