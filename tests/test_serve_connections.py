@@ -155,12 +155,12 @@ def test_a_head_has_its_size(http: str) -> None:
             assert error_of(answer)
         # Each request has a head of its own, and bodies and answers do not count.
         long = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n" + b"{" * 300_000
-        sent = (head_of(HEAD - 1000), long, head_of(HEAD - 1000), head_of(2 * HEAD))
+        requests = (head_of(HEAD - 1000), long, head_of(HEAD - 1000), head_of(2 * HEAD))
         with connected(port) as connection:
-            for request in sent[:3]:
+            for request in requests[:3]:
                 connection.sendall(request)
                 assert connection.recv(1000).endswith(b"yes")
-            connection.sendall(sent[3])
+            connection.sendall(requests[3])
             assert is_too_long(until_closed(connection))
 
 

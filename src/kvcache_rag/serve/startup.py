@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -51,6 +52,8 @@ COMBINATIONS: Final = "combinations"
 
 _PART: Final = 4  # of each limit, a fourth is theirs
 
+_SWITCH: Final = 0.0005  # seconds; Python's own: 0.005
+
 _LOOK: Final = 0.05  # seconds between two questions whether the model is ready
 
 
@@ -77,7 +80,7 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             app = build_app(backend, settings, retriever=retriever)
             url = _url(listener)
             line = announcement(settings, url)
-            with frozen():
+            with frozen(), _yielding():
                 asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
             if not app.state.context.shutdown.is_complete:
                 leave()
@@ -92,6 +95,20 @@ def frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _yielding() -> Iterator[None]:
+    """Let threads that are busy give the interpreter away soon.
+
+    Each operation of the model gives it away, and waits so long to have it back.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager
