@@ -14,6 +14,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError
@@ -238,31 +239,42 @@ class TextEncoder:
 class _Separate:
     """A backend in which control tokens have names that nobody can guess."""
 
-    def __init__(self, backend: Any, names: Mapping[int, str], unknown: int | None) -> None:
+    def __init__(
+        self, backend: Any, names: Mapping[int, str], unknown: int | None, ids: Mapping[int, int]
+    ) -> None:
         self._backend, self._names = backend, names
         # Ids that no text may give; the unknown token stands for characters, too.
         self._forbidden = names.keys() - {unknown}
+        self._ids = ids  # by those of `backend`, where these differ
 
     @classmethod
     def of(cls, backend: Any, control: Mapping[int, Any]) -> _Separate | None:
-        """A copy of a backend; None if it cannot be copied, or would not read a text alike."""
+        """A second backend; None if there can be none, or it would not read a text alike."""
         nonce = secrets.token_hex(16)
-        try:
-            config = json.loads(backend.to_str())
-            is_byte = _BYTE.fullmatch if config["model"].get("byte_fallback") else never
-            names = {
-                id_: f"\ue000{nonce}:{id_}\ue001"
-                for id_, token in control.items()
-                if not is_byte(token.content)
-            }
-            unknown = _rename(config, {control[id_].content: names.get(id_) for id_ in control})
-            copy = type(backend).from_str(json.dumps(config))
-            if any(copy.token_to_id(name) != id_ for id_, name in names.items()):
-                return None
-            ids = [one.encode(_PROBE, add_special_tokens=False).ids for one in (backend, copy)]
-        except Exception:  # no backend of the tokenizers library, or parts written in Python
-            return None
-        return cls(copy, names, unknown) if ids[0] == ids[1] else None
+        names = {id_: f"\ue000{nonce}:{id_}\ue001" for id_ in control}
+        for made in (_sharing, _renamed):
+            with suppress(Exception):  # no backend of the tokenizers library, parts in Python
+                separate = cls(*made(backend, control, names))
+                if separate._is_right(backend, control):
+                    return separate
+        return None
+
+    def _is_right(self, backend: Any, control: Mapping[int, Any]) -> bool:
+        """Whether it reads an ordinary text alike, and no literal as its token."""
+        plain = backend.encode(_PROBE, add_special_tokens=False).ids
+        if self._raw(_PROBE) != plain or any(
+            self._raw(name) != [id_] for id_, name in self._names.items()
+        ):
+            return False
+        literals = (control[id_].content for id_ in self._forbidden)
+        probes = (probe for text in literals for probe in (text, f"a{text}a {text}"))
+        return not any(self._forbidden & {*self._raw(probe)} for probe in probes)
+
+    def _raw(self, text: str) -> list[int]:
+        return self._own_ids(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _own_ids(self, ids: list[int]) -> list[int]:
+        return [self._ids.get(id_, id_) for id_ in ids] if self._ids else ids
 
     def encode(self, text: Composed) -> tuple[list[int], Offsets]:
         """Ids of a text, with its own control tokens and no others, and the characters of each.
@@ -280,7 +292,7 @@ class _Separate:
             end = stop
         encoding = self._backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
         places += range(end, len(text) + 1)
-        ids: list[int] = encoding.ids
+        ids = self._own_ids(encoding.ids)
         own = [id_ for *_, id_ in text.control if id_ in self._forbidden]
         if [id_ for id_ in ids if id_ in self._forbidden] != own:
             raise InvalidInputError(
@@ -332,6 +344,56 @@ def _normalizer(tokenizer: Any, control: Iterable[Any]) -> Callable[[str], str] 
         return normal
 
     return normalize
+
+
+_Made: TypeAlias = "tuple[Any, Mapping[int, str], int | None, Mapping[int, int]]"
+
+
+def _sharing(backend: Any, control: Mapping[int, Any], names: Mapping[int, str]) -> _Made:
+    """A backend around the same model: its vocabulary is neither copied nor read.
+
+    For byte pairs only: pieces of other models may be literals as a whole.
+    """
+    model = backend.model
+    if type(model).__name__ != "BPE":
+        raise TypeError("another kind of model")
+    names = _without_bytes(names, control, model.byte_fallback)
+    copy = type(backend)(model)
+    for part in ("normalizer", "pre_tokenizer"):
+        if getattr(backend, part) is not None:
+            setattr(copy, part, getattr(backend, part))
+    texts: dict[int, str] = {}
+    for id_, token in sorted(backend.get_added_tokens_decoder().items()):
+        texts[id_] = names.get(id_, "") if id_ in control else token.content
+        if texts[id_]:
+            # A name is found as it is; which words it may stand in, `TextEncoder` has looked at.
+            form = {} if id_ not in control else {"normalized": False, "single_word": False}
+            copy.add_tokens([_added(token, texts[id_], **form)])
+    ids = {copy.token_to_id(text): id_ for id_, text in texts.items() if text}
+    unknown = None if model.unk_token is None else model.token_to_id(model.unk_token)
+    return copy, names, unknown, ids
+
+
+def _added(token: Any, content: str, **form: bool) -> Any:
+    parts = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return type(token)(content, **{part: getattr(token, part) for part in parts} | form)
+
+
+def _renamed(backend: Any, control: Mapping[int, Any], names: Mapping[int, str]) -> _Made:
+    """A copy of a backend in whose vocabulary, too, control tokens have other names."""
+    config = json.loads(backend.to_str())
+    names = _without_bytes(names, control, bool(config["model"].get("byte_fallback")))
+    unknown = _rename(config, {control[id_].content: names.get(id_) for id_ in control})
+    return type(backend).from_str(json.dumps(config)), names, unknown, {}
+
+
+def _without_bytes(
+    names: Mapping[int, str], control: Mapping[int, Any], has_bytes: bool
+) -> Mapping[int, str]:
+    """Leave out the tokens that a model writes unknown characters with."""
+    if not has_bytes:
+        return names
+    return {id_: name for id_, name in names.items() if not _BYTE.fullmatch(control[id_].content)}
 
 
 def _rename(config: dict[str, Any], names: Mapping[str, str | None]) -> int | None:
