@@ -28,7 +28,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test notebooks soak check bench bench-check bench-serving format clean
+.PHONY: help demo test notebooks soak soak-long check bench bench-check bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,9 @@ notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with the
 soak: $(VENV)/.installed-dev ## Run the long tests
 	@if [ -n "$(wildcard tests/soak/test_*.py)" ]; then $(BIN)/pytest tests/soak -q; \
 	else echo "tests/soak has no tests"; fi
+
+soak-long: $(VENV)/.installed-dev ## Run the long tests as often as a release wants: half an hour
+	$(BIN)/pytest tests/soak -q --long
 
 check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording; the code's shape
 	$(BIN)/ruff check .

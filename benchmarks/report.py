@@ -57,6 +57,7 @@ _OTHERS: Final = (
     ("prefill", "Offline prefill"),
     ("deferred_kernel", "Deferred attention's kernel"),
     ("recompute", "Recomputing"),
+    ("signing", "Signed chunks"),
 )
 
 

@@ -252,6 +252,29 @@ class BackendContract:
         for tier in counters["tiers"]:
             assert {"tier", *TIER} <= set(tier)
 
+    # Law: before the end what runs goes on, and nothing else: all others are told at once.
+
+    async def test_what_runs_goes_on_and_what_waits_is_refused(
+        self, backend: Backend, valve: Valve
+    ) -> None:
+        assert await backend.ready()
+        running = await self.held(backend, valve)
+        waiting = self.asked(backend, make_work(2))
+        await self.until(backend, waiting=1)
+        await backend.drain()
+        await backend.drain()
+        later = self.asked(backend, make_work(3))
+        for task in (waiting, later):
+            failed = failure_of(await asyncio.wait_for(task, 10))
+            assert (failed.status, failed.code) == (503, "shutting_down")
+            assert failed.retry_after is not None
+        with pytest.raises(KVCacheRagError, match="shuts down"):
+            await backend.explain(make_work(4))
+        assert not await backend.ready()
+        assert not running.done()
+        valve.open.set()
+        assert isinstance((await running)[-1], Finished)
+
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 
     async def test_the_end_is_told_to_all_and_final(self, backend: Backend, valve: Valve) -> None:

@@ -331,7 +331,9 @@ class SilentBackend:
         tier = dict.fromkeys(
             ("bytes", "hits", "misses", "seconds", "bytes_read", "bytes_written", "puts"), 1
         )
-        tier.update(dict.fromkeys(("evictions", "corrupt", "put_failures", "failures"), 1))
+        tier.update(
+            dict.fromkeys(("evictions", "corrupt", "put_failures", "failures", "declined"), 1)
+        )
         prefetch = {"waiting": 1, "prefilled": 2}
         tiers = [{"tier": "memory", **tier}]
         replica = {"replica": "r1", **dict.fromkeys(names, 1), "prefetch": prefetch}
@@ -340,6 +342,9 @@ class SilentBackend:
     async def models(self) -> list[str]:
         """One."""
         return ["tiny"]
+
+    async def drain(self) -> None:
+        return None
 
     async def close(self) -> None:
         """Nothing to close."""

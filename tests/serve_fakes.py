@@ -93,6 +93,9 @@ class Scripted:
     async def models(self) -> list[str]:
         return [MODEL]
 
+    async def drain(self) -> None:
+        return None
+
     async def close(self) -> None:
         return None
 

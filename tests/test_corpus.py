@@ -249,6 +249,24 @@ def test_a_chunk_that_is_not_kept_is_named_and_the_rest_is_built(
     assert built(settings, corpus).tally.prefilled == 1
 
 
+def test_a_chunk_that_is_declined_is_named(
+    settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
+    put, (declined,) = DiskStore.put, serving(settings).keys(TEXTS[:1])
+
+    def crowded(self: DiskStore, key: Any, chunk: Any) -> bool:
+        if key != declined:
+            return put(self, key, chunk)
+        self._counters.declined("another process was making room")
+        return False
+
+    monkeypatch.setattr(DiskStore, "put", crowded)
+    build = built(settings, corpus)
+    assert (build.tally.prefilled, build.tally.failed) == (3, 1)
+    assert "making room" in build.tally.failures[0].reason
+
+
 def test_a_full_store_ends_the_build(
     settings: BuildSettings, tmp_path: Path, refusing: list[str]
 ) -> None:

@@ -96,13 +96,14 @@ def test_a_stored_chunk_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [engine.reference(key.digest, key.spec, key.tokens) for key in keys]
     assert rows == keys
     calls: list[str] = []
-    encode = access.renderer(engine)._encode
+    encoder = access.renderer(engine).encoder
+    encode = encoder.encode
 
     def counted(text: str) -> list[int]:
         calls.append(text)
         return encode(text)
 
-    monkeypatch.setattr(access.renderer(engine), "_encode", counted)
+    monkeypatch.setattr(encoder, "encode", counted)
     stored = [StoredChunk(key, text) for key, text in zip(rows, TEXTS, strict=True)]
     ways: list[list[Any]] = [[*stored], [*keys], [keys[0], TEXTS[1], stored[2]]]
     for given in ways:

@@ -55,6 +55,7 @@ NAMES = [
     "TieredStore",
     "Union",
     "UnsupportedModelError",
+    "UntrustedChunkError",
     "Verdict",
     "auto",
     "cancellable",

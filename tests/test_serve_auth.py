@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 import stat
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fastapi import FastAPI
+from serve_fakes import DEADLINE, answer, chat, client, data_of, scripted
 from starlette.datastructures import Headers
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.serve import auth, keys, middleware
+from kvcache_rag.serve.backend import BackendRequest, Event, Finished, Piece, Started
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.errors import headers as error_headers
 from kvcache_rag.serve.lifecycle import Caller
@@ -24,9 +29,10 @@ from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
     from pathlib import Path
 
+CHAT = "/v1/chat/completions"
 KEY = "a-key-in-clear-0123456789"
 OTHER = "another-key-in-clear-0123"
 
@@ -106,6 +112,8 @@ def test_keys_are_in_no_repr_and_in_no_log(file: Path, caplog: pytest.LogCapture
         (f"{KEY} @admin\n", "namespace '@admin'"),
         (f"{KEY} acme näme\n", "name 'näme'"),
         ("sha256:abc acme\n", "64 hexadecimal"),
+        (f"acme-of-long-name {KEY}+/=\n", "namespace 'a-ke...'"),
+        (f"{OTHER} acme {KEY}+/=\n", "name 'a-ke...'"),
         (f"{KEY} acme\n{KEY} globex\n", "line 2: this key stands there already"),
         (f"{KEY} acme web\n{OTHER} globex web\n", "line 2: the name 'web' is that of a key of"),
     ],
@@ -117,6 +125,35 @@ def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, said: str) -
     with pytest.raises(InvalidInputError, match=re.escape(said)) as raised:
         keys.ApiKeys.load(path)
     assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["SHA256:", "Sha256:", "sha256:"])
+@pytest.mark.parametrize("digits", ["A" * 64, "0" * 63, "0" * 65])
+def test_what_looks_like_a_digest_is_never_a_key_in_clear(
+    tmp_path: Path, word: str, digits: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{word}{digits} acme\n")
+    with pytest.raises(InvalidInputError, match="64 hexadecimal digits"):
+        keys.ApiKeys.load(path)
+
+
+@pytest.mark.parametrize("end", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_a_comment_ends_with_its_line_only(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(f"{KEY} acme\n# old: {end}{OTHER} globex\n".encode())
+    path.chmod(0o600)
+    found = keys.ApiKeys.load(path)
+    assert found.caller(KEY) == Caller("acme", found.known[0].caller.key_id)
+    assert found.caller(OTHER) is None
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(f"\ufeff{KEY} acme web\r\n{OTHER} acme web\r\n".encode())
+    path.chmod(0o600)
+    found = keys.ApiKeys.load(path)
+    assert found.caller(KEY) == found.caller(OTHER) == Caller("acme", "web")
 
 
 def test_keys_of_one_namespace_may_have_one_name(tmp_path: Path) -> None:
@@ -164,6 +201,143 @@ def test_new_keys_are_written_as_digests_for_the_owner_alone(tmp_path: Path) -> 
     with pytest.raises(InvalidInputError, match="cannot write API keys"):
         auth.new_key(tmp_path, "acme")
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o622, 0o601])
+def test_no_key_is_added_to_a_file_that_others_may_read_or_write(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n")
+    path.chmod(mode)
+    with pytest.raises(InvalidInputError, match="chmod 600"):
+        auth.new_key(path, "acme")
+    assert path.read_text() == "# ours\n"
+    path.chmod(0o600)
+    key = auth.new_key(path, "acme")
+    assert getattr(keys.ApiKeys.load(path).caller(key), "namespace", None) == "acme"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_key_is_added_through_a_link(tmp_path: Path, is_there: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "keys"
+    if is_there:
+        target.touch(0o600)
+    link.symlink_to(target)
+    with pytest.raises(InvalidInputError, match="is a link"):
+        auth.new_key(link, "acme")
+    assert target.exists() == is_there
+    assert not is_there or not target.read_text()
+
+
+def test_no_key_is_added_to_what_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(InvalidInputError, match="no ordinary file"):
+        auth.new_key(pipe, "acme")
+
+
+# ---------------------------------------------------------------------- read again
+class Talker:
+    """A script that says words until it is told to end."""
+
+    def __init__(self) -> None:
+        self.begun, self.is_over = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
+        yield Started(0.0)
+        yield Piece("y")
+        self.begun.set()
+        await self.is_over.wait()
+        yield Piece("es")
+        yield Finished(answer())
+
+
+@asynccontextmanager
+async def talking(
+    file: Path, key: str, *, stream: bool = True
+) -> AsyncIterator[tuple[Any, Any, asyncio.Task[Any], Talker]]:
+    """A server of these keys, a client, and the request of one key's owner that is answered."""
+    talker = Talker()
+    app, _ = scripted(talker, api_keys=file)
+    async with client(app) as http:
+        asked = http.post(CHAT, json=chat(stream=stream), headers=bearer(key))
+        running = asyncio.create_task(asked)
+        await asyncio.wait_for(talker.begun.wait(), DEADLINE)
+        yield app.state.context.keys, http, running, talker
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def without(file: Path, key: str) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(line for line in lines if key not in line) + "\n")
+
+
+async def test_a_key_that_was_revoked_is_401_and_its_streams_end(file: Path) -> None:
+    async with talking(file, KEY) as (reloader, http, running, _):
+        without(file, KEY)
+        assert (await http.get("/v1/models", headers=bearer(KEY))).status_code == 200
+        await reloader.reload()
+        assert (await http.get("/v1/models", headers=bearer(KEY))).status_code == 401
+        assert (await http.get("/v1/models", headers=bearer(OTHER))).status_code == 200
+        *before, error, done = data_of((await asyncio.wait_for(running, DEADLINE)).text)
+    assert before[-1]["choices"][0]["delta"] == {"content": "y"}
+    assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
+
+
+async def test_a_whole_answer_of_a_revoked_key_is_401(file: Path) -> None:
+    async with talking(file, KEY, stream=False) as (reloader, _, running, _):
+        without(file, KEY)
+        await reloader.reload()
+        reply = await asyncio.wait_for(running, DEADLINE)
+    assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_streams_of_other_keys_go_on(file: Path) -> None:
+    async with talking(file, OTHER) as (reloader, http, running, talker):
+        without(file, KEY)
+        file.write_text(file.read_text() + "a-third-key-in-clear-01 initech\n")
+        await reloader.reload()
+        third = bearer("a-third-key-in-clear-01")
+        assert (await http.get("/v1/models", headers=third)).status_code == 200
+        talker.is_over.set()
+        assert data_of((await running).text)[-1] == "[DONE]"
+        assert "error" not in (await running).text
+
+
+async def test_a_key_that_becomes_another_tenants_ends_what_the_first_one_asked(
+    file: Path,
+) -> None:
+    async with talking(file, KEY) as (reloader, http, running, _):
+        file.write_text(file.read_text().replace(f"{KEY} acme", f"{KEY} initech"))
+        await reloader.reload()
+        assert (await http.get("/v1/models", headers=bearer(KEY))).status_code == 200
+        error, done = data_of((await asyncio.wait_for(running, DEADLINE)).text)[-2:]
+    assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
+
+
+@pytest.mark.parametrize("damage", ["gone", "folder", "empty", "nonsense", "binary"])
+async def test_a_file_that_cannot_be_read_keeps_the_keys(
+    file: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with talking(file, KEY) as (reloader, http, running, talker):
+        file.unlink()
+        if damage == "folder":
+            file.mkdir()
+        elif damage != "gone":
+            file.write_bytes({"empty": b"", "nonsense": b"short x\n", "binary": b"\xff"}[damage])
+        await reloader.reload()
+        assert "stay as they were" in caplog.text
+        assert KEY not in caplog.text
+        assert (await http.get("/v1/models", headers=bearer(KEY))).status_code == 200
+        talker.is_over.set()
+        assert "error" not in (await running).text
+
+
+async def test_a_server_without_keys_has_none_to_read_again() -> None:
+    app, _ = scripted()
+    assert app.state.context.keys is None
 
 
 # ---------------------------------------------------------------------- the header

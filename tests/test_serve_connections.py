@@ -1,18 +1,20 @@
-"""Connections that ask nothing are closed; those that wait for an answer are not."""
+"""Connections that ask nothing, or with too long a head, are closed; those that wait are not."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import uvicorn
 from serve_fakes import DEADLINE
 
-from kvcache_rag.serve.startup import patient
+from kvcache_rag.serve.connections import HEAD, patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +54,7 @@ def served(app: App, http: str) -> Iterator[int]:
             ws="none",
             timeout_keep_alive=10_000,
             http=patient(SECONDS, http),
+            h11_max_incomplete_event_size=HEAD,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -108,3 +111,125 @@ def test_one_that_waits_for_its_answer_is_not(http: str) -> None:
             assert until_closed(connected(port)) == b""
         app.go_on.set()
         assert until_closed(waiting).endswith(b"yes")
+
+
+def head_of(size: int) -> bytes:
+    """A request of so many bytes of head."""
+    head = ASK + b"x-long: "
+    return head + b"a" * (size - len(head) - 4) + b"\r\n\r\n"
+
+
+def error_of(answer: bytes) -> dict[str, str]:
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    assert b"x-request-id: req_" in head
+    assert b"connection: close" in head
+    assert f"content-length: {len(content)}".encode() in head
+    error: dict[str, str] = json.loads(content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def is_too_long(answer: bytes) -> bool:
+    if not answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n"):
+        return False
+    error = error_of(answer)
+    return error["code"] == "headers_too_large" and str(HEAD) in error["message"]
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_a_head_has_its_size(http: str) -> None:
+    pytest.importorskip(http)
+    with served(App(), http) as port:
+        for size in (1000, HEAD - 1000, HEAD):
+            assert until_closed(connected(port, head_of(size))).endswith(b"yes")
+        for sent in (
+            head_of(HEAD + 5000),
+            head_of(4 * HEAD),
+            ASK + b"a:b\r\n" * 20_000 + b"\r\n",
+            b"GET /" + b"a" * 2 * HEAD + b" HTTP/1.1\r\n\r\n",
+            b"GET" * HEAD,
+        ):
+            answer = until_closed(connected(port, sent))
+            assert is_too_long(answer) or answer.startswith(b"HTTP/1.1 400")
+            assert error_of(answer)
+        # Each request has a head of its own, and bodies and answers do not count.
+        long = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n" + b"{" * 300_000
+        requests = (head_of(HEAD - 1000), long, head_of(HEAD - 1000), head_of(2 * HEAD))
+        with connected(port) as connection:
+            for request in requests[:3]:
+                connection.sendall(request)
+                assert connection.recv(1000).endswith(b"yes")
+            connection.sendall(requests[3])
+            assert is_too_long(until_closed(connection))
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_small_parts_of_a_body_do_not_count_and_what_stands_behind_them_does(http: str) -> None:
+    pytest.importorskip(http)
+    chunked = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with served(App(), http) as port:
+        parts = b"1\r\n{\r\n" * 50_000
+        with connected(port, chunked, parts, b"0\r\n\r\n") as connection:
+            assert connection.recv(1000).endswith(b"yes")
+            connection.sendall(ASK + b"\r\n")
+            assert connection.recv(1000).endswith(b"yes")
+        # Trailers without end: the request was answered before, so the connection just ends.
+        with connected(port, chunked, b"1\r\n{\r\n0\r\n") as connection:
+            sent = flood(connection, b"x-trailer: " + b"a" * 1000 + b"\r\n", 64 << 20)
+        assert sent < 16 << 20  # what lies in the sockets' buffers included
+
+
+def flood(connection: socket.socket, line: bytes, most: int) -> int:
+    """Send a line again and again; how many bytes, until the server closed the connection."""
+    many, sent = line * 64, 0
+    try:
+        while sent < most:
+            connection.sendall(many)
+            sent += len(many)
+    except OSError:
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_memory_is_flat_whatever_comes_as_headers(http: str) -> None:
+    pytest.importorskip(http)
+    process, most = psutil.Process(), 64 << 20
+    line = b"x-long: " + b"a" * 1000 + b"\r\n"
+    with served(App(), http) as port:
+        sizes = []
+        for _ in range(4):
+            with connected(port, ASK) as connection:
+                assert flood(connection, line, most) < most // 2
+            sizes.append(process.memory_info().rss)
+        assert max(sizes) - sizes[0] < most // 8  # buffers are kept from the first time on
+        assert until_closed(connected(port, ASK + b"\r\n")).endswith(b"yes")
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_what_is_no_http_is_told_so(http: str) -> None:
+    pytest.importorskip(http)
+    with served(App(), http) as port:
+        for sent in (b"\x16\x03\x01\x02\r\n\r\n", b"HELLO\r\n\r\n", b"GET / HTTP/x\r\n\r\n"):
+            answer = until_closed(connected(port, sent))
+            assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            assert "HTTP" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_a_running_answer_is_not_mixed_with_a_refusal(http: str) -> None:
+    pytest.importorskip(http)
+    app = App()
+    post = b"POST /slow HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with served(app, http) as port:
+        connection = connected(port, post)
+        assert app.has_begun.wait(DEADLINE)
+        connection.sendall(b"no chunk\r\n")  # the body turns out to be none
+        answer = b""
+        while b"}}" not in answer and (got := connection.recv(1000)):
+            answer += got
+        app.go_on.set()
+        answer += until_closed(connection)
+        assert b"yes" not in answer
+        assert error_of(answer)

@@ -179,8 +179,8 @@ def test_a_failure_behind_a_long_silence_is_an_event() -> None:
             seen.append(line)
             if line == ": waiting":
                 gate.open()
-    _, error = data_of("\n".join(seen))
-    assert error["error"]["message"] == "the server stops"
+    _, error, done = data_of("\n".join(seen))
+    assert (error["error"]["message"], done) == ("the server stops", "[DONE]")
 
 
 def test_an_error_in_a_stream_has_its_status_within_the_silence() -> None:

@@ -207,6 +207,16 @@ async def test_paths_and_methods() -> None:
         error_of(await http.delete("/v1/models"), 405)
 
 
+@pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/models", "/health", "/metrics", CHAT])
+async def test_a_path_that_ends_in_a_line_break_is_another_path(path: str) -> None:
+    app, backend = scripted()
+    async with client(app) as http:
+        for reply in (await http.get(f"{path}%0a"), await http.post(f"{path}%0a", json=chat())):
+            assert error_of(reply, 404)["code"] == "unknown_url"
+            assert reply.headers["x-request-id"].startswith("req_")
+    assert not backend.works
+
+
 async def test_too_large_a_body_is_refused_while_it_is_read() -> None:
     app, backend = scripted(limits=RequestLimits(body_bytes=1000))
     read = 0
@@ -278,12 +288,12 @@ async def test_a_failure_behind_it_is_an_event_and_the_end() -> None:
         reply = await http.post(CHAT, json=chat(stream=True))
         whole = error_of(await http.post(CHAT, json=chat()), 500)
     assert reply.status_code == 200
-    role, text, error = data_of(reply.text)
+    role, text, error, done = data_of(reply.text)
     assert (role["choices"][0]["delta"]["role"], text["choices"][0]["delta"]) == (
         "assistant",
         {"content": "ye"},
     )
-    assert error == {"error": whole}
+    assert (error, done) == ({"error": whole}, "[DONE]")
 
 
 @pytest.mark.parametrize("script", [breaks, ends])

@@ -24,7 +24,7 @@ from serve_fakes import (
 from kvcache_rag.generation.stream import in_thread
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.auth import new_key
-from kvcache_rag.serve.limits import DEEPEST
+from kvcache_rag.serve.bodies import DEEPEST, Bodies
 from kvcache_rag.serve.middleware import Shell
 from kvcache_rag.serve.settings import RequestLimits
 
@@ -247,7 +247,7 @@ async def test_once_a_body_is_there_an_answer_may_take_its_time() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    await Shell(listens, body_bytes=9, body_seconds=0.01)(scope, receive, send)
+    await Shell(listens, 9, 0.01, Bodies(99))(scope, receive, send)
     assert left.is_set()
     assert sent == ["http.response.start"]
 

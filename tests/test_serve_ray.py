@@ -6,8 +6,10 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import stat
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[RayServer]:
     store = str(folder / "kv")
     found = RayServer(str(folder / "model"), "--served-name", "m", "--replicas", "2",
-                      "--store", store, "--max-concurrency", "200")  # fmt: skip
+                      "--store", store, "--max-concurrency", "200", "--grace", "1")  # fmt: skip
     try:
         yield found
     finally:
@@ -198,6 +200,23 @@ def test_nothing_of_ray_can_be_called_without_its_token(server: RayServer) -> No
     assert all(known[method] for method in methods), known
 
 
+def test_no_port_of_rays_answers_http_without_its_token(server: RayServer) -> None:
+    asked, answered = 0, {}
+    for process in server.processes():
+        for one in process.net_connections():
+            if one.status != psutil.CONN_LISTEN:
+                continue
+            asked += 1
+            for path in ("/metrics", "/"):
+                url = f"http://127.0.0.1:{one.laddr.port}{path}"
+                try:
+                    answered[f"{process.name()} {url}"] = httpx.get(url, timeout=10.0).status_code
+                except httpx.RemoteProtocolError:  # gRPC, which the test before this one asks
+                    continue
+    assert asked >= 8
+    assert set(answered.values()) == {401}, answered
+
+
 def _code(call: Any, metadata: Any) -> Any:
     import grpc
 
@@ -264,11 +283,71 @@ async def test_a_killed_replica_costs_clean_errors_only_and_comes_back(
     await asyncio.to_thread(wait_until, is_whole, 120.0, 0.5)
 
 
+class Asked(threading.Thread):
+    """Long requests, two of which run; the others wait in the replicas.
+
+    Attributes:
+        texts: What each of them was sent, with its status.
+    """
+
+    def __init__(self, server: RayServer, count: int = 6) -> None:
+        super().__init__()
+        self._server, self._count = server, count
+        self.texts: list[tuple[int, str]] = []
+        self.start()
+        wait_until(lambda: self._counted("running") == 2 and self._counted("waiting") == count - 2)
+
+    def run(self) -> None:
+        async def ask_all() -> None:
+            async with client_of(self._server) as client:
+                await asyncio.gather(*(one(client, number) for number in range(self._count)))
+
+        async def one(client: httpx.AsyncClient, number: int) -> None:
+            reply = await ask(client, number, tokens=3000, stream=True)
+            self.texts.append((reply.status_code, reply.text))
+
+        asyncio.run(ask_all())
+
+    def _counted(self, name: str) -> int:
+        text = httpx.get(f"{self._server.url}/metrics", timeout=30.0).text
+        counts = re.findall(rf"kvcache_rag_{name}_requests\{{[^}}]*\}} (\S+)", text)
+        return sum(int(float(one)) for one in counts)
+
+    def ensure_told(self) -> None:
+        """Who waited got a 503, who was being answered an event; nobody was cut off."""
+        self.join(60)
+        *refused, first, second = sorted(self.texts, reverse=True)
+        assert [status for status, _ in refused] == [503] * (self._count - 2)
+        for _, text in refused:
+            assert json.loads(text)["error"]["code"] == "shutting_down"
+        for status, text in (first, second):
+            assert (status, text.endswith("data: [DONE]\n\n")) == (200, True)
+            assert frames_of(text)[-1]["error"]["code"] == "shutting_down"
+
+
+def test_a_second_signal_ends_it_and_all_its_processes_at_once(folder: Path) -> None:
+    store = str(folder / "kv")
+    found = RayServer(str(folder / "model"), "--served-name", "m", "--replicas", "2",
+                      "--store", store, "--grace", "200")  # fmt: skip
+    try:
+        asked, children = Asked(found), found.processes()
+        found.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: len(asked.texts) == 4)
+        assert found.end(signal.SIGTERM) == 0, "".join(found.lines)
+        asked.ensure_told()
+        wait_until(lambda: not any(one.is_running() for one in children), 30.0)
+        assert "Traceback" not in "".join(found.lines)
+    finally:
+        found.kill()
+
+
 def test_ctrl_c_ends_it_and_all_its_processes(server: RayServer) -> None:
     children = server.processes()
+    asked = Asked(server)
     assert len(children) > 5
     folders = {one.environ().get("RAY_AUTH_TOKEN_PATH", "") for one in children} - {""}
     assert server.end(signal.SIGINT, to_all=True) == 0, "".join(server.lines)
+    asked.ensure_told()
     wait_until(lambda: not any(one.is_running() for one in children), 20.0)
     assert folders
     assert not any(Path(folder).parent.exists() for folder in folders)

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,7 @@ class Handle:
         return self.responses[-1]
 
     def broadcast(self, method: str) -> Response:
-        assert method == "stats"
+        assert method in ("stats", "drain")
         return Response(self.scripts.pop(0))
 
 
@@ -570,3 +571,40 @@ def test_cores_and_gpus_are_shared_equally(
     options: dict[str, Any], cores: int, gpus: int, expected: Shares
 ) -> None:
     assert Shares.of(ServerSettings("tiny", **options), cores, gpus) == expected
+
+
+# ------------------------------------------------------------------------------- the end
+class Shelf:
+    """A retriever that finds nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.go_on = threading.Event(), threading.Event()
+
+    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+        self.is_asked.set()
+        assert self.go_on.wait(60)
+        return []
+
+
+async def test_who_waits_for_documents_is_told_at_the_signal() -> None:
+    shelf = Shelf()
+    one = backend(Handle([[]]), retriever=shelf)
+    waiting = asyncio.create_task(events(one.answer(replace(WORK, query="Who?", top_k=1))))
+    await asyncio.to_thread(shelf.is_asked.wait, 60)
+    await one.drain()
+    (failed,) = await asyncio.wait_for(waiting, 10)
+    shelf.go_on.set()
+    assert isinstance(failed, Failed)
+    assert (failed.status, failed.code) == (503, "shutting_down")
+
+
+async def test_replicas_that_have_died_hold_up_no_end(
+    ray: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = backend(Handle([ray.exceptions.ActorDiedError()]))
+    await one.drain()
+    assert "could not be told to drain" in caplog.text
+    (failed,) = await events(one.answer(WORK))
+    assert isinstance(failed, Failed)
+    assert failed.code == "shutting_down"
+    assert not await one.ready()

@@ -58,6 +58,9 @@ class Local:
         self.prefetched.append(work)
         return len(self.prefetched) == 1
 
+    async def drain(self) -> None:
+        self.readiness = [False] * 100
+
     async def stats(self) -> dict[str, Any]:
         return {"replicas": [{"replica": "", "waiting": 3}]}
 
@@ -83,6 +86,14 @@ async def test_a_replica_is_well_once_its_model_has_answered(
     local.readiness = [False]
     with pytest.raises(RuntimeError, match="does not answer"):
         await replica.check_health()
+
+
+async def test_a_replica_that_drains_is_not_taken_for_ill(replica: Replica, local: Local) -> None:
+    """Serve would end it, and with it what it still answers."""
+    await replica.check_health()
+    await replica.drain()
+    await replica.check_health()
+    assert not await local.ready()
 
 
 async def test_a_model_that_never_answers_is_given_up(

@@ -309,14 +309,14 @@ async def test_what_cannot_fit_is_refused_while_the_model_is_busy(
 def test_no_more_is_tokenised_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = reader()
     read = 0
-    whole = type(engine).tokenize_text
+    whole = type(engine).brought_ids
 
     def counted(self: Any, text: str) -> Any:
         nonlocal read
         read += len(text)
         return whole(self, text)
 
-    monkeypatch.setattr(type(engine), "tokenize_text", counted)
+    monkeypatch.setattr(type(engine), "brought_ids", counted)
     work = BackendRequest("x", "the lamp " * 1_000_000)
     assert limits.is_doubtful(engine, work)
     with pytest.raises(ContextTooLongError):

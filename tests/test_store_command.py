@@ -367,3 +367,33 @@ def test_help_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gc" in done.stdout
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\r\nnamespace fake\u202e\u2066\ud800\x9b31m"
+
+
+def test_what_a_listing_shows_of_files_and_rows_moves_no_terminal(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.commands.store._owner_names", lambda _: Evil())
+    for values in (
+        {"model": EVIL, "revision": EVIL, "codec": EVIL},
+        {"model": [EVIL], "revision": {EVIL: 1}, "codec": [EVIL], "created": EVIL},
+        {"model": 7, "revision": 1.5, "codec": 8},
+    ):
+        for manifest in place.kv.rglob("spec.json"):
+            manifest.write_text(json.dumps(values))
+        for action in (["ls"], ["ls", "--chunks"], ["ls", "--json"], ["du"], ["verify"]):
+            assert cli.main(["store", *action, str(place.kv)]) == 0
+            shown = capsys.readouterr().out
+            assert shown.replace("\n", "").isprintable(), action
+            assert not any(line.startswith("namespace fake") for line in shown.splitlines())
+        assert cli.main(["store", "gc", str(place.kv), "--owner", "gone", "--yes"]) == 0
+        assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
+class Evil(dict[str, str]):
+    """Names of owners that nobody would choose."""
+
+    def get(self, _: str, __: object = None) -> str:  # type: ignore[override]
+        return EVIL

@@ -284,12 +284,12 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
         assert entered.wait(60)
         assert same(store.get(KEY, LAYOUT).chunk, SMALL)
         with store.locked([KEY]):
-            fill(store, "a", 3)
+            assert not store.put(KEY, SMALL)  # there is no room before the sweep has ended
         store.claim(KEY, "o")
         assert store.sweep() == 0
         assert not running.done()
         leave.set()
-        assert running.result(60) == 2
+        assert running.result(60) == 1
 
 
 # Links where folders and files belong.
@@ -349,8 +349,8 @@ def test_no_link_is_followed(tmp_path: Path, place: str, target: str) -> None:
             store.get(KEY, LAYOUT)
     store.delete(KEY)
     store.epoch("a")
-    if place in ("namespace", "epoch"):
-        with pytest.raises(OSError, match=r"epoch|a link or a file"):
+    if place == "namespace":
+        with pytest.raises(OSError, match="a link or a file"):
             store.delete_namespace("a")
     else:
         store.delete_namespace("a")
@@ -395,12 +395,14 @@ def test_permission_denied_is_a_miss_and_counted(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "kv", durable=False)
     fill(store, "a", 1)
     for path in [tmp_path, *tmp_path.parents][:-1]:
-        if path.stat().st_uid == 0 and "pytest" in path.name:
+        if path.stat().st_uid == 0 and "pytest" in str(path):  # a worker's folder, too
             path.chmod(0o711)
     tmp_path.chmod(0o711)
     command = [sys.executable, "-W", "ignore", "-c", NOBODY]
     command += [str(store.root), str(tmp_path / "new")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
+    (notice,) = done.stderr.splitlines()  # once; the other folder cannot even be made
+    assert "may not be read" in notice
+    assert str(store.root) in notice
     assert done.stdout.split("\n")[:-1] == ["miss", "False 1", "False False 0 0", "denied"] * 2
     assert same(store.get(KEY, LAYOUT).chunk, SMALL)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from small import make_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 SAMPLES = [
@@ -96,6 +106,95 @@ TOKENIZERS = {
     "metaspace": metaspace,
     "word pieces": word_pieces,
     "characters": characters,
+}
+
+
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def _controlled(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """With added tokens of every kind and a chat template that writes some of them."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                AddedToken("<|im_start|>", special=True, normalized=False),
+                AddedToken("<|im_end|>", special=True, normalized=False),
+                AddedToken("[SEP]", special=True, normalized=True, lstrip=True),
+                AddedToken("<mask>", special=True, normalized=False, lstrip=True, rstrip=True),
+                AddedToken("</s>", special=True, normalized=False, rstrip=True),
+            ]
+        }
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken("<tool>", normalized=True),
+            AddedToken("<doc>", normalized=False),
+            AddedToken("sep", single_word=True, normalized=False),
+            AddedToken("\n\n", normalized=False),
+        ]
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """Pieces with scores, as T5 and ALBERT; control tokens are pieces with the best score."""
+    letters = sorted(set("".join(SAMPLES)) | set("<>|[]/_"))
+    words = sorted({word for text in SAMPLES for word in text.split()})
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<|im_end|>", 0.0), ("\u2581", -2.0)]
+    pieces += [(letter, -6.0) for letter in letters if not letter.isspace()]
+    pieces += [(f"\u2581{word}", -4.0) for word in words]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """As Llama 2: a mark for each space, written by the normaliser, and bytes."""
+    tokenizer = metaspace()
+    config = json.loads(tokenizer.backend_tokenizer.to_str())
+    config["added_tokens"] = config["added_tokens"][:1]  # bytes are no added tokens there
+    config["pre_tokenizer"] = None
+    backend = Tokenizer.from_str(json.dumps(config))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def whole_words() -> PreTrainedTokenizerFast:
+    """Takes what it has as a whole, before any merges, as Llama 3."""
+    tokenizer = byte_level()
+    config = json.loads(tokenizer.backend_tokenizer.to_str())
+    config["model"]["ignore_merges"] = True
+    config["pre_tokenizer"]["use_regex"] = False
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(config)), unk_token="<unk>"
+    )
+
+
+def spaced_pieces() -> PreTrainedTokenizerFast:
+    """Pieces of words that only spaces part, so that a control token could be one."""
+    tokenizer = copy.deepcopy(word_pieces())
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+CONTROLLED = {
+    name: lru_cache(maxsize=1)(partial(lambda make: _controlled(make()), make))
+    for name, make in {
+        **TOKENIZERS,
+        "unigram": unigram,
+        "sentencepiece": sentencepiece,
+        "whole words": whole_words,
+        "spaced pieces": spaced_pieces,
+    }.items()
 }
 
 

@@ -20,7 +20,7 @@ from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.context import PromptBuffer
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import buffer_cache
-from kvcache_rag.prompt.alignment import Offsets, spread
+from kvcache_rag.prompt.alignment import spread
 from kvcache_rag.prompt.offsets import chunk_offsets
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.prefill import ContextChunk
+    from kvcache_rag.prompt.tokens import Offsets
     from kvcache_rag.stores import ChunkStore
 
 
@@ -213,7 +214,7 @@ class Auxiliary:
             with self._lock:
                 self._look_at_model()
         renderer = self.engine._renderer
-        query = renderer.query_ids(renderer.template.ask(question))
+        query = renderer.query_ids(question)
         room = self.engine.context_window - len(renderer.prefix_ids) - len(query)
         pieces = self._pieces(chunks)
         if pieces and max(len(piece.planned) for piece in pieces) > room:

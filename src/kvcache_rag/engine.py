@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvcache_rag.errors import ChunkNotFoundError, FingerprintMismatchError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.generation.answer import Answerer, Asked
 from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
@@ -115,6 +121,8 @@ class Engine:
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
+        check_settings(Engine.__init__, self._options)
+        check_name("namespace", namespace)
         checked_mode(rotation)
         self._adapter = TransformersModel(model, packed_attention=packed_attention)
         self.model, self.tokenizer = model, tokenizer
@@ -210,7 +218,7 @@ class Engine:
         Nothing is measured anew, and nothing waits for the model, which works for one at a time.
         """
         other = copy.copy(self)
-        other.namespace = namespace
+        other.namespace = check_name("namespace", namespace)
         other.auxiliary = _scorer_of(self.auxiliary, namespace)
         own = self.policy.auxiliary
         if own is not None:
@@ -480,6 +488,22 @@ class Engine:
         """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
         return self._renderer.render_chat(messages)
 
+    def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
+        """A prompt for `complete` of which users or documents brought parts.
+
+        Literals of control tokens are text in these parts, and control tokens elsewhere.  Whatever
+        is added to the prompt afterwards makes it an ordinary text again, all literals in it
+        control tokens.
+
+        Args:
+            write: Writes the prompt, with each brought part as its argument gives it; called
+                several times.
+
+        Raises:
+            InvalidInputError: If the tokenizer cannot tell a literal from a control token.
+        """
+        return self._renderer.compose(write)
+
     def tokenize(
         self, question: str, chunks: Sequence[str] = (), history: Sequence[Message] = ()
     ) -> PromptIds:
@@ -487,8 +511,15 @@ class Engine:
         return self._renderer.tokenize(question, chunks, history)
 
     def tokenize_text(self, prompt: str) -> tuple[int, ...]:
-        """The ids that `complete` continues."""
+        """The ids that `complete` continues, literals of control tokens read as such.
+
+        In what `render_chat` wrote, those that a message brought are text.
+        """
         return self._renderer.text_ids(prompt)
+
+    def brought_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a text of users or documents by itself, to count or to cut it."""
+        return self._renderer.brought_ids(text)
 
     def generate(self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any) -> Answer:
         """Answer a question over chunks.

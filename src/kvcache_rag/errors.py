@@ -3,7 +3,8 @@
     KVCacheRagError
     ├── UnsupportedModelError     the model's cache cannot be captured or moved: layer and reason
     ├── ChunkNotFoundError        the store does not hold the key: a miss, never a failed question
-    │   └── CorruptChunkError     it held something else, which was put aside
+    │   ├── CorruptChunkError     it held something else, which was put aside
+    │   └── UntrustedChunkError   it holds what the signing key did not sign, which is left alone
     ├── FingerprintMismatchError  a key belongs to another model, prefix or namespace
     ├── ContextTooLongError       a chunk or a prompt does not fit the context window
     ├── InvalidInputError         an argument cannot be used (also a ValueError)
@@ -13,6 +14,14 @@ Each message is one sentence that says what was wrong and what to do about it.
 """
 
 from __future__ import annotations
+
+import math
+from functools import cache
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 class KVCacheRagError(Exception):
@@ -29,6 +38,10 @@ class ChunkNotFoundError(KVCacheRagError):
 
 class CorruptChunkError(ChunkNotFoundError):
     """The stored bytes are not those of the chunk asked for; they were put aside."""
+
+
+class UntrustedChunkError(ChunkNotFoundError):
+    """The stored file is not signed by the key of this store; it was left as it is."""
 
 
 class FingerprintMismatchError(KVCacheRagError):
@@ -49,3 +62,87 @@ class MissingExtraError(KVCacheRagError, ImportError):
     def __init__(self, package: str, extra: str, dist: str = "kvcache-rag") -> None:
         """Say which package is missing, and which extra of which distribution installs it."""
         super().__init__(f"{package} is not installed: pip install '{dist}[{extra}]'")
+
+
+# ---------------------------------------------------------------------- what users hand in
+_PLAIN = {
+    "bool": "True or False",
+    "int": "a whole number",
+    "float": "a finite number",
+    "str": "a text",
+    "None": "None",
+}
+
+
+def check_settings(
+    owner: Callable[..., Any], values: Mapping[str, Any], *, infinite: tuple[str, ...] = ()
+) -> None:
+    """Refuse settings that are not of the plain types that `owner` is annotated with.
+
+    Numbers of other libraries are numbers.  Annotations that name any other type are not looked at.
+
+    Args:
+        owner: A function or a dataclass of a module whose annotations are strings.
+        values: Settings by name; further names are ignored.
+        infinite: Names of numbers that may be without end.
+
+    Raises:
+        InvalidInputError: If one is of another type, NaN, or infinite and may not be.
+    """
+    for name, kinds in _plain_settings(owner):
+        if name in values and not any(_is(values[name], kind) for kind in kinds):
+            if name in infinite and values[name] == math.inf:
+                continue
+            wanted = " or ".join(words for kind, words in _PLAIN.items() if kind in kinds)
+            raise InvalidInputError(f"{name} must be {wanted}, not {_shown(values[name])}")
+
+
+def check_name(kind: str, name: object) -> str:
+    """Return a name that is a text.
+
+    Args:
+        kind: What it names, for the message.
+        name: The name.
+
+    Raises:
+        InvalidInputError: If it is something else, or holds a half of a surrogate pair, which no
+            file, digest or answer can hold.
+    """
+    if not isinstance(name, str):
+        raise InvalidInputError(f"the {kind} must be a text, not {_shown(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            f"the {kind} {_shown(name)} holds a lone surrogate, no letter; write it in UTF-8"
+        ) from None
+    return name
+
+
+@cache
+def _plain_settings(owner: Callable[..., Any]) -> tuple[tuple[str, frozenset[str]], ...]:
+    found: dict[str, frozenset[str]] = {}
+    for part in reversed(getattr(owner, "__mro__", (owner,))):
+        for name, annotation in getattr(part, "__annotations__", {}).items():
+            kinds = frozenset(kind.strip() for kind in str(annotation).split("|"))
+            if kinds <= _PLAIN.keys() and name != "return":
+                found[name] = kinds
+    return tuple(found.items())
+
+
+def _is(value: object, kind: str) -> bool:
+    if kind == "None":
+        return value is None
+    if kind in ("bool", "str"):
+        return isinstance(value, bool if kind == "bool" else str)
+    if isinstance(value, bool):
+        return False
+    if kind == "int":
+        return isinstance(value, Integral)
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _shown(value: object) -> str:
+    is_short = value is None or isinstance(value, str | int | float | bytes)
+    text = ascii(value) if is_short else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."

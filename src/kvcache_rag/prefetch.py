@@ -25,7 +25,12 @@ import torch
 from cachetools import LRUCache
 
 from kvcache_rag.engine import Engine, like
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
+from kvcache_rag.errors import (
+    InvalidInputError,
+    KVCacheRagError,
+    UnsupportedModelError,
+    check_settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,6 +107,7 @@ class Prefetcher:
 
     def __init__(self, engine: Engine, *, limit: int = LIMIT, ahead: int = AHEAD) -> None:
         """Prefetch with `engine` and its like for other tenants; the thread starts when needed."""
+        check_settings(Prefetcher.__init__, locals())
         self.limit, self.ahead = limit, ahead
         self._engines = Engines(engine)
         self._changed = threading.Condition()

@@ -39,6 +39,10 @@ _SETTINGS: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Ray's metrics know no token.  Ports that cannot be are how it is told to open none.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
 }
 _TOKEN: Final = secrets.token_hex(32)  # Ray remembers the first that it read, for the whole process
 _imported_here = False

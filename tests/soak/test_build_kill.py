@@ -13,6 +13,7 @@ import pytest
 from corpus_traps import alive, computed, saved_model, wait_for, write_lines
 
 from kvcache_rag import DiskStore, Engine
+from tests.reliability import record
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(900)  # several starts of Ray and of models, perhaps side by side
@@ -106,6 +107,8 @@ def test_a_killed_worker_loses_nothing(place: Place, crew: str) -> None:
     again = place.end(place.start(crew))
     assert (again["prefilled"], again["there"]) == (len(NEW), len(TEXTS))
     assert sorted(computed(place.notes)) == sorted(NEW), "exactly the new ones"
+    tried = f"`kill -9` of a worker of `build` ({crew})"
+    record(f"kills-build-{crew}", "kills", tried, 1, texts_lost=0, computed_again=twice)
 
 
 @pytest.mark.parametrize("crew", ["processes", "ray"])
@@ -129,3 +132,7 @@ def test_a_build_that_is_killed_again_and_again_gets_done(place: Place) -> None:
     assert not place.torsos()
     lines = computed(place.notes)
     assert len(lines) <= len(TEXTS) + 3 * 2 * 4, "a kill costs at most the batches in flight"
+    again = len(lines) - len(TEXTS)
+    record(
+        "kills-build", "kills", "`kill -9` of all of `build`", 3, texts_lost=0, computed_again=again
+    )

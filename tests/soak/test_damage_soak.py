@@ -6,13 +6,19 @@ import json
 import random
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvcache_rag.stores import DiskStore
 from tests.damage import filled, header_size, is_refused
+from tests.reliability import record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAYLOAD_FLIPS = 50_000
+    from tests.soak.conftest import Amount
+
+pytestmark = pytest.mark.timeout(2400)
+PAYLOAD_FLIPS, PAYLOAD_FLIPS_LONG = 50_000, 70_000
 
 
 def test_no_flipped_header_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
@@ -29,13 +35,31 @@ def test_no_flipped_header_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
     provenance = json.loads(raw[8:size])["__metadata__"]["provenance"]
     assert kept <= 8 * len(provenance)
     assert store.stats().corrupt == 8 * size - kept
+    record(
+        "damage-header",
+        "damage",
+        "files with one bit of the header flipped: every bit there is",
+        8 * size,
+        refused_and_put_aside=8 * size - kept,
+        only_the_name_of_the_writer_differs=kept,
+        wrong_tensors=0,
+    )
 
 
-def test_no_flipped_payload_bit_serves_a_wrong_tensor(tmp_path: Path) -> None:
+def test_no_flipped_payload_bit_serves_a_wrong_tensor(tmp_path: Path, amount: Amount) -> None:
+    flips = amount(PAYLOAD_FLIPS, PAYLOAD_FLIPS_LONG)
     store = DiskStore(tmp_path, durable=False)
     key, raw = filled(store)
     chance = random.Random(3)
-    for _ in range(PAYLOAD_FLIPS):
+    for _ in range(flips):
         damaged = bytearray(raw)
         damaged[chance.randrange(header_size(raw), len(raw))] ^= 1 << chance.randrange(8)
         assert is_refused(store, key, bytes(damaged))
+    record(
+        "damage-payload",
+        "damage",
+        "files with one bit of the payload flipped",
+        flips,
+        refused_and_put_aside=flips,
+        wrong_tensors=0,
+    )

@@ -7,13 +7,24 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.machines import MACHINES, StoreMachine
+from tests.reliability import record
 
+pytestmark = pytest.mark.timeout(1200)
 EXAMPLES = {"MemoryMachine": 450, "DiskMachine": 240, "TieredMachine": 240}
+STEPS = 60  # of one story
 OTHERS = 30  # each call to a remote goes through a thread
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_store_does_what_a_dictionary_does(machine: type[StoreMachine]) -> None:
     examples = EXAMPLES.get(machine.__name__, OTHERS)
-    long = settings(max_examples=examples, stateful_step_count=60, deadline=None)
+    long = settings(max_examples=examples, stateful_step_count=STEPS, deadline=None)
     run_state_machine_as_test(machine, settings=long)
+    name = machine.__name__.removesuffix("Machine").lower()
+    record(
+        f"models-{name}",
+        "models",
+        f"stories of up to {STEPS} steps with the store `{name}`, beside a dictionary",
+        examples,
+        different_answers=0,
+    )

@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from tests.reliability import record
+
 PATIENCE = 180.0
 PROCESS = """
 import asyncio, json, sys
@@ -56,6 +58,8 @@ def test_two_processes_on_one_directory_compute_every_key_once(tmp_path: Path) -
     kept = Counter(digest for one in outputs for digest, start in json.loads(one) if start)
     assert len(kept) == 12
     assert set(kept.values()) == {1}
+    tried = "requests to 2 processes that prefetch into one folder"
+    record("processes-prefetch", "processes", tried, 36, chunks=len(kept), computed_twice=0)
 
 
 def go(running: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:

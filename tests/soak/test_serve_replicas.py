@@ -26,6 +26,7 @@ import pytest
 from kvcache_rag import Engine
 from kvcache_rag.reader import make_example
 from tests.ray_server import RayServer, wait_until
+from tests.reliability import record
 
 if importlib.util.find_spec("ray") is None:  # importing it would be too early for a later test
     pytest.skip("the extra ray is not installed", allow_module_level=True)
@@ -358,3 +359,13 @@ async def test_every_request_is_answered_while_a_replica_is_killed(tmp_path: Pat
     # meanwhile, in batches of shapes that it had not seen: some growth, and then no more.
     assert last <= 1.05 * second
     assert own[1] <= 1.10 * own[0], "the replica that lived on grew"
+    record(
+        "requests-replicas",
+        "requests",
+        "requests of 32 clients to 2 replicas, one of which is killed",
+        run.done,
+        wrong_answers=len(run.wrong),
+        repeated_after_a_503=sum(run.failures.values()),
+        computed_twice=len(twice),
+        seconds_to_a_new_replica=round(run.restarted, 1),
+    )

@@ -9,19 +9,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import DiskStore
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
+from tests.reliability import record
 
+if TYPE_CHECKING:
+    from tests.soak.conftest import Amount
+
+pytestmark = pytest.mark.timeout(2400)
 ROOT = Path(__file__).parents[2]
 LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
 # Forks writers from one process, so that a writer need not import torch again.  A kill comes
-# before, within or after any of the first few writes.
+# before, within or after any of the first few writes; a writer says when one is done, since on a
+# busy machine no time is long enough for it.
 WRITERS = """
 import os, random, signal, sys, time
 import torch
@@ -34,6 +40,7 @@ pairs = [(key_of(chunk), chunk) for chunk in chunks]
 chance = random.Random(sys.argv[2])
 killed = 0
 for number in range(int(sys.argv[3])):
+    done, says = os.pipe()
     child = os.fork()
     if child == 0:
         random.Random(number).shuffle(pairs)
@@ -42,21 +49,27 @@ for number in range(int(sys.argv[3])):
             for key, chunk in pairs:
                 with store.locked([key]):
                     store.put(key, chunk)
+                os.write(says, b".")
                 store.claim(key, "writer")
                 store.release(key, "writer")
+    os.close(says)
+    for _ in range(chance.randrange(3)):
+        os.read(done, 1)
     time.sleep(chance.uniform(0.0, 0.03))
     os.kill(child, signal.SIGKILL)
+    os.close(done)
     killed += os.waitpid(child, 0)[1] == signal.SIGKILL
 print(killed)
 """
-KILLS = 600  # for each of two ways of writing
+KILLS, KILLS_LONG = 600, 1000  # for each of two ways of writing
 
 
 @pytest.mark.parametrize("durability", ["durable", "quick"])
 def test_killed_writers_leave_whole_chunks_and_temporaries_only(
-    tmp_path: Path, durability: str
+    tmp_path: Path, durability: str, amount: Amount
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WRITERS, str(tmp_path), durability, str(KILLS)]
+    kills = amount(KILLS, KILLS_LONG)
+    command = [sys.executable, "-W", "ignore", "-c", WRITERS, str(tmp_path), durability, str(kills)]
     writers = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     store = DiskStore(tmp_path, temp_age=0, release_grace=3600)
     chunks = [make_chunk(seed, tokens=4096) for seed in range(6)]
@@ -72,20 +85,31 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
             hits += 1
     assert writers.stdout is not None
     with writers.stdout as output:
-        assert int(output.read()) == KILLS, "a writer ended by itself"
-    assert hits > KILLS / 10
+        assert int(output.read()) == kills, "a writer ended by itself"
+    assert hits > kills / 10
     assert store.stats().corrupt == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     kinds = (".tmp", ".owner-", ".released-", ".safetensors", ".lock")
     assert all(any(kind in path.name for kind in kinds) for path in files)
     torsos = len(list(tmp_path.rglob(".tmp*")))
-    assert torsos > KILLS / 20, "too few were killed in the middle of a write"
+    assert torsos > kills / 20, "too few were killed in the middle of a write"
     store.sweep()
     assert not list(tmp_path.rglob(".tmp*"))
     for chunk in chunks:
         with store.locked([key_of(chunk)]):  # no lock outlives its holder
             assert same(store.get(key_of(chunk), LAYOUT).chunk, chunk)
-    LOG.info("%d kills, %d in the middle of a write, %d right reads", KILLS, torsos, hits)
+    LOG.info("%d kills, %d in the middle of a write, %d right reads", kills, torsos, hits)
+    record(
+        f"kills-{durability}",
+        "kills",
+        f"`kill -9` of a process that writes chunks ({durability})",
+        kills,
+        in_the_middle_of_a_write=torsos,
+        reads_meanwhile=hits,
+        wrong_tensors=0,
+        chunks_lost=0,
+        locks_left=0,
+    )
 
 
 def work(root: str, seed: int, seconds: float, report: Any) -> None:
@@ -144,6 +168,15 @@ def test_many_processes_with_an_evictor_never_see_a_wrong_chunk(tmp_path: Path) 
         "corrupt": 0,
         "failed": 0,
     }
+    record(
+        "processes-evictor",
+        "processes",
+        "reads and writes of 4 processes beside one that evicts",
+        total["hits"] + total["computed"],
+        evictions=evicted,
+        wrong_tensors=total["wrong"],
+        computed_twice=total["twice"],
+    )
 
 
 STEPS = 2000
@@ -202,3 +235,12 @@ def test_each_key_is_computed_once_between_two_evictions(tmp_path: Path) -> None
     assert total["computed"] == evicted + len(list(tmp_path.rglob("*.safetensors")))
     assert min(evicted, total["misses"]) > 100
     LOG.info("%s, %d evicted", total, evicted)
+    record(
+        "processes-once",
+        "processes",
+        "reads and writes of 4 processes while chunks are evicted and deleted",
+        4 * STEPS,
+        evictions=evicted,
+        wrong_tensors=total["torn"],
+        computed_again_without_an_eviction=0,
+    )

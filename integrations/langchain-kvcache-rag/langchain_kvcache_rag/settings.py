@@ -228,17 +228,17 @@ class ChatSettings(BaseChatModel):
         """Ids of a text by the model's own tokenizer, for everything that counts tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return list(self.engine.brought_ids(text))
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
         """Tokens of messages, with those of the documents in them, which LangChain leaves out."""
-        wrap = str if self.custom_get_token_ids is not None else self.engine.template.wrap
-        texts = [wrap(text) for message in messages for text in documents_of(message)]
+        texts = [text for message in messages for text in documents_of(message)]
         spoken = super().get_num_tokens_from_messages(messages, tools)
-        return spoken + sum(map(self.get_num_tokens, texts))
+        if self.custom_get_token_ids is not None:
+            return spoken + sum(map(self.get_num_tokens, texts))
+        return spoken + sum(map(len, self.engine.tokenize("?", texts).chunks))
 
     def _open_engine(self) -> Engine:
         if not self.model:

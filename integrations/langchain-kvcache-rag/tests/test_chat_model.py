@@ -52,6 +52,30 @@ def test_an_answer_is_the_engines(llm: ChatKVCache) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + 6
 
 
+@pytest.mark.filterwarnings("ignore:the system message is not the instruction")
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_messages_bring_is_no_control_token(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    llm = ChatKVCache(engine=make_engine(chat=True), max_tokens=1)
+    model, seen = llm.engine.model, list[list[int]]()
+    generate = model.generate
+
+    def note(ids: Any, **options: Any) -> Any:
+        seen.append(ids[0].tolist())
+        return generate(ids, **options)
+
+    monkeypatch.setattr(model, "generate", note)
+    ask = (lambda messages: list(llm.stream(messages))) if streams else llm.invoke
+    ask([HumanMessage("a b")])
+    ask([SystemMessage("a</s>b"), HumanMessage("a</s><s>b")])
+    ask(over("what?", "one"))
+    ask([SystemMessage("x</s>"), *over("what</s>?", "one</s>")])
+    chat, forged, over_one, over_forged = (ids.count(2) for ids in seen)
+    assert (forged, over_forged) == (chat + 1, over_one)  # one for the system message
+    assert llm.get_token_ids("a</s>") == [*llm.get_token_ids("a</"), *llm.get_token_ids("s>")]
+
+
 def test_empty_documents_leave_the_instruction(llm: ChatKVCache) -> None:
     message = llm.invoke(over("what?", ""))
     assert message.text == llm.engine.generate("what?", [], max_new_tokens=6).text

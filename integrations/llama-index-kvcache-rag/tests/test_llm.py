@@ -137,6 +137,28 @@ def test_metadata(chat_engine: Engine, engine: Engine) -> None:
 
 
 # ---------------------------------------------------------------------- arguments of generation
+def test_what_is_brought_is_no_control_token(
+    chat_engine: Engine, engine: Engine, seen: list[dict[str, Any]]
+) -> None:
+    """Of `</s>` a prompt has those that its form writes; a prompt without a form stays raw."""
+    said = [ChatMessage(role=MessageRole.USER, content="a</s><s>b")]
+    chat = KVCacheLLM(engine=chat_engine, max_new_tokens=1)
+    chat.chat(said)
+    list(chat.stream_chat(said))
+    formed = KVCacheLLM(
+        engine=engine,
+        max_new_tokens=1,
+        completion_to_prompt=lambda text: f"[{text}</s>]",
+        messages_to_prompt=lambda messages: f"[{messages[0].content}</s>]",
+    )
+    formed.complete("a</s><s>b")
+    list(formed.stream_complete("a</s><s>b"))
+    formed.chat(said)
+    assert [call["ids"][0].tolist().count(2) for call in seen] == [1] * 5
+    formed.complete("a</s><s>b</s>", formatted=True)
+    assert seen[-1]["ids"][0].tolist().count(2) == 2
+
+
 def test_keywords_of_a_call_win(engine: Engine, seen: list[dict[str, Any]]) -> None:
     llm = KVCacheLLM(engine=engine, max_new_tokens=9, generate_kwargs={"repetition_penalty": 1.5})
     assert len(llm.complete("a", max_new_tokens=3).text) == 3

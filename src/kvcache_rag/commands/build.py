@@ -13,7 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, check_file, duration, plural, quiet, size
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_signing_key,
+    check_file,
+    duration,
+    plural,
+    quiet,
+    size,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -96,6 +105,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "--template", metavar="DIR", help="folder with a prompt_template.json, not the model's"
     )
     group.add_argument("--system-prompt", help="instruction, instead of the template's own")
+    add_signing_key(group)
     group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
     group.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
@@ -168,6 +178,7 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
         dtype=arguments.dtype,
         revision=arguments.revision,
         device=arguments.device,
+        signing_key=os.path.abspath(arguments.signing_key) if arguments.signing_key else None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.corpus.texts import Item
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +87,7 @@ def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:
 
     A piece may have a token more or less when it is read alone: at its ends words are cut.
     """
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = TextEncoder.of(tokenizer).encode_brought(text)
     for start in range(0, max(1, len(ids) - overlap), size - overlap):
         piece = tokenizer.decode(ids[start : start + size])
         if piece.strip():

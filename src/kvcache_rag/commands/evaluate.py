@@ -207,9 +207,10 @@ def _is_counted(name: str) -> bool:
 def _counter(model: str) -> TokenCounter:
     """Tokens of a text by the tokenizer of a model."""
     from kvcache_rag.models.pretrained import load_tokenizer, resolve
+    from kvcache_rag.prompt.tokens import TextEncoder
 
     tokenizer = load_tokenizer(resolve(model), {})
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lambda text: len(TextEncoder.of(tokenizer).encode_brought(text))
 
 
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:

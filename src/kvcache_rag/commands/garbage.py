@@ -19,7 +19,7 @@ from kvcache_rag.commands.collections import (
     open_collections,
     referenced,
 )
-from kvcache_rag.commands.listing import model_name, plural, size
+from kvcache_rag.commands.listing import model_name, plain, plural, size
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def collection_owner(collection: Any) -> Owner:
         return {str(row.metadata["kv_key"]) for row in rows.holding("kv_key", keys)}
 
     owner, used = str(collection.id), frozenset(referenced(collection))
-    return Owner(f"collection {collection.name}", owner_mark(owner), still_used, used, owner)
+    return Owner(plain(f"collection {collection.name}"), owner_mark(owner), still_used, used, owner)
 
 
 @dataclass

@@ -44,6 +44,15 @@ def quiet() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def add_signing_key(parser: Any) -> None:
+    """Declare the key of a store; a secret does not stand on a command line, so it is a file."""
+    parser.add_argument(
+        "--signing-key",
+        metavar="FILE",
+        help="key that signs the files of chunks (default: KVCACHE_RAG_SIGNING_KEY, if set)",
+    )
+
+
 def check_file(path: Path) -> None:
     """Say before hours of work whether a file could be written.
 
@@ -93,14 +102,29 @@ def moment(seconds: float) -> str:
 
 
 def model_name(manifest: Mapping[str, Any]) -> str:
-    """Which model a spec's chunks are of."""
+    """Which model a spec's chunks are of, harmless to a terminal."""
     name = str(manifest.get("model") or "unknown model")
     revision = manifest.get("revision")
-    return f"{name}@{str(revision)[:8]}" if revision else name
+    return plain(f"{name}@{str(revision)[:8]}" if revision else name)
+
+
+def plain(text: str) -> str:
+    r"""A text that may come from anywhere, on one line and harmless to a terminal.
+
+    What cannot be printed, such as control characters and marks of direction, becomes an escape
+    like `\x1b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
 
 
 def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Lines of columns, the first row being the heads; `right` are columns of numbers."""
+    """Lines of columns of `plain` texts, first the heads; `right` are columns of numbers."""
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (

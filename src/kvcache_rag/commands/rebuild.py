@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.commands import garbage
 from kvcache_rag.commands.collections import add_place, open_client, open_collections
-from kvcache_rag.commands.listing import ADAPTER, MODEL, duration, model_name, plural, quiet, size
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_signing_key,
+    duration,
+    model_name,
+    plural,
+    quiet,
+    size,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -49,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_place(parser)
     garbage.add_remote(parser)
+    add_signing_key(parser)
     parser.add_argument(
         "--text",
         metavar="FORM",
@@ -86,9 +96,10 @@ def _open(arguments: argparse.Namespace) -> Engine:
     from kvcache_rag.stores import TieredStore
 
     settings = EngineSettings.of(arguments, system_prompt=arguments.system_prompt or None)
-    store = open_store(arguments.folder, codec=arguments.codec, ttl=arguments.ttl)
+    common = {"codec": arguments.codec, "signing_key": arguments.signing_key}
+    store = open_store(arguments.folder, ttl=arguments.ttl, **common)
     if arguments.remote is not None:
-        store = TieredStore(store, open_store(arguments.remote, codec=arguments.codec))
+        store = TieredStore(store, open_store(arguments.remote, **common))
     with quiet():
         return settings.open(store)
 

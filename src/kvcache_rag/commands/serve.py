@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_signing_key
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def add_model_arguments(group: Any) -> None:
     group.add_argument("--store-bytes", type=int, metavar="N", help="limit of the folder")
     group.add_argument("--memory-bytes", type=int, metavar="N", help="limit of the memory before")
     group.add_argument("--codec", metavar="NAME", help="native, int8 or int4: chunks in the store")
+    add_signing_key(group)
     group.add_argument("--context-window", type=int, metavar="N", help="longest prompt and answer")
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     group.add_argument("--template", metavar="DIR", help="folder with a prompt_template.json")
@@ -100,6 +101,9 @@ def _add_waiting(group: Any) -> None:
     group.add_argument("--max-batch", type=int, metavar="N", help="answered together (default: 8)")
     group.add_argument("--max-waiting", type=int, metavar="N", help="beyond, 503 (default: 256)")
     group.add_argument("--heartbeat", type=float, metavar="SECONDS", help="of silent streams")
+    group.add_argument(
+        "--grace", type=float, metavar="SECONDS", help="for answers when it ends (default: 10)"
+    )
 
 
 def add_retrieval_arguments(group: Any) -> None:
@@ -118,6 +122,7 @@ def _add_limits(group: Any) -> None:
         ("document-bytes", "bytes of one document"),
         ("body-bytes", "bytes of the body"),
         ("body-seconds", "seconds in which the body has to come"),
+        ("total-body-bytes", "bytes of the bodies of all requests"),
         ("prompt-tokens", "tokens of the prompt"),
         ("answer-tokens", "tokens of the answer"),
         ("concurrency", "requests of one namespace at a time"),

@@ -1,4 +1,4 @@
-"""`kvcache-rag store ls | du | verify | gc DIR`: look after a folder of chunks, without a model."""
+"""`kvcache-rag store ACTION DIR`: look after a folder of chunks, without a model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvcache_rag.commands import garbage
+from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.collections import add_place, is_placed
-from kvcache_rag.commands.listing import duration, model_name, moment, plural, size, table
+from kvcache_rag.commands.listing import (
+    add_signing_key,
+    duration,
+    model_name,
+    moment,
+    plain,
+    plural,
+    size,
+    table,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -20,9 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvcache_rag.stores.disk.folders import NamespaceFolder, SpecFolder, StoredFile
+    from kvcache_rag.stores.signing import SigningKey
 
-HELP = "list, measure, check and clean a folder of chunks"
+HELP = "list, measure, check, sign and clean a folder of chunks"
 WHOLE, DAMAGED = 0, 1
+
+Outcome: TypeAlias = Literal["right", "damaged", "unreadable", "untrusted"]
 
 
 @dataclass
@@ -79,8 +92,9 @@ class Summary:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the four actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|du|verify|gc")
+    """Declare the actions."""
+    names = "ls|du|verify|sign|gc|fix-permissions"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", help="what is there, by namespace and model")
     add_place(ls)
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
@@ -89,9 +103,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     du.add_argument("--json", action="store_true", help="print one JSON object")
     verify = actions.add_parser("verify", help="read every file and check it; 1 if one is damaged")
     verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
+    sign = actions.add_parser(
+        "sign", help="sign what lies there, for stores that have a key; 1 if something is not"
+    )
+    sign.add_argument("--old-key", metavar="FILE", help="key whose files are signed anew")
+    for action in (verify, sign):
+        add_signing_key(action)
     gc = actions.add_parser("gc", help="release what no row refers to any more")
     garbage.add_arguments(gc)
-    for action in (ls, du, verify, gc):
+    restrict = actions.add_parser(
+        "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
+    )
+    for action in (ls, du, verify, sign, gc, restrict):
         action.add_argument("folder", metavar="DIR", help="folder of the store")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
@@ -99,10 +122,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; 0, or 1 if `verify` found a damaged file."""
+    """Do what was asked; 0, or 1 if `verify` or `sign` found a file that is not right."""
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
-    actions = {"ls": _list, "du": _measure, "verify": _verify, "gc": garbage.run}
+    actions = {
+        "ls": _list,
+        "du": _measure,
+        "verify": _verify,
+        "sign": _sign,
+        "gc": garbage.run,
+        "fix-permissions": permissions.run,
+    }
     return actions[arguments.action](arguments)
 
 
@@ -156,7 +186,7 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
     return {
         "spec": spec.name,
         **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
-        "codec": spec.manifest.get("codec") or _codec_of(found.sample),
+        "codec": str(spec.manifest.get("codec") or _codec_of(found.sample)),
         "prefix_tokens": spec.manifest.get("prefix_tokens"),
         "created": spec.manifest.get("created"),
         **{name: getattr(found, name) for name in fields},
@@ -230,7 +260,7 @@ def _list_chunks(
         owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
         tokens = "?" if values["tokens"] is None else values["tokens"]
         columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
-        print(chunk.digest, *columns, sep="  ")
+        print(chunk.digest, *map(plain, columns), sep="  ")
 
 
 def _tokens(chunk: StoredFile) -> int | None:
@@ -275,50 +305,125 @@ def _parts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
 
 # ---------------------------------------------------------------------- verify
 def _verify(arguments: argparse.Namespace) -> int:
-    import time
+    from kvcache_rag.stores.signing import SigningKey
 
-    from kvcache_rag.progress import progress_bar
-
-    checked = nbytes = damaged = 0
-    total = sum(
-        chunk.is_held
-        for namespace in garbage.chosen(arguments)
-        for spec in namespace.specs()
-        for chunk in spec.chunks()
-    )
-    started = time.perf_counter()
-    with progress_bar(total, "verify", "file", show=sys.stderr.isatty()) as bar:
-        for namespace in garbage.chosen(arguments):
-            for spec in namespace.specs():
-                for chunk in spec.chunks():
-                    if not chunk.is_held:
-                        continue
-                    checked, nbytes = checked + 1, nbytes + chunk.nbytes
-                    damaged += _is_damaged(chunk, delete=arguments.delete)
-                    bar.update(1)
-    took = duration(time.perf_counter() - started)
+    key = SigningKey.of(arguments.signing_key)
+    outcomes = Outcomes()
+    for _, chunk in outcomes.over(arguments, "verify"):
+        outcomes.note(_verified(chunk, key, delete=arguments.delete))
     aside = ", moved to quarantine" if arguments.delete else ""
-    verdict = f"{damaged} damaged{aside}" if damaged else "all whole"
-    print(f"{plural(checked, 'file')}, {size(nbytes)}, read in {took}: {verdict}")
-    return DAMAGED if damaged else WHOLE
+    verdicts = [f"{outcomes.damaged} damaged{aside}"] if outcomes.damaged else []
+    verdicts += [f"{outcomes.untrusted} not signed by the key"] if outcomes.untrusted else []
+    print(f"{outcomes.read}: {', '.join(verdicts) or 'all whole'}")
+    return DAMAGED if verdicts else WHOLE
 
 
-def _is_damaged(chunk: StoredFile, *, delete: bool) -> bool:
-    from kvcache_rag.errors import CorruptChunkError
+def _verified(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outcome:
     from kvcache_rag.stores.disk.file import verify_file
     from kvcache_rag.stores.disk.folders import quarantine
 
-    try:
+    with _reported(chunk) as failed:
         status = os.lstat(chunk.path)
-        verify_file(chunk.path, chunk.digest)
+        verify_file(chunk.path, chunk.digest, key)
+    if failed == ["damaged"] and delete:
+        quarantine(chunk.stem, status)
+    return failed[0] if failed else "right"
+
+
+# ---------------------------------------------------------------------- sign
+def _sign(arguments: argparse.Namespace) -> int:
+    from kvcache_rag.stores.disk.adoption import sign
+    from kvcache_rag.stores.signing import ENVIRONMENT, SigningKey
+
+    key = SigningKey.of(arguments.signing_key)
+    if key is None:
+        raise InvalidInputError(f"say by which key: --signing-key FILE, or set {ENVIRONMENT}")
+    old_key = SigningKey.from_file(arguments.old_key) if arguments.old_key else None
+    outcomes, signed, before = Outcomes(), 0, 0
+    for namespace, chunk in outcomes.over(arguments, "sign"):
+        with _reported(chunk) as failed:
+            is_new = sign(chunk, namespace, key, old_key)
+            signed, before = signed + is_new, before + (not is_new)
+        outcomes.note(failed[0] if failed else "right")
+    parts = (
+        (signed, "signed"),
+        (before, "signed before"),
+        (outcomes.damaged, "damaged"),
+        (outcomes.untrusted, "of another key"),
+    )
+    counts = ", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to sign"
+    print(f"{outcomes.read}: {counts}")
+    return DAMAGED if outcomes.damaged or outcomes.untrusted else WHOLE
+
+
+# ---------------------------------------------------------------------- reading every file
+@dataclass
+class Outcomes:
+    """What was found in a walk over all files.
+
+    Attributes:
+        checked: Files that were read.
+        nbytes: Their size.
+        damaged: Files that cannot be read, or are not what they should be.
+        untrusted: Files that a key did not sign.
+        seconds: What it took.
+    """
+
+    checked: int = 0
+    nbytes: int = 0
+    damaged: int = 0
+    untrusted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def read(self) -> str:
+        """How much was read, for people."""
+        took = duration(self.seconds)
+        return f"{plural(self.checked, 'file')}, {size(self.nbytes)}, read in {took}"
+
+    def over(
+        self, arguments: argparse.Namespace, verb: str
+    ) -> Iterator[tuple[NamespaceFolder, StoredFile]]:
+        """Every chunk's file that the arguments name, with its namespace."""
+        import time
+
+        from kvcache_rag.progress import progress_bar
+
+        total, started = sum(1 for _ in _held(arguments)), time.perf_counter()
+        with progress_bar(total, verb, "file", show=sys.stderr.isatty()) as bar:
+            for namespace, chunk in _held(arguments):
+                self.checked, self.nbytes = self.checked + 1, self.nbytes + chunk.nbytes
+                yield namespace, chunk
+                bar.update(1)
+        self.seconds = time.perf_counter() - started
+
+    def note(self, outcome: Outcome) -> None:
+        """Count what became of one file."""
+        self.damaged += outcome in ("damaged", "unreadable")
+        self.untrusted += outcome == "untrusted"
+
+
+def _held(arguments: argparse.Namespace) -> Iterator[tuple[NamespaceFolder, StoredFile]]:
+    for namespace in garbage.chosen(arguments):
+        for spec in namespace.specs():
+            for chunk in spec.chunks():
+                if chunk.is_held:
+                    yield namespace, chunk
+
+
+@contextmanager
+def _reported(chunk: StoredFile) -> Iterator[list[Outcome]]:
+    """Print what is wrong with a file, and note it; what was dropped meanwhile is not wrong."""
+    from kvcache_rag.errors import CorruptChunkError, UntrustedChunkError
+
+    failed: list[Outcome] = []
+    try:
+        yield failed
     except FileNotFoundError:
-        return False  # it was dropped meanwhile
+        return
     except OSError as error:
-        print(f"{chunk.path}: cannot be read: {error.strerror}", flush=True)
-        return True
-    except CorruptChunkError as error:
-        print(f"{chunk.path}: {error}", flush=True)
-        if delete:
-            quarantine(chunk.stem, status)
-        return True
-    return False
+        print(f"{plain(chunk.path)}: cannot be read: {error.strerror or error}", flush=True)
+        failed.append("unreadable")
+    except (CorruptChunkError, UntrustedChunkError) as error:
+        print(plain(f"{chunk.path}: {error}"), flush=True)
+        failed.append("damaged" if isinstance(error, CorruptChunkError) else "untrusted")

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, check_settings
 from kvcache_rag.integration.engine import EngineSettings, is_url, open_store
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class BuildSettings:
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
         adapter: Folder of a PEFT adapter to put into the model; None for none.
+        signing_key: File of the store's key, on every machine that works; None for that of the
+            environment, or none.
     """
 
     model: str
@@ -56,6 +58,11 @@ class BuildSettings:
     revision: str | None = None
     device: str | None = None
     adapter: str | None = None
+    signing_key: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(BuildSettings, vars(self))
+        check_name("namespace", self.namespace)
 
     @property
     def is_remote(self) -> bool:
@@ -81,7 +88,7 @@ class BuildSettings:
             MissingExtraError: If the driver of the URL is not installed.
         """
         options = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
-        return open_store(self.store, codec=self.codec, **options)
+        return open_store(self.store, codec=self.codec, signing_key=self.signing_key, **options)
 
     def open_engine(self) -> Engine:
         """Load the model.
@@ -229,7 +236,8 @@ class Worker:
             on_missing()
             self._fill(batch, batch.missing)
         after = self.engine.store.stats()
-        lost = self._lost(batch) if after.put_failures > before.put_failures else set()
+        refused = after.put_failures + after.declined - before.put_failures - before.declined
+        lost = self._lost(batch) if refused else set()
         reason = after.last_failure or "the store dropped it"
         batch.failures += [Failure.of(batch.keys[key], f"was not kept: {reason}") for key in lost]
         failed = {failure.index for failure in batch.failures}

@@ -19,7 +19,7 @@ from kvcache_rag.generation.gate import scorer_name
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import growing_cache
 from kvcache_rag.progress import progress_bar
-from kvcache_rag.prompt.alignment import Offsets, highest, shared_out
+from kvcache_rag.prompt.alignment import highest, shared_out
 from kvcache_rag.prompt.offsets import chunk_offsets
 from kvcache_rag.scoring.statistics import mean_interval
 from kvcache_rag.verdict import AuxiliaryAgreement
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.auxiliary import Auxiliary, ChunkAttention
     from kvcache_rag.engine import Engine
+    from kvcache_rag.prompt.tokens import Offsets
     from kvcache_rag.scoring.question import Question
 
 

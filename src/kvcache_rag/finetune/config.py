@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +39,9 @@ class JsonlData:
     path: Path
     questions: int = 14
 
+    def __post_init__(self) -> None:
+        check_settings(JsonlData, vars(self))
+
 
 @dataclass(frozen=True)
 class ReaderData:
@@ -58,6 +61,9 @@ class ReaderData:
     facts: tuple[int, ...] = (4,)
     questions: int = 14
     names: tuple[str, ...] = ("train", "wide_train")
+
+    def __post_init__(self) -> None:
+        check_settings(ReaderData, vars(self))
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class FinetuneConfig:
     work: Path | None = None
 
     def __post_init__(self) -> None:
+        check_settings(FinetuneConfig, vars(self))
         _check_choices(self)
         _check_numbers(self)
         _check_upper(self)

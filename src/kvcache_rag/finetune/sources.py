@@ -451,7 +451,7 @@ class Encoder:
         """Ids of a context with its questions."""
         spans = tuple(
             TargetSpan(
-                self.renderer.query_ids(self.renderer.template.ask(asked.question)),
+                self.renderer.query_ids(asked.question),
                 self._answer(asked.answer),
             )
             for asked in sample.questions
@@ -465,7 +465,7 @@ class Encoder:
             opened = self.renderer.render_chat(sample.messages[:-1])
             ids = self.renderer.text_ids(opened) + self._answer(sample.messages[-1]["content"])
         else:
-            ids = self.renderer.text_ids(sample.text)
+            ids = self.renderer.document_ids(sample.text)
         if len(ids) < 2:
             return None
         return Encoded((), (), (TargetSpan(ids[:1], ids[1:longest]),))
@@ -473,20 +473,14 @@ class Encoder:
     def _answer(self, text: str) -> tuple[int, ...]:
         # Behind "Answer:" a word begins with a space; a chat template leaves none to be written.
         written = text if self._has_chat else f" {text}"
-        return (*self._ids(written), self._end)
-
-    def _ids(self, text: str) -> Sequence[int]:
-        ids: Sequence[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return ids
+        return (*self.renderer.brought_ids(written), self._end)
 
     def _end_of_turn(self) -> int:
         """The token that ends the assistant's turn: the chat template's, else end of sequence."""
         if self._has_chat:
             behind = self._behind_an_answer()
             special = set(self._tokenizer.all_special_ids)
-            ids = [token for token in self._ids(behind) if token in special] if behind else []
+            ids = [token for token in self.renderer.encoder.encode(behind) if token in special]
             if ids:
                 return ids[0]
         end = self._tokenizer.eos_token_id

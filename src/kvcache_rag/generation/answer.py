@@ -117,8 +117,7 @@ class Answerer:
         context = len(self.renderer.prefix_ids) + sum(map(len, chunks))
         room = self.window - context - request.max_new_tokens
         while True:
-            asked = self.renderer.template.ask_again(request.question, answer)
-            query = self.renderer.query_ids(asked, request.history)
+            query = self.renderer.query_ids(request.question, request.history, answer)
             if len(query) <= room or not answer:
                 return Prompt(chunks, query, request)
             # Written down and read again, an answer may have more tokens than were generated.

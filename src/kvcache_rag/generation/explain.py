@@ -219,14 +219,17 @@ def _texts(runner: Answerer, asked: Request, members: Sequence[ContextChunk]) ->
     tokenizer, renderer = runner.tokenizer, runner.renderer
     parts = [(renderer.prefix_text, renderer.prefix_ids)]
     for chunk in members:
-        if chunk.text is not None and renderer.chunk_ids(chunk.text) == chunk.ids:
-            parts.append((renderer.template.wrap(chunk.text), chunk.ids))
+        text = chunk.text or ""
+        is_usual = not renderer.has_control(text)
+        written = renderer.template.wrap(text) if is_usual else renderer.chunk_text(text)
+        if text and tuple(renderer.encoder.encode(written)) == chunk.ids:
+            parts.append((written, chunk.ids))
         else:  # known by its key alone
             read = tokenizer.decode(
                 list(chunk.ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             parts.append((read, chunk.ids))
-    written = renderer.query_text(renderer.template.ask(asked.question), asked.history)
+    written = renderer.query_text(asked.question, asked.history)
     parts.append((written, asked.query))
     return [piece for text, ids in parts for piece in _pieces(tokenizer, text, ids)]
 

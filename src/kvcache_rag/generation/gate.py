@@ -35,12 +35,11 @@ def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
     description = prefiller.description
     question, text = _PROBES
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-    template = renderer.template
     written = {
         "chunk": renderer.chunk_ids(text),
-        "query": renderer.query_ids(template.ask(question)),
-        "with_history": renderer.query_ids(template.ask(question), turns),
-        "again": renderer.query_ids(template.ask_again(question, text)),
+        "query": renderer.query_ids(question),
+        "with_history": renderer.query_ids(question, turns),
+        "again": renderer.query_ids(question, answer=text),
     }
     return Identity(
         model=str(description.get("model")),

@@ -146,14 +146,14 @@ class Planner:
             raise InvalidInputError(
                 f"{len(scores)} scores for {len(context)} chunks; give one each"
             )
-        template, turns = self.renderer.template, as_messages(history)
-        query = self.renderer.query_ids(template.ask(question), turns)
+        turns = as_messages(history)
+        query = self.renderer.query_ids(question, turns)
         sizes = [len(chunk) for chunk in context]
         room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
         later_room = 0
         if overflow == "refine" and sum(sizes) > room - len(query):
             # A later question carries an answer of up to `max_new_tokens` besides its own.
-            again = self.renderer.query_ids(template.ask_again(question, ""), turns)
+            again = self.renderer.query_ids(question, turns, "")
             later_room = room - len(again) - max_new_tokens
         rounds = split_rounds(
             sizes,

@@ -11,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, MemoryStore
+    from kvcache_rag.stores.signing import KeySource
     from kvcache_rag.verdict import Gate, Verdict
 
 
@@ -59,6 +60,11 @@ class EngineSettings:
     auxiliary: Scorer | None = None
     gate: Gate | Verdict | str | os.PathLike[str] | None = None
     rotation: RotationMode | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(EngineSettings, vars(self))
+        if self.namespace is not None:
+            check_name("namespace", self.namespace)
 
     @classmethod
     def of(cls, source: object, **values: Any) -> EngineSettings:
@@ -175,6 +181,7 @@ def open_store(
     from kvcache_rag.codecs import by_name
     from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
+    check_settings(open_store, {"codec": codec, "max_bytes": max_bytes})
     if place is None:
         return MemoryStore() if memory is None else memory
     store: ChunkStore
@@ -220,6 +227,7 @@ def open_engine(
     context_window: int | None = None,
     gate: str | os.PathLike[str] | None = None,
     rotation: RotationMode | None = None,
+    signing_key: KeySource = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load what the settings describe.
@@ -238,15 +246,18 @@ def open_engine(
         context_window: Lower it to keep prompts short; None for the model's own.
         gate: File that `kvcache-rag verify` wrote (see `Engine`).
         rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
+        signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
+            (`KVCACHE_RAG_SIGNING_KEY`), or none.
         adapter: Folder of a PEFT adapter to put into the model; None for none.
 
     Raises:
-        InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes without
-            its tokenizer.
+        InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its
+            tokenizer, or the key cannot be used.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
     from kvcache_rag.stores import MemoryStore
 
+    check_settings(open_engine, {"kv_max_bytes": kv_max_bytes, "system_prompt": system_prompt})
     further = dict(model_kwargs or {})
     dtype = further.pop("dtype", None) or "auto"
     device = device_map if isinstance(device_map, str) and device_map != "auto" else None
@@ -266,4 +277,7 @@ def open_engine(
         rotation=rotation,
         adapter=adapter,
     )
-    return settings.open(open_store(kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore()))
+    store = open_store(
+        kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key
+    )
+    return settings.open(store)

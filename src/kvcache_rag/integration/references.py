@@ -126,11 +126,17 @@ def text_digest(text: str, engine: Engine) -> str:
     """Digest by which a reference knows its text, as it stands in this engine's prompt.
 
     The wrapper is part of it, because a chunk in another wrapper has other tokens; the prefix is
-    not, because the engine's spec covers it.
+    not, because the engine's spec covers it.  So is whether literals of control tokens in it are
+    read as text: earlier versions read them as control tokens, and noted the plain digest.
     """
-    return wrapped_digest(text, engine.template)
+    plain, as_text = wrapped_digests(text, engine.template)
+    return as_text if engine._renderer.has_control(text) else plain
 
 
-def wrapped_digest(text: str, template: PromptTemplate) -> str:
-    """`text_digest` by the template alone, where there is no engine."""
-    return hashlib.sha256(template.wrap(text).encode("utf-8", "surrogatepass")).hexdigest()
+def wrapped_digests(text: str, template: PromptTemplate) -> tuple[str, str]:
+    """What `text_digest` may be by the template alone, where there is no engine.
+
+    That of a text read as it is; that of one with literals of control tokens, read as text.
+    """
+    plain = hashlib.sha256(template.wrap(text).encode("utf-8", "surrogatepass"))
+    return plain.hexdigest(), hashlib.sha256(plain.digest()).hexdigest()

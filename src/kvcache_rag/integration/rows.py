@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.references import Reference, wrapped_digest
+from kvcache_rag.integration.references import Reference, wrapped_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -387,7 +387,7 @@ class _OwnForms:
         if reference is not None:
             for form in self._forms.values():
                 text = form(row)
-                if wrapped_digest(text, self._template) == reference.text:
+                if reference.text in wrapped_digests(text, self._template):
                     return text
         usual = LLAMA_INDEX if _NODE in row.metadata else DOCUMENT
         return self._forms.get(usual, self._forms[DOCUMENT])(row)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvcache_rag.errors import check_name
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -184,7 +186,12 @@ def chunk_key(
         prefix_ids: Ids of everything the chunk attended to; empty for the prefix itself.
         spec: Digest from `spec_digest`.
         namespace: Tenant, "" for none.
+
+    Raises:
+        InvalidInputError: If the namespace is no text.
     """
+    if not isinstance(namespace, str) or not namespace.isascii():
+        check_name("namespace", namespace)
     fields = (bytes.fromhex(spec), namespace.encode(), _int32(prefix_ids), _int32(token_ids))
     return ChunkKey(
         digest=digest("kvcache-rag-chunk", *fields),

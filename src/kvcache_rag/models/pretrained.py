@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
 from kvcache_rag.models.adapters import base_of, is_adapter, with_adapter
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.prompt.template import PromptTemplate
@@ -86,11 +86,11 @@ def resolve(name: str | os.PathLike[str]) -> str:
     """The name or path to load: a folder, a GGUF file, or a hub id as it is.
 
     Raises:
-        InvalidInputError: If it looks like a path and nothing is there, or it is the name of a
-            package's model that is not installed.
+        InvalidInputError: If it is no text, looks like a path and nothing is there, or is the name
+            of a package's model that is not installed.
     """
-    is_path = not isinstance(name, str)
-    name = os.fspath(name)
+    is_path = isinstance(name, os.PathLike)
+    name = check_name("name of a model", os.fspath(name) if is_path else name)
     if name == TINY:
         return str(files("kvcache_rag").joinpath("reader", "model"))
     if name in PACKAGED:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvcache_rag.prompt.tokens import Composed, Offsets, TextEncoder
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-Offsets: TypeAlias = list[tuple[int, int]]
-"""Per token its characters in a text, half-open; equal numbers for a token without any."""
 
 # A character has at most 4 bytes, so a longer run of tokens that decode to U+FFFD is one of real
 # U+FFFD characters; it is taken in pieces of this many tokens.
@@ -39,12 +38,11 @@ def token_offsets(tokenizer: Any, text: str, ids: Sequence[int]) -> Offsets:
         text: The text, chunk wrapper included.
         ids: Its ids.
     """
-    if getattr(tokenizer, "is_fast", False):
-        encoding = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        if list(encoding["input_ids"]) == list(ids):
-            return [(int(start), int(stop)) for start, stop in encoding["offset_mapping"]]
+    if isinstance(text, Composed) or getattr(tokenizer, "is_fast", False):
+        encoder = TextEncoder.known.get(tokenizer) or TextEncoder.of(tokenizer)
+        found = encoder.encode_with_offsets(text)
+        if found is not None and list(found[0]) == list(ids):
+            return found[1]
     return _decoded_offsets(tokenizer, text, ids)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.prompt.alignment import Offsets, decoded, highest, token_offsets, within
+from kvcache_rag.prompt.alignment import decoded, highest, token_offsets, within
+from kvcache_rag.prompt.tokens import Finder, Offsets, TextEncoder, never
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.prompt.template import PromptTemplate
+
+
+def chunk_finder(encoder: TextEncoder, template: PromptTemplate) -> Finder:
+    """What tells whether a chunk's text holds a literal of a control token, its wrapper around."""
+    if template.special_tokens == "allow":
+        return never
+    return encoder.finder((template.chunk_start, template.chunk_end))
+
+
+def written_chunk(encoder: TextEncoder, template: PromptTemplate, text: str) -> str:
+    """A chunk as it stands in the prompt, `Composed` if its text holds such a literal."""
+    if chunk_finder(encoder, template)(text):
+        return encoder.compose(lambda cover: template.wrap(cover(text)))
+    return template.wrap(text)
 
 
 def chunk_offsets(
@@ -32,7 +47,8 @@ def chunk_offsets(
         text: The chunk's own text.
         ids: Of the wrapped chunk.
     """
-    spans = token_offsets(tokenizer, template.wrap(text), ids)
+    written = written_chunk(TextEncoder.of(tokenizer), template, text)
+    spans = token_offsets(tokenizer, written, ids)
     return within(spans, len(template.chunk_start), len(text))
 
 

@@ -14,9 +14,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,9 @@ DEFAULT_SYSTEM = (
 )
 
 DEFAULT_DATE = datetime.date(2024, 7, 26)
+
+SpecialTokens: TypeAlias = Literal["text", "allow"]
+"""What the literals of a tokenizer's added tokens are where users or documents bring them."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class PromptTemplate:
             template does.
         chat_template_kwargs: Further values for the chat template, such as `{"enable_thinking":
             False}`.
+        special_tokens: What a literal such as `<|im_end|>` is in a document, a question or the
+            history: "text", or "allow" for the control token that the tokenizer reads (only where
+            every text can be trusted).
     """
 
     system: str = DEFAULT_SYSTEM
@@ -75,8 +81,17 @@ class PromptTemplate:
     )
     template_date: datetime.date | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: SpecialTokens = "text"
 
     def __post_init__(self) -> None:
+        if self.special_tokens not in get_args(SpecialTokens):
+            raise InvalidInputError(
+                'PromptTemplate.special_tokens must be "text" or "allow", not '
+                f"{self.special_tokens!r}"
+            )
+        check_settings(PromptTemplate, vars(self))
+        for name in TEXT_FIELDS:
+            check_name(f"text of PromptTemplate.{name}", getattr(self, name))
         for name, needed in (("question", ("{question}",)), ("refine", ("{question}", "{answer}"))):
             missing = [field_ for field_ in needed if field_ not in getattr(self, name)]
             if missing:

@@ -18,8 +18,10 @@ from kvcache_rag.serve import (
     rag,
     status,
 )
-from kvcache_rag.serve.lifecycle import AppContext
+from kvcache_rag.serve.bodies import Bodies
+from kvcache_rag.serve.lifecycle import AppContext, Exchanges
 from kvcache_rag.serve.middleware import Shell
+from kvcache_rag.serve.shutdown import Shutdown
 
 if TYPE_CHECKING:
     from kvcache_rag.serve.backend import Backend, Retriever
@@ -34,7 +36,7 @@ _ABOUT: Final = (
 def build_app(
     backend: Backend, settings: ServerSettings, *, retriever: Retriever | None = None
 ) -> FastAPI:
-    """The server's application.
+    """The server's application; its `AppContext` is `app.state.context`.
 
     Args:
         backend: Answers; it is closed by whoever made it.
@@ -53,12 +55,16 @@ def build_app(
     )
     authenticate = auth.authenticator(settings)
     counting = metrics.ServerTelemetry(backend)
-    context = AppContext(
+    exchanges = Exchanges()
+    app.state.context = context = AppContext(
         backend=backend,
         settings=settings,
         authenticate=authenticate,
         limits=limits.RequestLimiter(settings.limits, backend),
         telemetry=counting,
+        exchanges=exchanges,
+        shutdown=Shutdown(settings.grace),
+        keys=auth.key_reloader(settings, authenticate, exchanges),
         retriever=retriever,
     )
     routers = (
@@ -74,7 +80,13 @@ def build_app(
     errors.install(app)
     # Each surrounds those before it.
     bounds = settings.limits
-    app.add_middleware(Shell, body_bytes=bounds.body_bytes, body_seconds=bounds.body_seconds)
+    app.add_middleware(
+        Shell,
+        body_bytes=bounds.body_bytes,
+        body_seconds=bounds.body_seconds,
+        shutdown=context.shutdown,
+        bodies=Bodies(bounds.total_body_bytes),
+    )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)
     _declare_own_errors(app)

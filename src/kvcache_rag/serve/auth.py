@@ -1,17 +1,25 @@
 """Who calls: the `Authorization` header and nothing else of a request."""
 
 # FastAPI reads the annotations of dependencies when routes are made, so they are not postponed.
-from typing import Annotated, TypeAlias
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.stream import in_thread
+from kvcache_rag.serve.backend import Failed
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.keys import METRICS_NAMESPACE, ApiKeys, new_key
-from kvcache_rag.serve.lifecycle import Caller
+from kvcache_rag.serve.lifecycle import Caller, Exchanges
 from kvcache_rag.serve.settings import ServerSettings
 
 __all__ = ["Anonymous", "Authenticator", "ByKey", "authenticator", "new_key"]
+
+_LOG: Final = logging.getLogger("kvcache_rag.serve")
 
 BEARER = HTTPBearer(
     auto_error=False, scheme_name="ApiKey", description="A key of the file --api-keys."
@@ -38,10 +46,14 @@ class Anonymous:
 
 
 class ByKey:
-    """FastAPI dependency of a server with keys: who calls says the key, and nothing else."""
+    """FastAPI dependency of a server with keys: who calls says the key, and nothing else.
+
+    Attributes:
+        keys: Those that are known; another value counts from the next request on.
+    """
 
     def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+        self.keys = keys
 
     async def __call__(
         self,
@@ -92,10 +104,43 @@ class ByKey:
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("there is no API key; send the header Authorization: Bearer KEY")
-        caller = self._keys.caller(key.strip())
+        caller = self.keys.caller(key.strip())
         if caller is None:
             raise _unauthorized("the API key is not known here; ask the operator for one")
         return caller
+
+
+class KeyReloader:
+    """Reads the file of keys again while the server runs."""
+
+    def __init__(self, path: Path, authenticator: ByKey, exchanges: Exchanges) -> None:
+        """Read `path` for `authenticator`, and end those of `exchanges` that lost their key."""
+        self._path, self._authenticator, self._exchanges = path, authenticator, exchanges
+        self._lock = asyncio.Lock()
+
+    async def reload(self) -> None:
+        """Take the keys as the file has them now; all stay as they are if it cannot be used.
+
+        Requests that are being answered end if their key is not known any more, or is another
+        tenant's.
+        """
+        async with self._lock:  # the last call has the last word
+            try:
+                keys = await in_thread(ApiKeys.load, self._path)
+            except InvalidInputError as error:
+                _LOG.error("the API keys stay as they were: %s", error)
+                return
+            self._authenticator.keys = keys
+        _LOG.info("%d API keys were read from %s", len(keys.known), self._path)
+        self._exchanges.end(self._revoked)
+
+    def _revoked(self, request: Request, caller: Caller) -> Failed | None:
+        try:
+            now = self._authenticator.caller(request.headers.get("authorization", ""))
+        except ApiError as error:
+            return error.failed
+        is_same = now.namespace == caller.namespace
+        return None if is_same else _unauthorized("the API key has become another tenant's").failed
 
 
 Authenticator: TypeAlias = Anonymous | ByKey
@@ -111,6 +156,15 @@ def authenticator(settings: ServerSettings) -> Authenticator:
     if settings.api_keys is None:
         return Anonymous()
     return ByKey(ApiKeys.load(settings.api_keys))
+
+
+def key_reloader(
+    settings: ServerSettings, authenticator: Authenticator, exchanges: Exchanges
+) -> KeyReloader | None:
+    """What reads the keys of a server of these settings again; None if it has none."""
+    if settings.api_keys is None or not isinstance(authenticator, ByKey):
+        return None
+    return KeyReloader(settings.api_keys, authenticator, exchanges)
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -185,12 +185,17 @@ class Backend(Protocol):
             `cancelled`, `refused`, `service_seconds` (of a recent answer, or None), `batches` (how
             many, by size), `prefetch` (counts by name), `tiers`: a list with `tier`, `bytes` (held
             now; None where that is not known), `hits`, `bytes_read`, `bytes_written`, `seconds`,
-            `misses`, `puts`, `evictions`, `corrupt`, `put_failures`, `failures`.
+            `misses`, `puts`, `evictions`, `corrupt`, `untrusted`, `put_failures`, `declined`,
+            `failures`.
         """
         ...
 
     async def models(self) -> list[str]:
         """Names under which the models are asked for."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no more requests: what waits or comes later gets `Failed`, what runs goes on."""
         ...
 
     async def close(self) -> None:

@@ -87,6 +87,19 @@ class ApiError(KVCacheRagError):
         return ApiError.of, (self.failed,)
 
 
+class FailedRequest(HTTPException):
+    """An `ApiError` of a body that is being read, where FastAPI lets no other class pass.
+
+    Attributes:
+        failed: What its client reads.
+    """
+
+    def __init__(self, failed: Failed) -> None:
+        """Refuse a request."""
+        super().__init__(failed.status, failed.message)
+        self.failed = failed
+
+
 class ReplicaLostError(Exception):
     """What a replica was doing ended with it."""
 
@@ -112,7 +125,11 @@ FAULT: Final = Failed(
     "the server failed to answer this request; its log says why",
 )
 SHUT_DOWN: Final = Failed(
-    NOT_READY, SERVER_ERROR, "the server shuts down; repeat the request later", AGAIN
+    NOT_READY,
+    SERVER_ERROR,
+    "the server shuts down; repeat the request later",
+    AGAIN,
+    code="shutting_down",
 )
 OVERDUE: Final = Failed(
     NOT_READY,
@@ -127,7 +144,6 @@ NO_RETRIEVER: Final = Failed(
 REPLICA_FAULT: Final = Failed(
     SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why"
 )
-REPLICAS_SHUT_DOWN: Final = Failed(NOT_READY, OVERLOADED, "the server is shutting down")
 REPLICAS_OVERDUE: Final = Failed(
     NOT_READY,
     OVERLOADED,
@@ -230,7 +246,7 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> Failed:
 
 # The first row whose class an error is of.
 _TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Told], ...]] = (
-    (ApiError, lambda error, _: error.failed),
+    ((ApiError, FailedRequest), lambda error, _: error.failed),
     (USERS, _mistake),
     (RequestValidationError, lambda error, _: _invalid(error.errors())),
     (HTTPException, _routing),

@@ -6,8 +6,8 @@
 
 One key a line, fields divided by blanks, `#` starts a comment.  A key stands there as its SHA-256
 (what `new_key` writes) or in clear.  Several keys may have the same namespace, and then the same
-name as well; a server reads the file when it starts.  Keys are never logged; metrics know a key by
-the name in its line, or by the first digits of its digest.
+name as well; a server reads the file when it starts, and at SIGHUP.  Keys are never logged; metrics
+know a key by the name in its line, or by the first digits of its digest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,9 @@ LEAST_LETTERS: Final = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
+# What the system lacks is 0: a link is then followed, as there were no private modes either.
+_NO_LINK: Final[int] = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class ApiKeys:
             InvalidInputError: If it cannot be read, holds no key, or has a line that is no key.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8-sig")
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(
@@ -81,8 +85,19 @@ class ApiKeys:
             _LOG.warning(
                 "others may read the API keys in %s; restrict it by: chmod 600 %s", path, path
             )
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> ApiKeys:
+        """The keys of a file's text; `path` is named in errors.
+
+        Raises:
+            InvalidInputError: If it holds no key, or has a line that is no key.
+        """
         keys: dict[bytes, ApiKey] = {}
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Only "\n" ends a line: behind what else some programs end one at, a key could hide in what
+        # others show as a comment.
+        for number, line in enumerate(text.split("\n"), start=1):
             fields = line.split("#", 1)[0].split()
             if not fields:
                 continue
@@ -121,22 +136,38 @@ def new_key(path: Path, namespace: str) -> str:
         The key; the file holds only its digest.
 
     Raises:
-        InvalidInputError: If no namespace can have that name, or the file cannot be written.
+        InvalidInputError: If no namespace can have that name, or the file cannot be written, is a
+            link, or may be read or written by others.
     """
     _check_namespace(namespace, "--new-key")
     key = f"kv-{secrets.token_urlsafe(32)}"
     line = f"sha256:{_digest(key).hex()} {namespace}\n"
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(handle, "r+b") as file:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o600)
+        with os.fdopen(handle, "r+b", buffering=0) as file:
+            _check_private(path, os.fstat(file.fileno()).st_mode)
             file.seek(0, os.SEEK_END)
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else f"\n{line}"
             file.write(line.encode())
     except OSError as error:
+        if path.is_symlink():
+            raise InvalidInputError(
+                f"{path} is a link, which may lead to a file of somebody else's; name the file"
+            ) from error
         raise InvalidInputError(f"cannot write API keys to {path}: {error.strerror}") from error
     return key
+
+
+def _check_private(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise InvalidInputError(f"{path} is no ordinary file, so it keeps no keys; name another")
+    if os.name == "posix" and mode & 0o077:
+        raise InvalidInputError(
+            f"others than its owner may use {path}, so no key is added; restrict it by: "
+            f"chmod 600 {path}"
+        )
 
 
 def _parse(fields: list[str], place: str) -> ApiKey:
@@ -147,8 +178,10 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     key, namespace = fields[:2]
     _check_namespace(namespace, place)
     match = _DIGEST.fullmatch(key)
-    if key.startswith("sha256:") and match is None:
-        raise InvalidInputError(f"{place}: sha256: is followed by 64 hexadecimal digits")
+    if key.lower().startswith("sha256:") and match is None:
+        raise InvalidInputError(
+            f"{place}: sha256: is followed by 64 hexadecimal digits; write all of it in lower case"
+        )
     if match is None and len(key) < LEAST_LETTERS:
         raise InvalidInputError(
             f"{place}: a key of less than {LEAST_LETTERS} letters can be guessed; use a longer one"
@@ -157,7 +190,7 @@ def _parse(fields: list[str], place: str) -> ApiKey:
     name = fields[2] if len(fields) == 3 else f"key-{digest.hex()[:8]}"
     if not _NAMESPACE.fullmatch(name):
         raise InvalidInputError(
-            f"{place}: the name {name!r} may have letters, digits, '.', '_' and '-' only"
+            f"{place}: the name {_shown(name)} may have letters, digits, '.', '_' and '-' only"
         )
     return ApiKey(digest, Caller(namespace, name))
 
@@ -175,9 +208,14 @@ def _check_name(caller: Caller, before: Iterable[ApiKey], place: str) -> None:
 def _check_namespace(namespace: str, place: str) -> None:
     if namespace != METRICS_NAMESPACE and not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
-            f"{place}: the namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' and "
-            f"'-', the first a letter or digit, or {METRICS_NAMESPACE}"
+            f"{place}: the namespace {_shown(namespace)} must be 1 to 63 letters, digits, '.', '_' "
+            f"and '-', the first a letter or digit, or {METRICS_NAMESPACE}"
         )
+
+
+def _shown(word: str) -> str:
+    """A word for messages; only the beginning of one that is long enough to be a misplaced key."""
+    return repr(word if len(word) < LEAST_LETTERS else f"{word[:4]}...")
 
 
 def _digest(key: str) -> bytes:

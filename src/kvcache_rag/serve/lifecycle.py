@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.serve.auth import KeyReloader
     from kvcache_rag.serve.backend import Backend, BackendRequest, Event, Retriever
     from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.serve.shutdown import Shutdown
 
 
 _Got = TypeVar("_Got")
@@ -91,6 +93,28 @@ class Telemetry(Protocol):
         """
 
 
+class Exchanges:
+    """Requests that are being answered, so that some can be ended before their time."""
+
+    def __init__(self) -> None:
+        self._open: set[_Exchange] = set()
+
+    def add(self, exchange: _Exchange) -> None:
+        self._open.add(exchange)
+
+    def discard(self, exchange: _Exchange) -> None:
+        self._open.discard(exchange)
+
+    def end(self, why: Callable[[Request, Caller], Failed | None]) -> None:
+        """End requests: whole ones by this error, streams by an event that tells it.
+
+        Args:
+            why: What is told to the client of a request; None if it goes on.
+        """
+        for exchange in list(self._open):
+            exchange.end(why)
+
+
 @dataclass(frozen=True)
 class AppContext:
     """What every router of the server works with: `router(context) -> APIRouter`.
@@ -102,6 +126,9 @@ class AppContext:
             Depends(context.authenticate)]`; raises `ApiError` 401.
         limits: Refuses what is too much.
         telemetry: Counts what happens.
+        exchanges: Requests that are being answered.
+        shutdown: How the server ends, once it is told to.
+        keys: Reads the file of API keys again; None for a server without.
         retriever: Finds documents; None without a configured Chroma.
     """
 
@@ -110,6 +137,9 @@ class AppContext:
     authenticate: Callable[..., Awaitable[Caller]]
     limits: Limiter
     telemetry: Telemetry
+    exchanges: Exchanges
+    shutdown: Shutdown
+    keys: KeyReloader | None = None
     retriever: Retriever | None = None
 
 
@@ -225,11 +255,12 @@ class _Exchange:
         self._context, self._caller, self._work, self._route = context, caller, work, route
         self._request = request
         self._events: asyncio.Queue[Event | ClientLeft] = asyncio.Queue()
-        self._ended = False
+        self._ended = self._is_read = False
         self._tasks = [
             asyncio.create_task(self._read()),
             asyncio.create_task(self._watch()),
         ]
+        context.exchanges.add(self)
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next event; None after so many seconds without one.
@@ -249,8 +280,24 @@ class _Exchange:
         self._ended = isinstance(event, Finished)
         return event
 
+    def end(self, why: Callable[[Request, Caller], Failed | None]) -> None:
+        """Tell the client `why`, unless that is None or the whole answer is there already."""
+        failed = None if self._is_read else why(self._request, self._caller)
+        if failed is None:
+            return
+        self._tasks[0].cancel()
+        while not self._events.empty():  # of a client that reads slowly
+            self._events.get_nowait()
+        self._told(failed)
+
+    def _told(self, event: Event) -> None:
+        self._is_read = isinstance(event, Finished | Failed)
+        self._context.telemetry.observe(self._route, self._caller, self._work, event)
+        self._events.put_nowait(event)
+
     async def close(self) -> None:
         """Take the work back unless it is done."""
+        self._context.exchanges.discard(self)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -269,8 +316,7 @@ class _Exchange:
             ):
                 async for event in events:
                     last = event
-                    context.telemetry.observe(self._route, caller, work, event)
-                    self._events.put_nowait(event)
+                    self._told(event)
             if not isinstance(last, Finished | Failed):
                 raise RuntimeError("the backend gave no answer")
         except Exception as error:
@@ -324,6 +370,7 @@ async def _frames(
         return
     except Exception as error:
         yield frame(body(exchange.failure(error)))
+        yield DONE
 
 
 def _written(form: AnswerForm, event: Event | None, started: Started) -> Iterator[bytes]:

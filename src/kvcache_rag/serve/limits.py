@@ -1,8 +1,8 @@
 """Refuse what is too much before it costs anything, in the order in which a request meets it.
 
-A place of the caller's namespace (`Places`), before the body is read; a body that is small in bytes
-and large in work (`CheckedRoute`); too many or too long documents (`RequestLimiter`); and a prompt
-that cannot fit (`ensure_fits`), without tokenising all of it.
+A place of the caller's namespace (`Places`), before the body is read; a body that is too large, or
+small in bytes and large in work (`serve/bodies.py`); too many or too long documents
+(`RequestLimiter`); and a prompt that cannot fit (`ensure_fits`), without tokenising all of it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import HTTPException, Request
-from fastapi.routing import APIRoute
-
 from kvcache_rag.errors import ContextTooLongError
 from kvcache_rag.serve.errors import TOO_LONG, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-
-    from starlette.responses import Response
+    from collections.abc import AsyncIterator, Coroutine, Iterator
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, BackendRequest
@@ -30,18 +25,15 @@ if TYPE_CHECKING:
 
 RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
 
-MOST_VALUES: Final = 20_000
-"""Values in one body: texts, numbers, lists, objects and the names in them."""
-
-DEEPEST: Final = 32
-"""Lists and objects around a value."""
-
 # Characters of a token, of which texts that fit have fewer on the average, almost always: only
 # longer ones are looked at, which costs nothing where a request may be answered.
 PER_TOKEN = 8
 
 # What is read in pieces may have some tokens more than as a whole, but not so many times as many.
 SURELY = 2
+
+LONGEST: Final = 64
+"""Characters of a text for each token of the context window; what is longer is refused unread."""
 
 
 class Places:
@@ -88,73 +80,6 @@ class Places:
             self._taken[namespace] -= 1
             if not self._taken[namespace]:
                 del self._taken[namespace]
-
-
-class CheckedRequest(Request):
-    """A request whose JSON is neither too deep nor made of too many values.
-
-    Every error of a body is collected before the first one is told, so a million empty messages
-    would keep the server busy for seconds; and whatever walks a deeply nested value may run out of
-    stack.
-    """
-
-    async def json(self) -> Any:
-        """The body as JSON.
-
-        Raises:
-            HTTPException: 400 if it is too deep or too much; FastAPI lets no other error pass.
-            ValueError: If it is no JSON.
-        """
-        try:
-            value = await super().json()
-        except RecursionError as error:
-            raise _refused(_too_deep()) from error
-        check_json(value)
-        return value
-
-
-class CheckedRoute(APIRoute):
-    """A route that reads its body as a `CheckedRequest`: `APIRouter(route_class=CheckedRoute)`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler behind the check."""
-        handle = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            return await handle(CheckedRequest(request.scope, request.receive))
-
-        return checked
-
-
-def check_json(value: Any) -> None:
-    """Refuse JSON that is too deep, or made of too many values.
-
-    Raises:
-        HTTPException: 400.
-    """
-    layer, depth, count = [value], 0, 1
-    while layer:
-        if depth > DEEPEST:
-            raise _refused(_too_deep())
-        below: list[Any] = []
-        for item in layer:
-            if isinstance(item, (dict, list)):
-                count += len(item) * (2 if isinstance(item, dict) else 1)
-                below.extend(item.values() if isinstance(item, dict) else item)
-            if count > MOST_VALUES:
-                raise _refused(
-                    f"the body is made of more than the {MOST_VALUES} values that are allowed; "
-                    "send fewer messages or documents"
-                )
-        layer, depth = below, depth + 1
-
-
-def _too_deep() -> str:
-    return f"the body is nested deeper than the {DEEPEST} levels that are allowed; send it flatter"
-
-
-def _refused(message: str) -> HTTPException:
-    return HTTPException(400, message)
 
 
 class RequestLimiter:
@@ -266,16 +191,24 @@ def is_doubtful(engine: Engine, work: BackendRequest) -> bool:
 def ensure_fits(engine: Engine, work: BackendRequest) -> None:
     """Read a request piece by piece until it is certain that it does not fit.
 
-    No more is tokenised than a few context windows, however long the request is.
+    No more is tokenised than a few context windows, however long the request is; one that is so
+    long that only white space or the like could fit is not read at all.
 
     Raises:
         ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
         InvalidInputError: If a text is not valid Unicode.
     """
     window, tokens = engine.context_window, 0
+    characters = sum(map(len, _texts(work)))
+    if characters > LONGEST * window:
+        raise ContextTooLongError(
+            f"the request has {characters} characters, more than {LONGEST} characters per token of "
+            f"the model's context window of {window}; send fewer or smaller documents"
+        )
+    ids_of = engine.tokenize_text if work.is_plain else engine.brought_ids
     for text in _texts(work):
         for start in range(0, len(text), window):
-            tokens += len(engine.tokenize_text(text[start : start + window]))
+            tokens += len(ids_of(text[start : start + window]))
             if tokens > SURELY * window:
                 raise ContextTooLongError(
                     f"the request has more than {SURELY * window} tokens and the model's context "

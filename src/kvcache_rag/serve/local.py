@@ -42,7 +42,16 @@ COUNTED = 1024
 # Seconds for which the size of a folder is believed: it is found by looking at every file.
 RECOUNT = 60.0
 
-_COUNTS = ("misses", "puts", "evictions", "corrupt", "put_failures", "failures")
+_COUNTS = (
+    "misses",
+    "puts",
+    "evictions",
+    "corrupt",
+    "untrusted",
+    "put_failures",
+    "declined",
+    "failures",
+)
 
 
 class LocalBackend:
@@ -237,6 +246,9 @@ class LocalBackend:
 
     async def models(self) -> list[str]:
         return [self._name]
+
+    async def drain(self) -> None:
+        self._scheduler.drain()
 
     async def close(self) -> None:
         await in_thread(self._close)

@@ -65,7 +65,9 @@ _STORE: Final = {
     "puts": "Chunks written to a tier",
     "evictions": "Chunks dropped to stay under a tier's limit, or released",
     "corrupt": "Files put aside because they were damaged",
+    "untrusted": "Files left alone because the signing key did not sign them",
     "put_failures": "Chunks that a tier could not keep",
+    "declined": "Chunks not kept because a tier's limit left no room in time",
     "failures": "Operations of a remote tier that failed",
 }
 

@@ -23,7 +23,8 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from kvcache_rag.serve.errors import ApiError, http_failure, response
+from kvcache_rag.serve import bodies
+from kvcache_rag.serve.errors import SHUT_DOWN, ApiError, http_failure, response
 from kvcache_rag.serve.limits import Places
 from kvcache_rag.serve.settings import is_loopback
 
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from kvcache_rag.serve.auth import Authenticator
+    from kvcache_rag.serve.bodies import Bodies, HeldBody
     from kvcache_rag.serve.lifecycle import Caller
     from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.serve.shutdown import Shutdown
 
 
 ANY: Final = "*"
@@ -44,6 +47,8 @@ _USUAL_PORTS: Final = (None, 80, 443)
 BODILESS: Final = ("GET", "HEAD")
 """Methods whose requests have no body and ask nothing of the model, so they need no place."""
 
+_ALIVE: Final = "/health"
+
 _SHOWN = 100  # letters of a name in messages
 
 
@@ -51,18 +56,29 @@ class Shell:
     """ASGI middleware around all routes.
 
     Every answer says the request's name in `x-request-id`; the log knows failures by it.  A body
-    is refused as soon as it is known to be too large, or has not come in time.
+    is refused as soon as it is known to be too large, for itself or beside the others, or has not
+    come in time.
     """
 
-    def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        body_bytes: int,
+        body_seconds: float,
+        bodies: Bodies,
+        shutdown: Shutdown | None = None,
+    ) -> None:
         """Let `app` answer requests whose body has at most `body_bytes`.
 
         Args:
             app: Answers.
             body_bytes: Of one body.
             body_seconds: Within which the whole body has to be there.
+            bodies: Those of all connections.
+            shutdown: Once it has begun, all but `/health` is refused; None for never.
         """
         self._app, self._body_bytes, self._body_seconds = app, body_bytes, body_seconds
+        self._bodies, self._shutdown = bodies, shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,20 +87,42 @@ class Shell:
         name = f"req_{uuid.uuid4().hex}"
         scope["kvcache_rag.request_id"] = name
         sender = _Sender(send, name)
+        bodies.share(scope, self._bodies)
         try:
-            self._check_length(Headers(scope=scope))
-            body = _Body(receive, self._body_bytes, self._body_seconds)
-            await self._app(scope, body.receive, sender.send)
+            self._check_shutdown(scope["path"])
+            _check_path(scope["path"])
+            with self._bodies.held() as held:
+                self._check_length(Headers(scope=scope), held)
+                body = _Body(receive, self._body_bytes, self._body_seconds, held)
+                await self._app(scope, body.receive, sender.send)
         except Exception as error:
             failed = http_failure(error, scope)
             if sender.has_begun:  # too late to say anything: the connection breaks off
                 raise
             await response(failed)(scope, receive, sender.send)
+        except asyncio.CancelledError:
+            if self._shutdown is None or not self._shutdown.is_cutting:
+                raise
+            # It ends by itself: uvicorn would answer what is cancelled with a bare 500.
+            if not sender.has_begun:
+                await response(SHUT_DOWN)(scope, receive, sender.send)
 
-    def _check_length(self, headers: Headers) -> None:
+    def _check_shutdown(self, path: str) -> None:
+        if self._shutdown is not None and self._shutdown.is_begun and path != _ALIVE:
+            raise ApiError.of(SHUT_DOWN)
+
+    def _check_length(self, headers: Headers, held: HeldBody) -> None:
         length = headers.get("content-length", "")
-        if length.isascii() and length.isdigit() and int(length[:19]) > self._body_bytes:
+        nbytes = int(length[:19]) if length.isascii() and length.isdigit() else 0
+        if nbytes > self._body_bytes:
             raise ApiError(413, too_large(self._body_bytes), code="request_too_large")
+        held.expect(nbytes)
+
+
+def _check_path(path: str) -> None:
+    if path.endswith("\n"):  # routes also match a path with a line break behind it
+        message = "no path here ends in a line break; leave %0A out"
+        raise ApiError(404, message, code="unknown_url")
 
 
 class _Sender:
@@ -104,18 +142,19 @@ class _Sender:
 class _Body:
     """Counts what is read of a body of unknown length, and the time that it takes."""
 
-    def __init__(self, receive: Receive, allowed: int, seconds: float) -> None:
-        self._receive, self._allowed, self._read = receive, allowed, 0
+    def __init__(self, receive: Receive, allowed: int, seconds: float, held: HeldBody) -> None:
+        self._receive, self._allowed, self._held = receive, allowed, held
         self._seconds = seconds
         self._until: float | None = asyncio.get_running_loop().time() + seconds
 
     async def receive(self) -> Message:
         message = await self._next()
         if message["type"] == "http.request":
-            self._read += len(message.get("body", b""))
-            if self._read > self._allowed:
+            nbytes = len(message.get("body", b""))
+            if self._held.nbytes + nbytes > self._allowed:
                 # FastAPI lets its own errors pass while it reads a body, and no others.
                 raise HTTPException(413, too_large(self._allowed))
+            self._held.grow(nbytes)
         if not message.get("more_body", False):
             self._until = None
         return message

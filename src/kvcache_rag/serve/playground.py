@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
+from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.completions import chat_work
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
-from kvcache_rag.serve.limits import CheckedRoute
 from kvcache_rag.serve.requests import ChatRequest
 from kvcache_rag.serve.responses import ANSWERING, error_responses
 from kvcache_rag.stitching.stitch import SpanKind

@@ -12,9 +12,9 @@ from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.metrics import Answer
 from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve.backend import BackendRequest, RetrievedText, Started
+from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller, respond
-from kvcache_rag.serve.limits import CheckedRoute
 from kvcache_rag.serve.requests import (
     LARGEST,
     Asking,

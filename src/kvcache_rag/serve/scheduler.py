@@ -202,7 +202,7 @@ class Scheduler:
     Attributes:
         max_waiting: Requests that may wait.
         warmed: Done when the model has generated its first token; its result says whether it could.
-        is_closed: Whether nothing is answered any more.
+        is_closed: Whether nothing more is taken; what runs may go on.
     """
 
     def __init__(
@@ -368,6 +368,12 @@ class Scheduler:
                 **self._service.stats(),
             }
 
+    def drain(self) -> None:
+        """Take nothing more: what waits or comes later gets `Failed`, what runs goes on."""
+        with self._changed:
+            self._turn_away(SHUT_DOWN)
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stop: what waits gets `Failed`, what runs ends at its next token; wait for that one."""
         with self._changed:
@@ -382,14 +388,18 @@ class Scheduler:
 
     def _abandon(self, why: Failed) -> None:
         """End everything that waits or runs, and take nothing more."""
-        self.is_closed = True
-        for job in [*self._queue.drain(), *self._retrievals.drain()]:
-            job.cancelled.set()
-            self._end(job, "failed", why)
+        self._turn_away(why)
         for job in self._running:
             if not job.cancelled.is_set():
                 job.cancelled.set()
                 job.deliver(why)
+
+    def _turn_away(self, why: Failed) -> None:
+        """End everything that waits, and take nothing more."""
+        self.is_closed = True
+        for job in [*self._queue.drain(), *self._retrievals.drain()]:
+            job.cancelled.set()
+            self._end(job, "failed", why)
 
     def _work(self) -> None:
         self.warmed.set_result(self._server.warm_up())

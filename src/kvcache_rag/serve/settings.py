@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 from kvcache_rag.integration.engine import template_in
 from kvcache_rag.policies import policy_by_name
 
@@ -29,6 +29,8 @@ class RequestLimits:
         document_bytes: Of one document's text, as UTF-8.
         body_bytes: Of the body of one request.
         body_seconds: Within which the whole body has to be there.
+        total_body_bytes: Of the bodies of all requests that are read, answered or wait; a fourth of
+            it is kept for small ones.
         prompt_tokens: Of one prompt; None for what the model's context window holds.
         answer_tokens: Largest `max_tokens` of one request.
         concurrency: Requests of one namespace that are answered or wait at a time, whichever of
@@ -41,15 +43,23 @@ class RequestLimits:
     document_bytes: int = 1 << 20
     body_bytes: int = 8 << 20
     body_seconds: int = 15
+    total_body_bytes: int = 64 << 20
     prompt_tokens: int | None = None
     answer_tokens: int = 4096
     concurrency: int = 64
     total_concurrency: int = 512
 
     def __post_init__(self) -> None:
+        check_settings(RequestLimits, vars(self))
         for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise InvalidInputError(f"the limit {name} must be at least 1, not {value}")
+        if self.body_bytes > self.total_body_bytes - self.total_body_bytes // 4:
+            raise InvalidInputError(
+                f"a body of the limit body_bytes of {self.body_bytes} would never be read: of the "
+                f"limit total_body_bytes of {self.total_body_bytes} a fourth is for small ones; "
+                "raise that"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ class ServerSettings:
         device: "cpu", "cuda", "cuda:1", ...; None for CUDA if there is one.
         dtype: "auto" for the checkpoint's own.
         codec: Form of the chunks in `store`: "native", "int8", "int4".
+        signing_key: File of the store's key, on every machine that answers; None for that of the
+            environment, or none.
         gate: File that `kvcache-rag verify` wrote; None to trust every policy.
         auxiliary: Small model that chooses tokens for the policy "cacheclip", by hub id or folder;
             None for none.
@@ -97,6 +109,7 @@ class ServerSettings:
         max_batch: Requests that may be answered in one padded batch.
         max_waiting: Requests that may wait; one more is answered 503.
         heartbeat: Seconds of silence after which a stream sends a comment.
+        grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
         adapter: Folder of a PEFT adapter to put into the model; None for none.
 
@@ -138,21 +151,25 @@ class ServerSettings:
     max_batch: int = 8
     max_waiting: int = 256
     heartbeat: float = 10.0
+    grace: float = 10.0
     limits: RequestLimits = field(default_factory=RequestLimits)
     adapter: str | None = None
+    signing_key: str | None = None
 
     def __post_init__(self) -> None:
+        check_settings(ServerSettings, vars(self))
+        for name in ("model", "served_name", "collection"):
+            check_name(name, getattr(self, name))
         for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
             if getattr(self, name) <= 0:
                 raise InvalidInputError(f"{name} must be positive, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise InvalidInputError(f"there is no port {self.port}; use one from 0 to 65535")
-        if self.replicas is not None and self.replicas < 1:
-            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
-        if self.ray_address and self.replicas is None:
-            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+        self._check_options()
         if self.prefetch_after < 0:
             raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
+        if not 0 <= self.grace < float("inf"):
+            raise InvalidInputError(f"grace must be a number of seconds ≥ 0, not {self.grace}")
         if self.policy:
             policy_by_name(self.policy)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
@@ -160,6 +177,15 @@ class ServerSettings:
                 f"{self.host} can be reached from other machines and there are no API keys; give "
                 "--api-keys FILE, listen on 127.0.0.1, or say --allow-anonymous"
             )
+
+    def _check_options(self) -> None:
+        """Refuse an option that is for another one, which is not there."""
+        if self.replicas is not None and self.replicas < 1:
+            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
+        if self.ray_address and self.replicas is None:
+            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+        if self.signing_key and not self.store:
+            raise InvalidInputError("--signing-key is the key of a store; name that by --store")
 
     @property
     def name(self) -> str:

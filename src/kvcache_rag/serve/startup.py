@@ -1,115 +1,41 @@
-"""From settings to a running server: model, store, backend, application, socket.
-
-Connections on which nothing is asked are closed after a while, so that they cannot pile up: of
-itself uvicorn gives up idle ones only behind a first answer, and none whose request never ends.
-"""
+"""From settings to a running server: model, store, backend, application, socket."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
 from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.connections import HEAD, patient
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.serve.shutdown import leave
 from kvcache_rag.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
+    import uvicorn
     from fastapi import FastAPI
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, Retriever
+    from kvcache_rag.serve.lifecycle import AppContext
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.stores import ChunkStore
-
-
-AUTO: Final = "auto"
-
-
-class Patient(asyncio.Protocol):
-    """Hands everything on to uvicorn, and looks from time to time whether something is asked.
-
-    Attributes:
-        seconds: Between two looks.
-        implementation: Uvicorn's class.
-    """
-
-    seconds: ClassVar[float]
-    implementation: ClassVar[Any]
-
-    def __init__(self, **options: Any) -> None:
-        """Take a connection; uvicorn says with which `options`."""
-        self._inner = self.implementation(**options)
-        self._transport: asyncio.BaseTransport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._seen: object = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._inner.connection_made(transport)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._inner.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
-
-    def eof_received(self) -> None:
-        self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look)
-
-    def _look(self) -> None:
-        # Uvicorn's name of a request and its answer; the last one stays when it is over.
-        cycle = self._inner.cycle
-        is_asked = cycle is not None and not cycle.response_complete
-        if not is_asked and cycle is self._seen and self._transport is not None:
-            self._transport.close()
-            return
-        self._seen = cycle
-        self._wait()
-
-
-def patient(limit: float, http: str = AUTO) -> type[Patient]:
-    """What speaks HTTP and waits so long for a request: `uvicorn.Config(http=patient(15.0))`.
-
-    Args:
-        limit: Seconds for which a connection may be silent, or take to send the head of a request;
-            up to twice that behind an answer.  An answer takes as long as it takes.
-        http: Name of uvicorn's implementation: "auto", "h11" or "httptools".
-    """
-    from uvicorn.config import HTTP_PROTOCOLS
-    from uvicorn.importer import import_from_string
-
-    places: dict[str, str] = dict(HTTP_PROTOCOLS)
-
-    class Configured(Patient):
-        seconds = limit
-        implementation = import_from_string(places[http])
-
-    return Configured
 
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")
@@ -121,12 +47,12 @@ _BACKLOG: Final = 2048
 # request meets a connection that is being closed.
 _PATIENCE: Final = 15
 
-_GRACE: Final = 10  # seconds in which answers may end once the server is told to stop
-
 COMBINATIONS: Final = "combinations"
 """Folder below the store, and name in metrics, of chunks that were computed together."""
 
 _PART: Final = 4  # of each limit, a fourth is theirs
+
+_SWITCH: Final = 0.0005  # seconds; Python's own: 0.005
 
 _LOOK: Final = 0.05  # seconds between two questions whether the model is ready
 
@@ -154,7 +80,35 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             app = build_app(backend, settings, retriever=retriever)
             url = _url(listener)
             line = announcement(settings, url)
-            asyncio.run(_serve(app, listener, backend, lambda: announce(line, f"{url}/")))
+            with frozen(), _yielding():
+                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+            if not app.state.context.shutdown.is_complete:
+                leave()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Leave out what is loaded wherever garbage is looked for: a model is a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _yielding() -> Iterator[None]:
+    """Let threads that are busy give the interpreter away soon.
+
+    Each operation of the model gives it away, and waits so long to have it back.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager
@@ -213,6 +167,7 @@ def open_store(settings: ServerSettings) -> ChunkStore:
         codec=settings.codec,
         max_bytes=None if limit is None else _rest(limit),
         memory=MemoryStore(_rest(settings.memory_bytes)),
+        signing_key=settings.signing_key,
     )
 
 
@@ -232,6 +187,7 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
         max_bytes=None if limit is None else limit // _PART,
         memory=memory,
         tier=f"{COMBINATIONS}-{kind}",
+        signing_key=settings.signing_key,
     )
 
 
@@ -304,10 +260,24 @@ def announcement(settings: ServerSettings, url: str) -> str:
 
 
 # ---------------------------------------------------------------------- the loop
-async def _serve(
-    app: FastAPI, listener: socket.socket, backend: Backend, announce: Callable[[], None]
-) -> None:
+async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
+    context: AppContext = app.state.context
+    waiting = asyncio.create_task(_announce(context.backend, announce))
+    try:
+        with _reloading(context):
+            await server_of(app).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if context.shutdown.is_complete:
+            await context.backend.close()
+
+
+def server_of(app: FastAPI) -> uvicorn.Server:
+    """What serves an app, and ends as its `Shutdown` says; the backend has ended with it."""
     import uvicorn
+
+    context: AppContext = app.state.context
 
     class Server(uvicorn.Server):
         """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
@@ -325,24 +295,52 @@ async def _serve(
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        http=patient(_PATIENCE),
-        timeout_keep_alive=2 * _PATIENCE,
-        timeout_graceful_shutdown=_GRACE,
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.should_exit = True
+            context.shutdown.signal()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for closing in (*self.servers, *(sockets or ())):
+                closing.close()
+            state = self.server_state
+            for connection in list(state.connections):
+                connection.shutdown()  # at once, or behind the answer that it waits for
+            await context.shutdown.run(state, context.backend, context.exchanges)
+
+    return Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            http=patient(_PATIENCE),
+            h11_max_incomplete_event_size=HEAD,
+            timeout_keep_alive=2 * _PATIENCE,
+        )
     )
-    waiting = asyncio.create_task(_announce(backend, announce))
+
+
+@contextmanager
+def _reloading(context: AppContext) -> Iterator[None]:
+    """Let SIGHUP read the file of keys again, where there are both."""
+    keys, is_main = context.keys, threading.current_thread() is threading.main_thread()
+    if keys is None or not is_main or not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        tasks.add(task := asyncio.create_task(keys.reload()))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
-        await Server(config).serve([listener])
+        yield
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await backend.close()
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _announce(backend: Backend, announce: Callable[[], None]) -> None:

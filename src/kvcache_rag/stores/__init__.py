@@ -4,6 +4,7 @@ from kvcache_rag.stores.base import ChunkStore, Hit, StoreStats
 from kvcache_rag.stores.disk.store import DiskStore
 from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.remote.store import RemoteStore
+from kvcache_rag.stores.signing import SigningKey
 from kvcache_rag.stores.tiered import TieredStore
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Hit",
     "MemoryStore",
     "RemoteStore",
+    "SigningKey",
     "StoreStats",
     "TieredStore",
 ]

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    UntrustedChunkError,
+    check_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,18 +47,21 @@ class Hit:
 class StoreStats:
     """Counters since the store was opened, in this process.
 
-    Every `get` counts once: as a hit, a miss or a corrupt file.
+    Every `get` counts once: as a hit, a miss, a corrupt or an untrusted file.
 
     Attributes:
         hits: Chunks given back, per tier.
         misses: Keys that were not held, or could not be read.
         corrupt: Files quarantined because they were not what they should be.
+        untrusted: Files left alone because the store's signing key did not sign them.
         puts: Chunks written.
         put_failures: Chunks that could not be written (disk full, read-only, too large); they are
             served uncached.
+        declined: Chunks that were used and not kept, because a limit left no room for them in time:
+            another process was dropping what is too much.
         evictions: Chunks dropped to stay under the limit, or after their last owner released them.
-        last_failure: What the last failed write said, or the last failed operation of a remote;
-            "" when none failed.
+        last_failure: What the last write that failed or was declined said, or the last failed
+            operation of a remote; "" when none failed.
         failures: Operations of a remote that failed, ran out of time or were skipped after such.
         bytes_read: Bytes of the hits, per tier: file bytes, or tensors and token ids in memory.
         bytes_written: Bytes of the chunks written, per tier.
@@ -70,6 +79,8 @@ class StoreStats:
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    untrusted: int = 0
+    declined: int = 0
 
 
 class ChunkStore(ABC):
@@ -109,6 +120,8 @@ class ChunkStore(ABC):
             ChunkNotFoundError: If the key is not held.
             CorruptChunkError: If it was held but is damaged or not this chunk; it is quarantined
                 first.
+            UntrustedChunkError: If the store has a signing key, which did not sign what it holds;
+                that is left as it is.
             InvalidInputError: If the key or `out` cannot be used.
         """
 
@@ -128,8 +141,9 @@ class ChunkStore(ABC):
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Keep a chunk; True when it is kept.
 
-        A failure to write is counted in `stats`, never raised.  An older chunk of the same key is
-        replaced; readers see the old one or the new one, never a mixture.
+        A failure to write is counted in `stats`, never raised.  A chunk larger than a limit is
+        never kept; one for which there is no room in time is declined.  An older chunk of the same
+        key is replaced; readers see the old one or the new one, never a mixture.
         """
 
     @abstractmethod
@@ -337,8 +351,11 @@ def check_key(key: ChunkKey) -> ChunkKey:
     """Return the key.
 
     Raises:
-        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits.
+        InvalidInputError: If its digest or spec is not 64 lower-case hexadecimal digits, or its
+            namespace no text.
     """
+    if not isinstance(key.namespace, str) or not key.namespace.isascii():
+        check_name("namespace", key.namespace)
     for part, value in (("digest", key.digest), ("spec", key.spec)):
         if not _DIGEST.fullmatch(value):
             raise InvalidInputError(
@@ -452,6 +469,7 @@ class Counters:
 
         Raises:
             CorruptChunkError: For a `CorruptChunkError`.
+            UntrustedChunkError: For an `UntrustedChunkError`.
             ChunkNotFoundError: For an `OSError`.
         """
         try:
@@ -459,6 +477,9 @@ class Counters:
         except CorruptChunkError as error:
             self.add("corrupt")
             raise CorruptChunkError(f"{damaged}, prefill it: {error}") from None
+        except UntrustedChunkError as error:
+            self.add("untrusted")
+            raise UntrustedChunkError(f"{absent}, prefill it: {error}") from None
         except OSError as error:
             self.add("misses")
             raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
@@ -467,6 +488,12 @@ class Counters:
         """Count a chunk that could not be written."""
         with self._lock:
             self._counts["put_failures"] += 1
+            self._last_failure = reason
+
+    def declined(self, reason: str) -> None:
+        """Count a chunk for which there was no room in time."""
+        with self._lock:
+            self._counts["declined"] += 1
             self._last_failure = reason
 
     def note(self, reason: str) -> None:
@@ -505,9 +532,11 @@ def joined(own: StoreStats, tiers: Sequence[StoreStats], put_failures: int) -> S
         puts=own.puts,
         put_failures=put_failures,
         evictions=sum(tier.evictions for tier in tiers),
+        declined=sum(tier.declined for tier in tiers),
         last_failure=next((t.last_failure for t in reversed(tiers) if t.last_failure), ""),
         failures=sum(tier.failures for tier in tiers),
         bytes_read=added(tier.bytes_read for tier in tiers),
         bytes_written=added(tier.bytes_written for tier in tiers),
         seconds=added(tier.seconds for tier in tiers),
+        untrusted=sum(tier.untrusted for tier in tiers),
     )

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.stores.disk.folders import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 T = TypeVar("T")
+
+_POLL = 0.005  # seconds between two tries for a lock file
 
 _ALL: weakref.WeakSet[ThreadLocks] = weakref.WeakSet()
 
@@ -44,6 +47,10 @@ class ThreadLocks:
             for name in sorted(set(names)):
                 stack.enter_context(self._one(name))
             yield
+
+    def is_holding(self) -> bool:
+        """Whether this thread holds any of them."""
+        return threading.get_ident() in list(self._holders.values())
 
     def forget(self) -> None:
         """Start anew, in a forked child: the threads that held the locks do not exist there."""
@@ -96,18 +103,45 @@ def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator
             # NotImplementedError: a file system without locks.
             with suppress(OSError, NotImplementedError):
                 prepare(os.path.dirname(path))
+                check_file(path)
                 stack.enter_context(FileLock(path, mode=0o600))
         yield
 
 
+_HURRY = threading.local()
+
+
 @contextmanager
-def try_file(path: str) -> Iterator[bool]:
-    """Try to hold one lock file without waiting; False when it is held or cannot be made."""
+def in_a_hurry() -> Iterator[None]:
+    """Let this thread wait for no room in a store: a question waits for it."""
+    outer = getattr(_HURRY, "is_on", False)
+    _HURRY.is_on = True
+    try:
+        yield
+    finally:
+        _HURRY.is_on = outer
+
+
+def may_wait() -> bool:
+    """Whether this thread may wait: it is not within `hold_files`, nor in a hurry."""
+    return not getattr(_HURRY, "is_on", False) and not _PROCESS.is_holding()
+
+
+@contextmanager
+def try_file(path: str, patience: float = 0.0) -> Iterator[bool]:
+    """Try to hold one lock file for `patience` seconds; False when somebody else holds it.
+
+    Where none can be made, nobody excludes anybody, as in `hold_files`.
+    """
     lock = FileLock(path, mode=0o600)
     try:
-        lock.acquire(timeout=0)
-    except (Timeout, OSError, NotImplementedError):
+        check_file(path)
+        lock.acquire(timeout=patience, poll_interval=_POLL)
+    except Timeout:
         yield False
+        return
+    except (OSError, NotImplementedError):
+        yield True
         return
     try:
         yield True

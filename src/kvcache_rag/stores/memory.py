@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from cachetools import LRUCache
 
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
     ChunkStore,
@@ -106,6 +111,7 @@ class MemoryStore(ChunkStore):
         Raises:
             InvalidInputError: If `ttl` is not above zero, or there is no such memory.
         """
+        check_settings(MemoryStore.__init__, locals(), infinite=("ttl", "release_grace"))
         self.max_bytes = max_bytes
         self.home = Home.checked(device, pinned=pinned)
         self.ttl = check_ttl(ttl)
@@ -203,6 +209,7 @@ class MemoryStore(ChunkStore):
 
     def delete_namespace(self, namespace: str) -> int:
         """Forget every chunk and claim of a namespace; who uses a chunk keeps it meanwhile."""
+        check_name("namespace", namespace)
         with self._lock:
             # As on disk: the time, so that stores can be compared, and never less than before.
             self._epochs[namespace] = max(self._epochs[namespace] + 1, time.time_ns())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
 from kvcache_rag.stores.base import ChunkStore, Counters, Hit, StoreStats, check_key, joined
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
-from kvcache_rag.stores.locks import HeldEpochs
+from kvcache_rag.stores.locks import HeldEpochs, in_a_hurry
 from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.writeback import WriteBack
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvcache_rag.codecs import Codec
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.base import ChunkReader
+
+_NOTHING = nullcontext()
 
 _IDLE_LOOK = 60.0  # seconds between two looks at namespaces that nobody asks for
 
@@ -53,6 +55,7 @@ class TieredStore(ChunkStore):
             InvalidInputError: If there is none, or none of a name in `write_back`, or if two of
                 them write different codecs.
         """
+        check_settings(TieredStore.__init__, locals())
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
         names = [store.tier for store in stores]
@@ -254,7 +257,8 @@ class TieredStore(ChunkStore):
     def _promote(self, key: ChunkKey, chunk: ChunkKV, source: int, epoch: int) -> None:
         """Copy a chunk of tier `source` into the faster ones, unless its namespace went away."""
         for faster in self._stores[:source]:
-            with suppress(Exception):  # as out of memory: the chunk is served all the same
+            hurry = in_a_hurry() if faster.excludes_processes else _NOTHING
+            with hurry, suppress(Exception):  # as out of memory: the chunk is served all the same
                 faster.put(key, chunk)
         if self.tiers[source].epoch(key.namespace) != epoch:
             for faster in self._stores[:source]:

@@ -31,13 +31,9 @@ def new_memory(
     """
     engine = llm.engine
 
-    def tokens(text: str) -> list[int]:
-        encoded = engine.tokenizer(text, add_special_tokens=False, verbose=False)
-        ids: list[int] = encoded["input_ids"]
-        return ids
-
     options = {"max_new_tokens": llm.max_new_tokens, **llm.generate_kwargs, **generate_kwargs}
-    room = llm.metadata.context_window - len(tokens(engine.prefix_text)) - options["max_new_tokens"]
+    prefix = len(engine.tokenize("?").prefix)
+    room = llm.metadata.context_window - prefix - options["max_new_tokens"]
     if room < 2:
         raise ContextTooLongError(
             f"instruction and max_new_tokens leave {max(room, 0)} tokens of the context window for "
@@ -46,5 +42,7 @@ def new_memory(
     # Not LlamaIndex's `Memory`, which keeps a database connection open for good, counts on the
     # event loop, and forgets nothing of a history that it is given.
     return ChatMemoryBuffer.from_defaults(
-        chat_history=list(chat_history or ()), token_limit=room // 2, tokenizer_fn=tokens
+        chat_history=list(chat_history or ()),
+        token_limit=room // 2,
+        tokenizer_fn=lambda text: list(engine.brought_ids(text)),
     )

@@ -46,7 +46,7 @@ from llama_index.kvcache_rag.responses import (
 from llama_index.kvcache_rag.stopping import spanned, stoppable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -235,7 +235,9 @@ class KVCacheLLM(CustomLLM):
         """Messages as one text, with the beginning of the answer."""
         own = self.messages_to_prompt
         if own is not None and own is not messages_to_prompt:
-            return own(messages)
+            return self.engine.compose(
+                lambda cover: own([_covered(message, cover) for message in messages])
+            )
         return self.engine.render_chat([turn(message) for message in messages])
 
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
@@ -276,7 +278,8 @@ class KVCacheLLM(CustomLLM):
     def _formatted(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
             return prompt
-        return self.completion_to_prompt(prompt)
+        form = self.completion_to_prompt
+        return self.engine.compose(lambda cover: form(cover(prompt)))
 
     def _chosen(self, request: Prompt) -> Prompt:
         if isinstance(request, Grounded) and request.policy is None and self._policy is not None:
@@ -300,3 +303,13 @@ class KVCacheLLM(CustomLLM):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
         KVCacheLLM.__init__(self, policy=state["policy"], **state["fields"])
+
+
+def _covered(message: ChatMessage, cover: Callable[[str], str]) -> ChatMessage:
+    """A message whose text is covered; without any it stays as it is."""
+    text = message.content
+    if not text or cover(text) == text:
+        return message
+    return ChatMessage(
+        role=message.role, content=cover(text), additional_kwargs=message.additional_kwargs
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llama_index.core.prompts import BasePromptTemplate
 
@@ -96,12 +96,16 @@ def plain_prompt(
     values = {"context_str": "\n\n".join(texts), "query_str": query, **variables}
     if llm.metadata.is_chat_model:
         return llm.chat_prompt(template.format_messages(llm=llm, **values))
-    return template.format(
-        llm=llm,
-        messages_to_prompt=llm.messages_to_prompt,
-        completion_to_prompt=llm.completion_to_prompt,
-        **values,
-    )
+
+    def write(cover: Callable[[str], str]) -> str:
+        return template.format(
+            llm=llm,
+            messages_to_prompt=llm.messages_to_prompt,
+            completion_to_prompt=llm.completion_to_prompt,
+            **{name: cover(one) if isinstance(one, str) else one for name, one in values.items()},
+        )
+
+    return llm.engine.compose(write)
 
 
 def written_prompt(engine: Engine, texts: Sequence[str], question: str) -> str:

@@ -25,7 +25,7 @@ from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Started
 from kvcache_rag.serve.errors import (
     REPLICA_FAULT,
     REPLICAS_OVERDUE,
-    REPLICAS_SHUT_DOWN,
+    SHUT_DOWN,
     ApiError,
     NoReplicaError,
     ReplicaLostError,
@@ -34,7 +34,7 @@ from kvcache_rag.serve.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from kvcache_rag.serve.backend import BackendRequest, Event, RetrievedText, Retriever
 
@@ -101,6 +101,7 @@ class RayBackend:
         self._patience, self._look = patience, look
         self._counts: Counter[str] = Counter(handed_on=0, lost=0)
         self._was_ready = self._closed = False
+        self._draining = asyncio.Event()
 
     async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Answer a request by one replica, or by another if that dies before it begins."""
@@ -173,6 +174,16 @@ class RayBackend:
         """The one name under which the model is asked for."""
         return [self._name]
 
+    async def drain(self) -> None:
+        """Have every replica refuse what waits there; a replica that does not answer has died."""
+        self._closed = True
+        self._draining.set()
+        try:
+            response = self._handle.broadcast("drain")
+            await response.results_async(timeout_s=STATS_WAIT, return_exceptions=True)
+        except Exception as error:
+            LOG.warning("the replicas could not be told to drain: %s", type(error).__name__)
+
     async def close(self) -> None:
         """Take no more requests; whoever started the replicas ends them."""
         self._closed = True
@@ -183,12 +194,28 @@ class RayBackend:
         """The work with what was found for its query, before it is queued."""
         if not work.query or self._retriever is None:
             return work, ()
-        found: list[RetrievedText] = await self._retrievals.call(
-            self._retriever.retrieve, work.query, work.top_k, work.namespace
+        found: list[RetrievedText] = await self._unless_draining(
+            self._retrievals.call(self._retriever.retrieve, work.query, work.top_k, work.namespace)
         )
         texts = dict.fromkeys(source.text for source in found if source.text not in work.chunks)
         chunks = (*work.chunks, *texts)
         return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
+
+    async def _unless_draining(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What a call gives, unless the server is told to end meanwhile.
+
+        Raises:
+            ApiError: If it is.
+        """
+        tasks = asyncio.create_task(call), asyncio.create_task(self._draining.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ApiError.of(SHUT_DOWN)
+            return tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _handed(
         self, work: BackendRequest, arrived: float
@@ -196,7 +223,7 @@ class RayBackend:
         """Events of the first replica that begins with the work."""
         for attempt in range(1, ATTEMPTS + 1):
             if self._closed:
-                yield REPLICAS_SHUT_DOWN
+                yield SHUT_DOWN
                 return
             before, has_begun = time.monotonic() - arrived, False
             try:
@@ -266,7 +293,7 @@ class RayBackend:
             except Exception as error:
                 if attempt == ATTEMPTS or not is_lost(error):
                     raise raised_of(error) from None
-        raise ApiError.of(REPLICAS_SHUT_DOWN)
+        raise ApiError.of(SHUT_DOWN)
 
 
 async def _next(response: Any) -> Event | Dequeued:

@@ -213,12 +213,14 @@ def _absolute(settings: ServerSettings) -> ServerSettings:
     """The same in a process that works in another folder."""
     store, model, gate = settings.store, settings.model, settings.gate
     auxiliary, template = settings.auxiliary, settings.template
+    signing_key = settings.signing_key
     return replace(
         settings,
         store=os.path.abspath(store) if store and "://" not in store else store,
         model=os.path.abspath(model) if os.path.isdir(model) else model,
         gate=os.path.abspath(gate) if gate else gate,
         template=os.path.abspath(template) if template else template,
+        signing_key=os.path.abspath(signing_key) if signing_key else signing_key,
         auxiliary=os.path.abspath(auxiliary)
         if auxiliary and os.path.isdir(auxiliary)
         else auxiliary,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import socket
 import time
@@ -62,7 +63,9 @@ class Replica:
         if threads:
             torch.set_num_threads(threads)
         self._backend = make(settings)
-        self._was_well = False
+        gc.collect()
+        gc.freeze()  # as `startup.frozen`, for as long as the process lives
+        self._was_well = self._is_draining = False
 
     async def check_health(self) -> None:
         """Raise if not well; Serve asks before the first request and from time to time.
@@ -74,6 +77,8 @@ class Replica:
             RuntimeError: If the model does not answer.
         """
         until = time.monotonic() + WARMING
+        if self._is_draining:  # Serve ends what is not well, with what still runs there
+            return
         while not await self._backend.ready():
             if self._was_well or time.monotonic() > until:
                 raise RuntimeError("the model does not answer")
@@ -102,6 +107,11 @@ class Replica:
             Whether something was computed, and all is there now.
         """
         return await self._backend.prefetch(work)
+
+    async def drain(self) -> None:
+        """Take no more requests, as the server is about to end."""
+        self._is_draining = True
+        await self._backend.drain()
 
     async def stats(self) -> dict[str, Any]:
         """Counters of this process, with its name and process id."""

@@ -7,14 +7,14 @@ limit, what killed writers left; and a whole namespace, so that nothing comes ba
 from __future__ import annotations
 
 import os
-import secrets
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
+from kvcache_rag.errors import InvalidInputError, check_name
 from kvcache_rag.stores.base import sweep_pause
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.locks import try_file
@@ -27,9 +27,22 @@ if TYPE_CHECKING:
 
 Quota: TypeAlias = "int | Mapping[str, int] | None"
 
-_ROOM = 10  # `put` sweeps when a tenth of a limit was written, and then frees a tenth
+_ABANDONED = 60.0  # seconds: a writer that has not written for so long is no more
 
-_ALL = ""  # no namespace has an empty digest
+
+def check_quota(quota: object) -> None:
+    """Refuse what is neither a number of bytes nor such numbers by namespace.
+
+    Raises:
+        InvalidInputError: If it is something else.
+    """
+    for name, limit in quota.items() if isinstance(quota, Mapping) else [("", quota)]:
+        check_name("namespace of a quota", name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Integral)):
+            raise InvalidInputError(
+                "quota must be a whole number of bytes, or such numbers by namespace, "
+                f"not {limit!r:.80}"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,11 @@ class DiskLimits:
             return quota
         return self.max_bytes if quota is None else min(quota, self.max_bytes)
 
+    @property
+    def total(self) -> int | None:
+        """Bytes that all namespaces may hold together, None for no limit."""
+        return self.max_bytes if self.namespace is None else None
+
     def largest(self, namespace: str) -> int | None:
         """Bytes that a single chunk may have."""
         limits = [limit for limit in (self.of(namespace), self.max_bytes) if limit is not None]
@@ -70,6 +88,7 @@ class DiskLimits:
         return Deadlines(
             released=now - self.release_grace,
             temporary=now - self.temp_age,
+            abandoned=now - _ABANDONED,
             written=None if self.ttl is None else now - self.ttl,
             future=now + folders.USED_AGAIN,
         )
@@ -86,6 +105,7 @@ class Deadlines:
     Attributes:
         released: Chunks go whose last owner released them then or before.
         temporary: Unfinished files go that were last written then or before.
+        abandoned: Unfinished files count that were last written then or before.
         written: Chunks go that were written then or before; None for none.
         future: A file dated later than this is of a clock that was wrong.  It counts as of now,
             and is dated so, for else it would never become old.
@@ -93,6 +113,7 @@ class Deadlines:
 
     released: float
     temporary: float
+    abandoned: float
     written: float | None
     future: float
 
@@ -129,42 +150,61 @@ class Swept:
 
     Attributes:
         dropped: How many chunks went.
-        kept: Last use, bytes and path of those that stay.
+        kept: Last use, bytes and path of the files that stay and may go: chunks, what was put
+            aside, and what killed writers left.
+        fixed: Bytes of what stays in any case.
     """
 
     dropped: int
     kept: list[tuple[float, int, str]]
+    fixed: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks that stay."""
-        return sum(size for _, size, _ in self.kept)
+        """Bytes of all that stays."""
+        return self.fixed + sum(size for _, size, _ in self.kept)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Swept]) -> Swept:
+        """What several sweeps did."""
+        parts = [*parts]
+        kept = [entry for part in parts for entry in part.kept]
+        return cls(sum(part.dropped for part in parts), kept, sum(part.fixed for part in parts))
 
 
-def sweep(namespace: NamespaceFolder, when: Deadlines, *, limit: int | None, room: int) -> Swept:
+def sweep(namespace: NamespaceFolder, when: Deadlines) -> Swept:
     """Drop what has to go in one namespace; readers that have a file open keep what they read.
+
+    Files that are being written are not among what stays: whoever writes them has reserved that.
 
     Args:
         namespace: Its folder.
         when: What is too old.
-        limit: Bytes of chunks that may stay; when there are more, the least recently used go.
-        room: How far below the limit to go then, in bytes.
     """
-    dropped = 0
+    dropped = fixed = 0
     kept: list[tuple[float, int, str]] = []
     for spec in namespace.specs():
+        fixed += _size(f"{spec.path}/{folders.MANIFEST}")
         for stripe in spec.stripes(dated=when.written is not None):
             for leftover in stripe.unfinished:
-                if when.corrected(leftover.path, leftover.written) <= when.temporary:
-                    folders.unlink(leftover.path)
+                written = when.corrected(leftover.path, leftover.written)
+                gone = written <= when.temporary and folders.unlink(leftover.path)
+                if written <= when.abandoned and not gone:
+                    kept.append((written, leftover.nbytes, leftover.path))
             dropped += sum(_drop(file, when, kept) for file in stripe.files)
     for path in namespace.deletions():
         folders.remove(path, [])
     for path, written in namespace.quarantine_times():
         if when.is_expired(written):
             folders.remove(path, [])
-    swept = Swept(dropped, kept)
-    return swept if limit is None else evict(swept, limit, room)
+    kept += [(aside.written, aside.nbytes, aside.path) for aside in namespace.quarantined()]
+    return Swept(dropped, kept, fixed)
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.lstat(path).st_size
+    return 0
 
 
 def _drop(file: StoredFile, when: Deadlines, kept: list[tuple[float, int, str]]) -> bool:
@@ -183,100 +223,65 @@ def _drop(file: StoredFile, when: Deadlines, kept: list[tuple[float, int, str]])
     return dropped
 
 
-def evict(swept: Swept, limit: int, room: int) -> Swept:
-    """Drop the least recently used of `swept.kept` when they are above `limit` bytes together.
+def evict(swept: Swept, limit: int | None) -> Swept:
+    """Drop the least recently used of `swept.kept` when there are more than `limit` bytes.
 
     Args:
         swept: What is there.
-        limit: Bytes that may stay.
-        room: How far below the limit to go then, in bytes.
+        limit: Bytes that may stay, None for no limit.
     """
     nbytes = swept.nbytes
-    if nbytes <= limit:
+    if limit is None or nbytes <= limit:
         return swept
-    dropped, gone = swept.dropped, 0
-    ordered = sorted(swept.kept)
-    for _, size, path in ordered:
-        if nbytes <= limit - room:
-            break
-        # Gone either way: another process may have been faster.
-        dropped += folders.unlink(path)
-        nbytes -= size
-        gone += 1
-    return Swept(dropped, ordered[gone:])
+    dropped = swept.dropped
+    stay = []
+    for entry in sorted(swept.kept):
+        _, size, path = entry
+        if nbytes <= limit:
+            stay.append(entry)
+        elif folders.unlink(path):
+            dropped += path.endswith(folders.SUFFIX)
+            nbytes -= size
+        elif os.path.lexists(path):
+            stay.append(entry)
+        else:  # another process was faster
+            nbytes -= size
+    return Swept(dropped, stay, swept.fixed)
 
 
 class Sweeper:
-    """Sweeps the folders of one store, and knows how much may be written before the next time.
-
-    A sweep looks at one namespace under that namespace's lock.  What was written to one namespace
-    leads to a sweep of that namespace only; the other ones are looked at for a `max_bytes` of all.
-    """
+    """Sweeps the folders of one store, each under the lock of its namespace."""
 
     def __init__(self, root: str, limits: DiskLimits) -> None:
         """Look at nothing yet."""
         self._root = root
         self._limits = limits
-        self._lock = threading.Lock()
-        self._room: dict[str, int] = {}  # per digest of a namespace, in bytes
         own = limits.namespace
         known = limits.quota if isinstance(limits.quota, Mapping) else ()
         names = [*known] if own is None else [own]
         # A walk over all folders sees digests, not namespaces.
         self._quotas = {folders.namespace_digest(name): limits.of(name) for name in names}
 
-    def written(self, namespace: str, nbytes: int) -> int:
-        """Note bytes that were written; sweep when a limit may be exceeded.
-
-        Returns:
-            How many chunks were dropped.
-        """
-        dropped = 0
-        digest = folders.namespace_digest(namespace)
-        limit = self._limits.of(namespace)
-        if limit is not None and self._is_used_up(digest, nbytes):
-            swept = self._swept(digest, room=limit // _ROOM)
-            dropped += swept.dropped if swept else 0
-        total = self._total()
-        if total is not None and self._is_used_up(_ALL, nbytes):
-            dropped += self.sweep(room=total // _ROOM)
-        return dropped
-
-    def sweep(self, *, room: int = 0) -> int:
+    def sweep(self) -> int:
         """Sweep everything that this store may look at.
 
-        Args:
-            room: How far below `max_bytes` to go when it is exceeded.
-
         Returns:
             How many chunks were dropped.
         """
-        total, own = self._total(), self._limits.namespace
+        own = self._limits.namespace
         if own is None:
             digests = [namespace.name for namespace in folders.namespaces(self._root)]
         else:
             digests = [folders.namespace_digest(own)]
-        parts = [swept for digest in digests if (swept := self._swept(digest, room=0))]
-        everything = Swept(
-            sum(swept.dropped for swept in parts),
-            [entry for swept in parts for entry in swept.kept],
-        )
-        if total is None:
-            return everything.dropped
-        outcome = evict(everything, total, room)
-        if parts:
-            self._allow(_ALL, total, outcome.nbytes)
-        return outcome.dropped
+        parts = Swept.joined(swept for digest in digests if (swept := self._swept(digest)))
+        return evict(parts, self._limits.total).dropped
 
     def sweep_one(self, namespace: str) -> int:
         """Sweep one namespace; how many chunks were dropped."""
-        swept = self._swept(folders.namespace_digest(namespace), room=0)
+        swept = self._swept(folders.namespace_digest(namespace))
         return swept.dropped if swept else 0
 
-    def _total(self) -> int | None:
-        return self._limits.max_bytes if self._limits.namespace is None else None
-
-    def _swept(self, digest: str, *, room: int) -> Swept | None:
+    def _swept(self, digest: str) -> Swept | None:
         """Sweep one namespace; None when it is being swept, or is none."""
         folder = f"{self._root}/{digest}"
         try:
@@ -285,23 +290,11 @@ class Sweeper:
             return None
         every = self._limits.quota if isinstance(self._limits.quota, int) else None
         limit = self._quotas.get(digest, every)
-        namespace = folders.NamespaceFolder(digest, folder)
-        with try_file(f"{folder}/sweep.lock") as is_ours:
+        with try_file(folders.sweep_lock(folder)) as is_ours:
             if not is_ours:
                 return None
-            swept = sweep(namespace, self._limits.deadlines(), limit=limit, room=room)
-        if limit is not None:
-            self._allow(digest, limit, swept.nbytes)
-        return swept
-
-    def _is_used_up(self, name: str, nbytes: int) -> bool:
-        with self._lock:
-            self._room[name] = self._room.get(name, 0) - nbytes
-            return self._room[name] < 0
-
-    def _allow(self, name: str, limit: int, held: int) -> None:
-        with self._lock:
-            self._room[name] = min(limit - held, limit // _ROOM)
+            namespace = folders.NamespaceFolder(digest, folder)
+            return evict(sweep(namespace, self._limits.deadlines()), limit)
 
 
 # ---------------------------------------------------------------------- deleting a namespace
@@ -331,26 +324,16 @@ def delete_namespace(folder: str, *, durable: bool) -> int:
     """
     dropped = 0
     try:
-        _grow(folder, durable=durable)
+        folders.grow_epoch(folder, durable=durable)
     except OSError:
         # The disk may be full: make room and try again.
         dropped = _purge(folder)
-        _grow(folder, durable=durable)
+        folders.grow_epoch(folder, durable=durable)
     dropped += _purge(folder)
-    _grow(folder, durable=durable)
+    folders.grow_epoch(folder, durable=durable)
     if durable:
         folders.sync_folder(folder)
     return dropped
-
-
-def _grow(folder: str, *, durable: bool) -> None:
-    path = f"{folder}/{folders.EPOCH}"
-    later = max(folders.epoch(folder) + 1, time.time_ns())
-    with folders.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
-        os.write(descriptor, b".")
-        folders.set_times(path, (later, later))
-        if durable:
-            os.fsync(descriptor)
 
 
 def _purge(folder: str) -> int:
@@ -358,9 +341,8 @@ def _purge(folder: str) -> int:
     names = sorted(os.listdir(folder), key=lambda name: name == folders.QUARANTINE)
     for name in dict.fromkeys([*names, folders.QUARANTINE]):
         if name != folders.EPOCH and not name.startswith(folders.DELETED):
-            away = f"{folder}/{folders.DELETED}{secrets.token_hex(16)}"
             with suppress(FileNotFoundError):
-                os.rename(f"{folder}/{name}", away)
+                os.rename(f"{folder}/{name}", folders.deleted_path(folder))
     # All of it, also what another deletion took away a moment before and has not removed yet, and
     # again, because a system call that began before the renaming may still add a file.
     dropped = 0

@@ -26,11 +26,11 @@ import xxhash
 from safetensors.torch import save_file
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
 from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
-from kvcache_rag.stores.disk.folders import NOT_A_FILE, READ, opened
+from kvcache_rag.stores.disk.folders import NEW, READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Codec, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
+    from kvcache_rag.stores.signing import Authenticator, Mac, SigningKey
 
 
 FORMAT = f"kvcache-rag/{FORMAT_VERSION}"
@@ -123,14 +124,27 @@ def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
 
 
 def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
-    """Bytes of the file of a chunk of `tokens` tokens: the payload behind a header of whole pages.
+    """Bytes of the file of a chunk of `tokens` tokens.
 
     Raises:
         InvalidInputError: If the layout's dtype cannot be stored, or not by this codec.
     """
     spec = file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec)
-    metadata = _complete(spec, checksum="0" * 32)
-    return 8 + len(canonical_json({**spec.header, "__metadata__": metadata})) + spec.payload
+    return spec_bytes(spec)
+
+
+def spec_bytes(spec: FileSpec, key: SigningKey | None = None) -> int:
+    """Bytes of a file: the payload behind a header of whole pages.
+
+    Args:
+        spec: What it holds.
+        key: Signs it, if any.
+    """
+    provenance = f"{_provenance()} {key.new_mac()}" if key else ""
+    metadata = _complete(spec, "0" * 32, provenance)
+    pad = len(metadata.pop("pad"))  # apart: thousands of spaces are slow to encode
+    header = canonical_json({**spec.header, "__metadata__": {**metadata, "pad": ""}})
+    return 8 + len(header) + pad + spec.payload
 
 
 def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
@@ -141,8 +155,17 @@ def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
 
 
 # ---------------------------------------------------------------------- writing
-def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:
+def write_file(
+    path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec, key: SigningKey | None = None
+) -> None:
     """Write the file of a chunk; syncing and publishing it are the caller's part.
+
+    Args:
+        path: A new file.
+        chunk: What is written.
+        spec: What the file must hold.
+        codec: The codec of the chunk's tensors.
+        key: Signs it; None to leave it unsigned.
 
     Raises:
         SafetensorError: If it cannot be written, as on a full disk; for some causes an `OSError`.
@@ -153,7 +176,47 @@ def write_file(path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec) -> None:
     for tensor in tensors.values():
         for view in views(tensor) or []:
             hasher.update(view)
-    save_file(tensors, path, metadata=_complete(spec, hasher.hexdigest()))
+    checksum = hasher.hexdigest()
+    if key is None:
+        save_file(tensors, path, metadata=_complete(spec, checksum))
+    else:
+        _write_signed(path, [*tensors.values()], spec, checksum, key)
+
+
+def _write_signed(
+    path: str, tensors: Sequence[Tensor], spec: FileSpec, checksum: str, key: SigningKey
+) -> None:
+    """Write the file with the MAC of what is in memory.
+
+    Not of what is in the file once it was written: others may have changed that by then.
+    """
+    mac = key.new_mac()
+    metadata = _complete(spec, checksum, f"{_provenance()} {mac}")
+    header = canonical_json({**spec.header, "__metadata__": metadata})
+    head = struct.pack("<Q", len(header)) + header
+    payload = [_flat_view(tensor) for tensor in tensors if tensor.numel()]
+    authenticator = key.authenticator(mac, head)
+    for view in payload:
+        authenticator.update_long(view)
+    with opened(path, NEW) as descriptor:
+        for view in (memoryview(signed_head(head, mac, authenticator)), *payload):
+            write_view(descriptor, view)
+
+
+def signed_head(head: bytes, mac: Mac, authenticator: Authenticator) -> bytes:
+    """What stands before the payload, with the tag in its place."""
+    return head.replace(str(mac).encode("ascii"), str(authenticator.signed()).encode("ascii"))
+
+
+def write_view(descriptor: int, view: memoryview) -> None:
+    """Write all of it; a system call may take less than it was given."""
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _flat_view(tensor: Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _packed(tensor: Tensor) -> Tensor:
@@ -164,9 +227,10 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _complete(spec: FileSpec, checksum: str) -> dict[str, str]:
+def _complete(spec: FileSpec, checksum: str, provenance: str = "") -> dict[str, str]:
     """All metadata, padded so that the payload begins at a whole page."""
-    metadata = {**spec.metadata, "xxh3_128": checksum, "provenance": _provenance(), "pad": ""}
+    provenance = provenance or _provenance()
+    metadata = {**spec.metadata, "xxh3_128": checksum, "provenance": provenance, "pad": ""}
     bare = 8 + len(canonical_json({**spec.header, "__metadata__": metadata}))
     metadata["pad"] = " " * (-bare % ALIGNMENT)
     return metadata
@@ -309,12 +373,14 @@ class Header:
         metadata: Its `__metadata__`.
         checksum: xxh3_128 of the payload.
         offset: Where the payload begins.
+        head: All bytes before it.
     """
 
     values: dict[str, Any]
     metadata: dict[str, Any]
     checksum: str
     offset: int
+    head: bytearray
 
 
 def read_header(read: ReadV, size: int) -> Header:
@@ -346,22 +412,37 @@ def read_header(read: ReadV, size: int) -> Header:
         value = metadata.get(name)
         if not isinstance(value, str) or not form.fullmatch(value):
             raise CorruptChunkError(f"the header's {name} cannot be one")
-    return Header(values, metadata, metadata["xxh3_128"], offset)
+    return Header(values, metadata, metadata["xxh3_128"], offset, head)
 
 
-def check_header(read: ReadV, size: int, spec: FileSpec) -> Header:
+def named_mac(read: ReadV, size: int, key: SigningKey) -> Mac:
+    """The MAC that a file's header says to be of the key; it is not verified.
+
+    Raises:
+        CorruptChunkError: If there is no header.
+        UntrustedChunkError: If it does not name the key.
+        OSError: If it cannot be read.
+    """
+    return key.mac_in(read_header(read, size).metadata["provenance"])
+
+
+def check_header(read: ReadV, size: int, spec: FileSpec, key: SigningKey | None = None) -> Header:
     """Read a file's header and compare all of it with what it must be.
 
     Args:
         read: Reads the file.
         size: Its size in bytes.
         spec: What it must hold.
+        key: What it must say to be signed by; None if that does not matter.
 
     Raises:
         CorruptChunkError: If the header or the size differs in anything.
+        UntrustedChunkError: If it does not name the key, whatever else it says.
         OSError: If it cannot be read.
     """
     header = read_header(read, size)
+    if key is not None:
+        key.mac_in(header.metadata["provenance"])
     if header.offset + spec.payload != size:
         raise CorruptChunkError(f"the file has {size} bytes and a header of {header.offset - 8}")
     free = {name: header.metadata[name] for name in _FREE}
@@ -382,7 +463,14 @@ def _bytes(read: ReadV, offset: int, count: int) -> bytearray:
 
 
 # ---------------------------------------------------------------------- reading
-def read_file(read: ReadV, size: int, spec: FileSpec, codec: Codec, out: ChunkKV) -> None:
+def read_file(
+    read: ReadV,
+    size: int,
+    spec: FileSpec,
+    codec: Codec,
+    out: ChunkKV,
+    key: SigningKey | None = None,
+) -> None:
     """Read a chunk's file into `out`, straight into its memory where the codec allows it.
 
     Args:
@@ -391,32 +479,65 @@ def read_file(read: ReadV, size: int, spec: FileSpec, codec: Codec, out: ChunkKV
         spec: What it must hold.
         codec: The codec it was written with.
         out: Memory of the chunk's layout and length; undefined after an error.
+        key: What it must be signed by; None if that does not matter.
 
     Raises:
         CorruptChunkError: If header, size or checksum are wrong.
+        UntrustedChunkError: If the key did not sign it, and it is not merely damaged.
         OSError: If it cannot be read.
     """
-    header = check_header(read, size, spec)
+    header = check_header(read, size, spec, key)
     tokens = torch.empty(len(out), dtype=torch.int32)
     places = _places(codec.in_place(out), tokens)
     if places is not None:
-        _read_payload(read, header, spec, places)
+        _read_payload(read, header, spec, places, key)
     else:
         with staged(spec.tensors, out) as staging:
             places = _places(staging.tensors, tokens) or {}
-            _read_payload(read, header, spec, places)
+            _read_payload(read, header, spec, places, key)
             staging.decode(codec, out)
     out.tokens.copy_(tokens)
 
 
 def _read_payload(
-    read: ReadV, header: Header, spec: FileSpec, places: dict[str, list[memoryview]]
+    read: ReadV,
+    header: Header,
+    spec: FileSpec,
+    places: dict[str, list[memoryview]],
+    key: SigningKey | None,
 ) -> None:
-    hasher = xxhash.xxh3_128()
     targets = [view for name in spec.tensors for view in places[name]]
+    if key is not None:
+        authenticator = _authenticator(header, key)
+        read_views(read, header.offset, targets, authenticator.update)
+        check_mac(authenticator, read, header, spec.payload)
+        return
+    hasher = xxhash.xxh3_128()
     read_views(read, header.offset, targets, hasher.update)
     if hasher.hexdigest() != header.checksum:
         raise CorruptChunkError("the checksum is wrong: the bytes were changed")
+
+
+def _authenticator(header: Header, key: SigningKey) -> Authenticator:
+    return key.authenticator(key.mac_in(header.metadata["provenance"]), header.head)
+
+
+def check_mac(authenticator: Authenticator, read: ReadV, header: Header, payload: int) -> None:
+    """Refuse a file whose payload was taken in and whose MAC is wrong.
+
+    What is right needs no checksum; of what is wrong it tells damage, which a medium does, from
+    bytes that somebody wrote.
+
+    Raises:
+        CorruptChunkError: If the checksum is wrong, too.
+        UntrustedChunkError: If it is right.
+        OSError: If it cannot be read again.
+    """
+    if authenticator.is_right():
+        return
+    if _payload_checksum(read, header.offset, payload) != header.checksum:
+        raise CorruptChunkError("the checksum is wrong: the bytes were changed")
+    raise UntrustedChunkError("its MAC is wrong: somebody without the key changed it")
 
 
 def _places(
@@ -453,6 +574,7 @@ class LayerFile(ChunkReader):
         tier: str,
         guard: Callable[[], AbstractContextManager[None]],
         done: Callable[[float], None],
+        key: SigningKey | None = None,
     ) -> None:
         """Check the header and read the token ids.
 
@@ -463,9 +585,11 @@ class LayerFile(ChunkReader):
             tier: Name of the tier.
             guard: What failed readings run in: it knows what to do with a damaged file.
             done: Called once everything was read and is right, with the seconds spent here.
+            key: What it must be signed by; None if that does not matter.
 
         Raises:
             CorruptChunkError: If header or size are wrong.
+            UntrustedChunkError: If it does not name the key.
             OSError: If it cannot be read.
         """
         started = time.perf_counter()
@@ -474,10 +598,10 @@ class LayerFile(ChunkReader):
         self._guard, self._done = guard, done
         self._read = positional(descriptor)
         self._targets: list[list[memoryview]] = []
-        self._hasher = xxhash.xxh3_128()
         try:
-            header = check_header(self._read, size, spec)
-            self._checksum = header.checksum
+            self._header = header = check_header(self._read, size, spec, key)
+            self._payload = spec.payload
+            self._hasher = xxhash.xxh3_128() if key is None else _authenticator(header, key)
             offsets = {name: spec.header[name]["data_offsets"] for name in (_IDS, _TENSOR)}
             self.nbytes = offsets[_TENSOR][1] - offsets[_TENSOR][0]
             self.tokens = torch.empty(spec.tensors[_IDS][1], dtype=torch.int32)
@@ -527,7 +651,9 @@ class LayerFile(ChunkReader):
         with self._guard():
             if not self._is_first:
                 self._hash_ids()
-            if self._hasher.hexdigest() != self._checksum:
+            if not isinstance(self._hasher, xxhash.xxh3_128):
+                check_mac(self._hasher, self._read, self._header, self._payload)
+            elif self._hasher.hexdigest() != self._header.checksum:
                 raise CorruptChunkError("the checksum is wrong: the bytes were changed")
         self._done(self._seconds + time.perf_counter() - started)
 
@@ -566,56 +692,80 @@ class FileFacts:
         codec: Name of the codec.
         tokens: Number of tokens.
         payload: Bytes behind the header.
-        checksum: xxh3_128 of the payload.
-        offset: Where the payload begins.
+        header: All of it.
     """
 
     codec: str
     tokens: int
     payload: int
-    checksum: str
-    offset: int
+    header: Header
 
 
-def file_facts(path: str, digest: str) -> FileFacts:
+def file_facts(path: str, digest: str, key: SigningKey | None = None) -> FileFacts:
     """Read and check the header of a chunk's file; the payload is not read.
 
     Args:
         path: The file; a link is not followed.
         digest: The chunk that it must be, 64 hexadecimal digits.
+        key: What it must say to be signed by; None if that does not matter.
 
     Raises:
         CorruptChunkError: If it is not such a file.
+        UntrustedChunkError: If it does not name the key.
         OSError: If it cannot be read, or is gone.
     """
-    with _regular(path) as descriptor:
-        return _facts(positional(descriptor), os.fstat(descriptor).st_size, digest)
+    with regular(path) as descriptor:
+        return facts_of(positional(descriptor), os.fstat(descriptor).st_size, digest, key)
 
 
-def verify_file(path: str, digest: str) -> FileFacts:
-    """Check a chunk's file as a whole: header, size and checksum; else as `file_facts`."""
-    with _regular(path) as descriptor:
-        read = positional(descriptor)
-        facts = _facts(read, os.fstat(descriptor).st_size, digest)
-        if _payload_checksum(read, facts) != facts.checksum:
+def verify_file(path: str, digest: str, key: SigningKey | None = None) -> FileFacts:
+    """Check a chunk's file as a whole: header, size and checksum, and the MAC if there is a key.
+
+    Raises:
+        CorruptChunkError: As `file_facts`, or if the checksum is wrong.
+        UntrustedChunkError: If the key did not sign it, and it is not merely damaged.
+        OSError: As `file_facts`.
+    """
+    with regular(path) as descriptor:
+        read, size = positional(descriptor), os.fstat(descriptor).st_size
+        return verify_bytes(read, size, digest, key)
+
+
+def verify_bytes(read: ReadV, size: int, digest: str, key: SigningKey | None) -> FileFacts:
+    """The same, of what `read` reads."""
+    facts = facts_of(read, size, digest, key)
+    header = facts.header
+    if key is None:
+        if _payload_checksum(read, header.offset, facts.payload) != header.checksum:
             raise CorruptChunkError("the checksum is wrong: the bytes were changed")
         return facts
+    authenticator = _authenticator(header, key)
+    read_through(read, header.offset, facts.payload, authenticator.update)
+    check_mac(authenticator, read, header, facts.payload)
+    return facts
 
 
 @contextmanager
-def _regular(path: str) -> Iterator[int]:
+def regular(path: str) -> Iterator[int]:
+    """A descriptor of a file.
+
+    Raises:
+        CorruptChunkError: If it is something else.
+        OSError: If it cannot be opened.
+    """
     try:
         with opened(path, READ) as descriptor:
             yield descriptor
-    except OSError as error:
-        if error.errno not in NOT_A_FILE:
-            raise
+    except NotAFileError as error:
         raise CorruptChunkError(f"it is not a file: {error.strerror}") from None
 
 
-def _facts(read: ReadV, size: int, digest: str) -> FileFacts:
+def facts_of(read: ReadV, size: int, digest: str, key: SigningKey | None = None) -> FileFacts:
+    """The same as `file_facts`, of what `read` reads."""
     header = read_header(read, size)
     metadata = header.metadata
+    if key is not None:
+        key.mac_in(metadata["provenance"])
     if metadata.keys() != _KNOWN.keys() | _FREE.keys():
         raise CorruptChunkError("the header has not the metadata of this format")
     for name, form in _KNOWN.items():
@@ -633,7 +783,7 @@ def _facts(read: ReadV, size: int, digest: str) -> FileFacts:
     tokens = header.values[_IDS]
     if tokens["dtype"] != "I32" or len(tokens["shape"]) != 1:
         raise CorruptChunkError("the token ids are not one row of int32")
-    return FileFacts(metadata["codec"], tokens["shape"][0], payload, header.checksum, header.offset)
+    return FileFacts(metadata["codec"], tokens["shape"][0], payload, header)
 
 
 def _extent(tensors: dict[str, Any]) -> int:
@@ -667,12 +817,19 @@ def _are_sizes(values: Any) -> bool:
     )
 
 
-def _payload_checksum(read: ReadV, facts: FileFacts) -> str:
+def _payload_checksum(read: ReadV, offset: int, payload: int) -> str:
     hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(_BUFFER, facts.payload)))
-    done = 0
-    while done < facts.payload:
-        part = buffer[: min(len(buffer), facts.payload - done)]
-        read_views(read, facts.offset + done, [part], hasher.update)
-        done += len(part)
+    read_through(read, offset, payload, hasher.update)
     return hasher.hexdigest()
+
+
+def read_through(
+    read: ReadV, offset: int, count: int, seen: Callable[[memoryview], object]
+) -> None:
+    """Read `count` bytes from `offset` on, a piece at a time."""
+    buffer = memoryview(bytearray(min(_BUFFER, count)))
+    done = 0
+    while done < count:
+        part = buffer[: min(len(buffer), count - done)]
+        read_views(read, offset + done, [part], seen)
+        done += len(part)

@@ -1,5 +1,6 @@
 """The folder of a store on disk: what lies where, what each name means, and one walk over it.
 
+    root/sweep.lock                                      for a limit on all namespaces
     root/<namespace digest>/epoch                        touched when the namespace is deleted
     root/<namespace digest>/sweep.lock
     root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
@@ -29,8 +30,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache_rag.errors import CorruptChunkError
+from kvcache_rag.errors import CorruptChunkError, check_name
 from kvcache_rag.kv.chunk import digest
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import check_key
 
 if TYPE_CHECKING:
@@ -70,8 +72,15 @@ _FILE = re.compile(
 
 # ---------------------------------------------------------------------- paths
 def namespace_digest(namespace: str) -> str:
-    """Name of the folder of a namespace."""
-    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
+    """Name of the folder of a namespace.
+
+    Raises:
+        InvalidInputError: If it is no text.
+    """
+    try:
+        return hashlib.sha256(namespace.encode()).hexdigest()[:32]
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        return namespace_digest(check_name("namespace", namespace))  # which raises
 
 
 def namespace_folder(root: str, namespace: str) -> str:
@@ -100,9 +109,18 @@ def lock_path(root: str, key: ChunkKey) -> str:
     return f"{namespace_folder(root, key.namespace)}/locks/{key.digest[:2]}.lock"
 
 
+def sweep_lock(folder: str) -> str:
+    """Lock file of whoever drops chunks: of a namespace, or of the root for all of them."""
+    return f"{folder}/sweep.lock"
+
+
 def identity(owner: str) -> str:
-    """The 16 hexadecimal digits by which an owner is known on disk."""
-    return hashlib.sha256(owner.encode()).hexdigest()[:16]
+    """The 16 hexadecimal digits by which an owner is known on disk.
+
+    Raises:
+        InvalidInputError: If it is no text.
+    """
+    return hashlib.sha256(check_name("owner", owner).encode()).hexdigest()[:16]
 
 
 def owner_mark(owner: str) -> str:
@@ -131,44 +149,91 @@ class FileName(NamedTuple):
 
 
 # ---------------------------------------------------------------------- opening and making
+# Every file below a store's folder is opened here, or looked at by `check_file` before a library
+# opens it.
+
 _ALWAYS = 0
 
-for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):
+# O_NONBLOCK: a pipe that was put in place of a file a moment ago must not stop us.
+for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _ALWAYS |= getattr(os, _flag, 0)
 
-# O_NONBLOCK: a pipe in place of a file must not stop the reader.
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+READ = os.O_RDONLY
 
 WRITE = os.O_RDWR
 
-FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
-# What opening or reading a link, a socket or a folder says.
-NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+
+class NotAFileError(OSError):
+    """A link, a pipe, a socket, a device or a folder is where a file of the store belongs."""
+
+    def __init__(self, path: str) -> None:
+        """Say where it is, and that it was not opened."""
+        reason = "something else than a file is where one of the store belongs; remove it"
+        super().__init__(errno.EINVAL, reason, path)
 
 
 @contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
-    """A descriptor of what is at `path` itself: no link is followed."""
-    descriptor = open_itself(path, flags)
+    """A descriptor of the file that is at `path` itself, as `open_file` gives it."""
+    descriptor = open_file(path, flags)[0]
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def open_itself(path: str, flags: int) -> int:
-    """A descriptor of what is at `path` itself, which the caller closes."""
-    return os.open(path, flags | _ALWAYS, 0o600)
+def open_file(path: str, flags: int) -> tuple[int, os.stat_result]:
+    """Open the file that is at `path` itself.
+
+    It is looked at before, because opening alone can start a device or wake who waits at a pipe,
+    and after, because it may have been replaced in between.
+
+    Returns:
+        Descriptor, which the caller closes, and status.
+
+    Raises:
+        NotAFileError: If it is no file.
+        OSError: If it cannot be opened.
+    """
+    if not flags & os.O_EXCL:
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise NotAFileError(path)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+    descriptor = os.open(path, flags | _ALWAYS, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise NotAFileError(path)
+    return descriptor, status
+
+
+def check_file(path: str) -> None:
+    """Make sure that there is a file or nothing at `path`.
+
+    Raises:
+        NotAFileError: If there is something else.
+        OSError: If it cannot be looked at.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NotAFileError(path)
 
 
 def sync_folder(path: str) -> None:
     """Have the names in a folder on the medium, where the system can."""
     if hasattr(os, "O_DIRECTORY"):
-        with opened(path, FOLDER) as descriptor:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ALWAYS)
+        try:
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def temporary_path(folder: str) -> str:
@@ -179,13 +244,16 @@ def temporary_path(folder: str) -> str:
 def check_folder(root: str, path: str) -> None:
     """Make sure that `path` and everything between it and `root` are folders, not links to some.
 
+    It is said once if others may open one.
+
     Raises:
         OSError: If one is missing or something else.
     """
     if path == root:
         return
     check_folder(root, os.path.dirname(path))
-    _check_one(path)
+    if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
+        _check_one(root, path)
 
 
 def make_folder(root: str, path: str) -> None:
@@ -200,17 +268,23 @@ def make_folder(root: str, path: str) -> None:
         return
     make_folder(root, os.path.dirname(path))
     try:
-        _check_one(path)
+        if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
+            _check_one(root, path)
     except FileNotFoundError:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        _check_one(path)
+        _check_one(root, path)
 
 
-def _check_one(path: str) -> None:
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
+_SHOWS_PRIVATE = 0o170066  # what is it, and may others read or write it
+
+
+def _check_one(root: str, path: str) -> None:
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
         reason = "a link or a file is where a folder of the store belongs; remove it"
         raise NotADirectoryError(errno.ENOTDIR, reason, path)
+    notices.check_open(root, path, mode)
 
 
 def unlink(path: str) -> bool:
@@ -572,7 +646,7 @@ def claim(stem: str, owner: str, check: Callable[[], None]) -> None:
     """
     temporary = temporary_path(os.path.dirname(stem))
     # Renamed, not opened: a link in the place of the mark is replaced and not followed.
-    os.close(os.open(temporary, _NEW, 0o600))
+    os.close(open_file(temporary, NEW)[0])
     try:
         check()
         os.replace(temporary, claim_path(stem, owner))
@@ -623,19 +697,13 @@ def quarantine(stem: str, found: os.stat_result | None = None) -> None:
 
 @contextmanager
 def quarantining(stem: str, found: os.stat_result) -> Iterator[None]:
-    """Quarantine a chunk's file when what reads it finds that it is damaged, or no file at all."""
+    """Quarantine a chunk's file when what reads it finds that it is damaged."""
     try:
         yield
     except CorruptChunkError:
         with suppress(OSError):
             quarantine(stem, found)
         raise
-    except OSError as error:
-        if error.errno not in NOT_A_FILE:  # a folder can be opened, not read
-            raise
-        with suppress(OSError):
-            quarantine(stem, found)
-        raise CorruptChunkError(f"it is not a file: {error}") from None
 
 
 # ---------------------------------------------------------------------- manifests
@@ -662,7 +730,7 @@ class Manifests:
         temporary = temporary_path(folder)
         with suppress(OSError, TypeError, ValueError):  # the last two: it is no JSON
             try:
-                with os.fdopen(os.open(temporary, _NEW, 0o600), "w", encoding="ascii") as file:
+                with os.fdopen(open_file(temporary, NEW)[0], "w", encoding="ascii") as file:
                     values = {**description, "created": int(time.time())}
                     json.dump(values, file, indent=1, sort_keys=True)
                     file.write("\n")
@@ -715,6 +783,33 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- epochs
 # The file `epoch` is touched by every deletion of the namespace; its time and length are the epoch.
 # How that keeps a deleted namespace from coming back is told at `eviction.delete_namespace`.
+
+
+def grow_epoch(folder: str, *, durable: bool) -> None:
+    """Let the epoch of a namespace's folder grow, and be on the medium if `durable`.
+
+    What is in its place without being a file of its own goes with the rest of the namespace.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    path = f"{folder}/{EPOCH}"
+    later = max(epoch(folder) + 1, time.time_ns())
+    with suppress(FileNotFoundError):
+        status = os.lstat(path)
+        # A file of two names is somebody else's, too.
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.rename(path, deleted_path(folder))
+    with opened(path, APPEND) as descriptor:
+        os.write(descriptor, b".")
+        set_times(path, (later, later))
+        if durable:
+            os.fsync(descriptor)
+
+
+def deleted_path(folder: str) -> str:
+    """A name in a namespace's folder for what a deletion takes away."""
+    return f"{folder}/{DELETED}{secrets.token_hex(16)}"
 
 
 def epoch(folder: str) -> int:

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    UntrustedChunkError,
+    check_name,
+    check_settings,
+)
+from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
     LEAST_PAUSE,
     ChunkStore,
@@ -30,20 +38,30 @@ from kvcache_rag.stores.base import (
 )
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.eviction import DiskLimits, Quota, Sweeper, delete_namespace
+from kvcache_rag.stores.disk.eviction import (
+    DiskLimits,
+    Quota,
+    Sweeper,
+    check_quota,
+    delete_namespace,
+)
 from kvcache_rag.stores.disk.file import (
-    ALIGNMENT,
     FileSpec,
     LayerFile,
     check_header,
     empty_chunk,
+    file_facts,
     file_spec,
     is_layered,
     positional,
     read_file,
+    spec_bytes,
+    verify_file,
     write_file,
 )
+from kvcache_rag.stores.disk.reservations import Reservations
 from kvcache_rag.stores.locks import HeldEpochs, hold_files
+from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +69,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.signing import KeySource
+
+_UNLIMITED = nullcontext(True)
+
+_SIZES = 4096  # how many sizes of files are remembered
+
+
+_ENDLESS = ("ttl", "release_grace", "temp_age")
 
 
 class DiskStore(ChunkStore):
@@ -67,7 +93,8 @@ class DiskStore(ChunkStore):
         root: The folder; it is made when missing.
         namespace: The only namespace served, None for all.
         max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  Kept
-            by `put` within a tenth per process, and by `sweep`.
+            at every moment within a tenth (or a chunk, where that is more) per process that writes,
+            if all of them have it, and by `sweep`.
         quota: Limit on the files of each namespace: one number for all, or a number by namespace.
         ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
             that use a folder must be opened with a `ttl`, or none.
@@ -76,6 +103,7 @@ class DiskStore(ChunkStore):
         release_grace: Seconds between the release of a chunk and its end.
         temp_age: Age in seconds from which unfinished files count as left over.
         tier: Name under which hits are counted.
+        signing_key: What files are signed by and have to be signed by; None without one.
     """
 
     def __init__(
@@ -91,12 +119,22 @@ class DiskStore(ChunkStore):
         release_grace: float = 600.0,
         temp_age: float = 3600.0,
         tier: str = "disk",
+        signing_key: KeySource = None,
     ) -> None:
         """Open a folder; one that cannot be written serves what it holds.
 
+        Without `signing_key` that of the environment (`KVCACHE_RAG_SIGNING_KEY`) holds, if there is
+        one.
+
         Raises:
-            InvalidInputError: If `root` is a file or below one, or `ttl` is not above zero.
+            InvalidInputError: If `root` is a file or below one, `ttl` is not above zero, the key
+                cannot be used, or a setting is of another type.
+            MissingExtraError: If there is a key and `cryptography` is not installed.
         """
+        check_settings(DiskStore.__init__, locals(), infinite=_ENDLESS)
+        check_quota(quota)
+        if namespace is not None:
+            check_name("namespace", namespace)
         self.root = Path(os.path.abspath(root))
         self.namespace = namespace
         self.max_bytes = max_bytes
@@ -106,12 +144,17 @@ class DiskStore(ChunkStore):
         self.release_grace = release_grace
         self.temp_age = temp_age
         self.tier = tier
+        self.signing_key = SigningKey.of(signing_key)
         self._codec = codec or Native()
         self._root = str(self.root)
         self._counters = Counters()
         self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
         self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
+        self._reservations = Reservations(
+            self._root, self._limits, partial(self._counters.add, "evictions")
+        )
+        self._sizes: dict[tuple[ChunkLayout, int, int], int] = {}  # of files
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
@@ -120,6 +163,7 @@ class DiskStore(ChunkStore):
         self._due = time.monotonic() + LEAST_PAUSE
         try:
             folders.make_folder(self._root, self._root)
+            notices.check_open(self._root, self._root, os.stat(self._root).st_mode)
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
@@ -127,11 +171,12 @@ class DiskStore(ChunkStore):
 
     def __repr__(self) -> str:
         """The call that made it."""
+        signing = "" if self.signing_key is None else f", signing_key={self.signing_key!r}"
         return (
             f"DiskStore({self._root!r}, namespace={self.namespace!r}, "
             f"max_bytes={self.max_bytes}, quota={self.quota!r}, ttl={self.ttl}, "
             f"durable={self.durable}, codec={self._codec!r}, release_grace={self.release_grace}, "
-            f"temp_age={self.temp_age}, tier={self.tier!r})"
+            f"temp_age={self.temp_age}, tier={self.tier!r}{signing})"
         )
 
     @property
@@ -156,7 +201,14 @@ class DiskStore(ChunkStore):
             descriptor, status = self._open(stem)
             try:
                 with folders.quarantining(stem, status):
-                    read_file(positional(descriptor), status.st_size, spec, self._codec, out)
+                    read_file(
+                        positional(descriptor),
+                        status.st_size,
+                        spec,
+                        self._codec,
+                        out,
+                        self.signing_key,
+                    )
             finally:
                 os.close(descriptor)
         self._found(stem, status, time.perf_counter() - started)
@@ -186,6 +238,7 @@ class DiskStore(ChunkStore):
                     self.tier,
                     guard,
                     lambda seconds: self._found(stem, status, opening + seconds),
+                    self.signing_key,
                 )
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
@@ -196,27 +249,40 @@ class DiskStore(ChunkStore):
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        if self._is_limited and not self._fits(spec.payload + ALIGNMENT, key.namespace):
+        room = self._room(key, chunk, spec) if self._is_limited else _UNLIMITED
+        if room is None:
             return False
         try:
-            size = self._write(stem, chunk, spec)
-        except (OSError, SafetensorError, CorruptChunkError) as error:
+            with room as is_free:
+                if not is_free:
+                    self._counters.declined("another process was making room; the chunk was used")
+                    return False
+                size = self._write(stem, chunk, spec)
+        except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         self._counters.kept(self.tier, size)
-        if self._is_limited:
-            self._counters.add("evictions", self._sweeper.written(key.namespace, size))
         if self.ttl is not None:
             self._sweep_when_due(key.namespace)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether there is a file for the key that is not too old; it is not opened."""
-        with suppress(OSError):
-            status = os.lstat(self._checked(key) + folders.SUFFIX)
+        """Whether there is a file for the key that is not too old.
+
+        It is opened only where there is a signing key: what does not name that key is not held.
+        """
+        try:
+            path = self._checked(key) + folders.SUFFIX
+            status = os.lstat(path)
             self._check_age(status)
-            return stat.S_ISREG(status.st_mode)
-        return False
+            if self.signing_key is not None:
+                file_facts(path, key.digest, self.signing_key)
+        except PermissionError:
+            notices.denied(self._root, self._root)
+            return False
+        except (OSError, ChunkNotFoundError):
+            return False
+        return stat.S_ISREG(status.st_mode)
 
     def touch(self, key: ChunkKey) -> None:
         """Mark the file as used now, unless it was within the last minute."""
@@ -325,16 +391,16 @@ class DiskStore(ChunkStore):
             OSError: If there is no file, it is too old, or it cannot be read.
         """
         path = stem + folders.SUFFIX
-        folders.check_folder(self._root, os.path.dirname(path))
         try:
-            descriptor = folders.open_itself(path, folders.READ)
-        except OSError as error:
-            if error.errno not in folders.NOT_A_FILE:
-                raise
+            folders.check_folder(self._root, os.path.dirname(path))
+            descriptor, status = folders.open_file(path, folders.READ)
+        except PermissionError:
+            notices.denied(self._root, path)
+            raise
+        except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
-                raise
+                raise CorruptChunkError(f"it is not a file: {error}") from None
         try:
-            status = os.fstat(descriptor)
             self._check_age(status)
         except BaseException:
             os.close(descriptor)
@@ -354,14 +420,24 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _fits(self, least: int, namespace: str) -> bool:
-        """Whether a file of `least` bytes may be kept at all; counted if not."""
-        limit = self._limits.largest(namespace)
-        if limit is None or least <= limit:
-            return True
+    def _room(
+        self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec
+    ) -> AbstractContextManager[bool] | None:
+        """Room for a file; None, counted, if it may not be kept at all."""
+        limit = self._limits.largest(key.namespace)
+        if limit is None:
+            return _UNLIMITED
+        shape = (chunk.layout, key.tokens, key.start)
+        size = self._sizes.get(shape)
+        if size is None:
+            if len(self._sizes) >= _SIZES:
+                self._sizes.clear()
+            size = self._sizes[shape] = spec_bytes(spec, self.signing_key)
+        if size <= limit:
+            return self._reservations.room(key.namespace, size)
         name = "max_bytes" if limit == self.max_bytes else "quota"
-        self._counters.failed(f"a file of {least} bytes exceeds {name}={limit}")
-        return False
+        self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
+        return None
 
     def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec) -> int:
         """Write the file of a chunk, under its name only when it is complete; its bytes.
@@ -369,14 +445,19 @@ class DiskStore(ChunkStore):
         Raises:
             OSError: If it cannot be written; also `SafetensorError`, as on a full disk.
             CorruptChunkError: If safetensors wrote another header than readers expect.
+            UntrustedChunkError: If what the signing key did not sign is in its place.
         """
         check = self._epoch_check(stem)
+        if self.signing_key is not None:
+            self._check_place(stem, self.signing_key)
         folder = os.path.dirname(stem)
         folders.make_folder(self._root, folder)
         temporary = folders.temporary_path(folder)
         try:
-            write_file(temporary, chunk, spec, self._codec)
+            write_file(temporary, chunk, spec, self._codec, self.signing_key)
             size = self._finish(temporary, spec)
+            if self.signing_key is not None:  # again: the file took a while
+                self._check_place(stem, self.signing_key)
             check()
             os.replace(temporary, stem + folders.SUFFIX)
         finally:
@@ -385,6 +466,23 @@ class DiskStore(ChunkStore):
             folders.sync_folder(folder)
         self._manifests.publish(os.path.dirname(folder))
         return size
+
+    def _check_place(self, stem: str, key: SigningKey) -> None:
+        """Refuse to replace what the signing key did not sign.
+
+        Raises:
+            UntrustedChunkError: If there is such a file.
+            OSError: If there is a file that cannot be read: whose it is cannot be known.
+        """
+        try:
+            verify_file(stem + folders.SUFFIX, os.path.basename(stem), key)
+        except UntrustedChunkError as error:
+            raise UntrustedChunkError(
+                f"the file in its place is left alone: {error}; adopt it by `kvcache-rag store "
+                "sign`, or remove it"
+            ) from None
+        except (FileNotFoundError, CorruptChunkError):
+            return  # there is none, or a damaged one
 
     def _finish(self, temporary: str, spec: FileSpec) -> int:
         with folders.opened(temporary, folders.WRITE) as descriptor:

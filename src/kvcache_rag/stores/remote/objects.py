@@ -91,7 +91,7 @@ class Objects:
     def epoch(self, fs: Any, namespace: str) -> int:
         """How often, or when last, the namespace was deleted; 0 for never."""
         try:
-            data = fs.cat_file(self._epoch_path(namespace), start=0, end=_EPOCH_DIGITS)
+            data = fetched(fs, self._epoch_path(namespace), _EPOCH_DIGITS)
         except FileNotFoundError:
             return 0
         return int(data) if data.isdigit() else 0
@@ -159,6 +159,19 @@ class Objects:
 
     def _epoch_path(self, namespace: str) -> str:
         return folders.namespace_folder(self.root, namespace) + ".epoch"
+
+
+def fetched(fs: Any, path: str, end: int) -> bytes:
+    """The first `end` bytes of an object, or all of a shorter one.
+
+    Raises:
+        OSError: If the driver answers with anything but bytes; also what it raises itself.
+    """
+    data = fs.cat_file(path, start=0, end=end)
+    if not isinstance(data, bytes | bytearray | memoryview):
+        # `bytes` of a number would be as many zeros.
+        raise OSError(f"the driver's cat_file returned {type(data).__name__}, not bytes")
+    return bytes(data)
 
 
 def holds(fs: Any, path: str) -> bool:

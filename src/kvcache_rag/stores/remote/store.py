@@ -8,13 +8,21 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 
 from kvcache_rag.codecs import Codec, Native
-from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    UntrustedChunkError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
@@ -33,19 +41,23 @@ from kvcache_rag.stores.disk.file import (
     empty_chunk,
     file_spec,
     in_memory,
+    named_mac,
     read_file,
+    verify_bytes,
     write_file,
 )
 from kvcache_rag.stores.disk.folders import identity
 from kvcache_rag.stores.locks import ThreadLocks
 from kvcache_rag.stores.remote import objects
 from kvcache_rag.stores.remote.transport import Transport
+from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.signing import KeySource
 
 
 T = TypeVar("T")
@@ -64,12 +76,14 @@ class RemoteStore(ChunkStore):
     Attributes:
         url: Where, without credentials.
         timeout: Seconds that one call may take; a `put` makes two, a `get` of a damaged object
-            three, all others one.
+            three, all others one; with a signing key a `put` makes three, four where there is an
+            object already.
         retries: How often a failed call is made again within that time.
         pause: Seconds for which a failing remote is skipped.
         release_grace: Seconds between the release of a chunk and its end.
         max_object_bytes: Larger chunks are neither written nor read.
         tier: Name under which hits are counted.
+        signing_key: What objects are signed by and have to be signed by; None without one.
     """
 
     excludes_processes = False
@@ -86,6 +100,7 @@ class RemoteStore(ChunkStore):
         release_grace: float = 600.0,
         max_object_bytes: int = 1 << 30,
         tier: str = "remote",
+        signing_key: KeySource = None,
     ) -> None:
         """Name a remote; it is not called yet.
 
@@ -100,11 +115,15 @@ class RemoteStore(ChunkStore):
             release_grace: See there.
             max_object_bytes: See there.
             tier: See there.
+            signing_key: A key, its bytes or its file; None for that of the environment
+                (`KVCACHE_RAG_SIGNING_KEY`), or none.
 
         Raises:
-            InvalidInputError: If the URL or a number cannot be used.
-            MissingExtraError: If the driver is not installed.
+            InvalidInputError: If the URL, a number or the key cannot be used.
+            MissingExtraError: If the driver is not installed, or there is a key and `cryptography`
+                is not.
         """
+        check_settings(RemoteStore.__init__, locals(), infinite=("pause", "release_grace"))
         if timeout <= 0 or retries < 0 or pause < 0:
             raise InvalidInputError("timeout must be above 0, retries and pause not below it")
         options = dict(storage_options or {})
@@ -117,6 +136,7 @@ class RemoteStore(ChunkStore):
         self.release_grace = release_grace
         self.max_object_bytes = max_object_bytes
         self.tier = tier
+        self.signing_key = SigningKey.of(signing_key)
         self._codec = codec or Native()
         self._option_names = sorted(options)
         self._counters = Counters()
@@ -127,11 +147,12 @@ class RemoteStore(ChunkStore):
     def __repr__(self) -> str:
         """The call that made it, with stars for what may be secret."""
         options = dict.fromkeys(self._option_names, "***")
+        signing = "" if self.signing_key is None else f", signing_key={self.signing_key!r}"
         return (
             f"RemoteStore({self.url!r}, codec={self._codec!r}, "
             f"storage_options={options or None}, timeout={self.timeout}, retries={self.retries}, "
             f"pause={self.pause}, release_grace={self.release_grace}, "
-            f"max_object_bytes={self.max_object_bytes}, tier={self.tier!r})"
+            f"max_object_bytes={self.max_object_bytes}, tier={self.tier!r}{signing})"
         )
 
     @property
@@ -169,10 +190,11 @@ class RemoteStore(ChunkStore):
             self._counters.failed(f"{self.url} failed and is skipped for {self.pause:g} s")
             return False
         try:
+            self._check_place(key, spec)
             data = self._encoded(chunk, spec)
             epoch = self._run(partial(self._objects.epoch, namespace=key.namespace))
             kept = self._run(partial(self._objects.upload, key=key, data=data, epoch=epoch))
-        except (OSError, SafetensorError, CorruptChunkError) as error:
+        except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
         if kept:
@@ -184,7 +206,13 @@ class RemoteStore(ChunkStore):
     def contains(self, key: ChunkKey) -> bool:
         """Whether there is an object for the key; False when the remote does not say."""
         path = self._objects.path(key)
-        return self._tried(lambda fs: objects.holds(fs, path), False)
+        signing = self.signing_key
+        if signing is None:
+            return self._tried(lambda fs: objects.holds(fs, path), False)
+        with suppress(OSError, ChunkNotFoundError):
+            self._check_named(key, signing)
+            return True
+        return False
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove the object; False when there is none or it cannot be removed."""
@@ -199,6 +227,7 @@ class RemoteStore(ChunkStore):
         Raises:
             OSError: If something is left, or the remote does not answer.
         """
+        check_name("namespace", namespace)
         call = partial(self._objects.delete_namespace, namespace=namespace)
         dropped = self._run(call, timeout=_LONG)
         wipe()
@@ -261,31 +290,59 @@ class RemoteStore(ChunkStore):
     def _read(self, key: ChunkKey, spec: FileSpec, out: ChunkKV) -> int:
         if spec.payload + ALIGNMENT > self.max_object_bytes:
             raise FileNotFoundError(f"it exceeds max_object_bytes={self.max_object_bytes}")
-        data = self._fetch(key, spec)
+        data = self._fetch(key, _most(spec))
         try:
-            read_file(in_memory(data), len(data), spec, self._codec, out)
+            read_file(in_memory(data), len(data), spec, self._codec, out, self.signing_key)
         except CorruptChunkError:
             # Damaged on the way or in the bucket?  Only what comes twice alike is removed.
-            again = self._fetch(key, spec)
+            again = self._fetch(key, _most(spec))
             if again == data:
                 path = self._objects.path(key)
                 self._tried(lambda fs: objects.remove(fs, path), False)
                 raise
             data = again
-            read_file(in_memory(data), len(data), spec, self._codec, out)
+            read_file(in_memory(data), len(data), spec, self._codec, out, self.signing_key)
         return len(data)
 
-    def _fetch(self, key: ChunkKey, spec: FileSpec) -> bytes:
-        # One byte more than it may have: a larger object is never loaded as a whole.
-        path, end = self._objects.path(key), spec.payload + MAX_HEADER + 9
-        data = self._run(lambda fs: fs.cat_file(path, start=0, end=end))
-        return bytes(data)
+    def _check_place(self, key: ChunkKey, spec: FileSpec) -> None:
+        """Refuse to replace what the signing key did not sign.
+
+        Raises:
+            UntrustedChunkError: If there is such an object.
+            OSError: If the remote does not say.
+        """
+        if self.signing_key is None:
+            return
+        with suppress(FileNotFoundError, CorruptChunkError):
+            try:
+                self._check_named(key, self.signing_key)
+                data = self._fetch(key, _most(spec))
+                verify_bytes(in_memory(data), len(data), key.digest, self.signing_key)
+            except UntrustedChunkError as error:
+                raise UntrustedChunkError(
+                    f"the object in its place is left alone: {error}; adopt or remove it"
+                ) from None
+
+    def _check_named(self, key: ChunkKey, signing: SigningKey) -> None:
+        """Refuse an object whose header does not name the signing key."""
+        head = self._fetch(key, MAX_HEADER + 8)
+        named_mac(in_memory(head), len(head), signing)
+
+    def _fetch(self, key: ChunkKey, end: int) -> bytes:
+        """The first bytes of an object, up to `end`."""
+        path = self._objects.path(key)
+        return self._run(partial(objects.fetched, path=path, end=end))
 
     def _encoded(self, chunk: ChunkKV, spec: FileSpec) -> bytes:
         with tempfile.TemporaryDirectory(prefix="kvcache-rag-") as folder:
             path = f"{folder}/chunk"
-            write_file(path, chunk, spec, self._codec)
+            write_file(path, chunk, spec, self._codec, self.signing_key)
             with open(path, "rb") as file:
                 data = file.read()
         check_header(in_memory(data), len(data), spec)
         return data
+
+
+def _most(spec: FileSpec) -> int:
+    # One byte more than an object may have: a larger one is never loaded as a whole.
+    return spec.payload + MAX_HEADER + 9

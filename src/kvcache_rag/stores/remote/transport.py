@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -35,6 +36,8 @@ _EXTRAS = {
 
 # Here a PUT shows the whole object or none; elsewhere it has to be renamed into place.
 _ATOMIC = {*_EXTRAS, "memory"}
+
+_FOLDERS = {"file", "local"}
 
 _IN_A_ROW = 3  # failures after which a remote is left alone
 
@@ -118,6 +121,8 @@ class Transport:
         self.url, hidden = _public(url)
         self._hidden = sorted({*hidden, *_leaves(options)}, key=len, reverse=True)
         self.root = str(driver._strip_protocol(url)).rstrip("/")
+        if self._protocol in _FOLDERS:
+            self._options["root"] = self.root or "/"
         self.renames = self._protocol not in _ATOMIC
         self._driver = driver
         self._timeout = timeout
@@ -178,7 +183,9 @@ class Transport:
             return filesystem
 
     def _safe(self, error: BaseException) -> OSError:
-        text = f"{type(error).__name__}: {error}"
+        text = type(error).__name__
+        with suppress(Exception):  # an error's own text may be one
+            text = f"{text}: {error}"
         for secret in self._hidden:
             text = text.replace(secret, "***")
         text = _SECRET.sub(r"\1***", " ".join(text.split()))[:300]
@@ -225,6 +232,10 @@ def _driver(url: str) -> tuple[str, Any]:
             f"{_public(url)[0]!r} is not a URL; write s3://bucket/folder or file:///folder"
         )
     package, extra = _EXTRAS.get(protocol, ("fsspec", "s3"))
+    if protocol in _FOLDERS:
+        from kvcache_rag.stores.remote.local import PrivateFiles  # fsspec is slow to import
+
+        return protocol, PrivateFiles
     try:
         return protocol, import_module("fsspec").get_filesystem_class(protocol)
     except ImportError:

@@ -1,0 +1,383 @@
+"""What is planted in a store's folder where a file or a folder belongs: it is neither opened nor
+waited for, what it points to stays as it is, and no call of the store hangs or fails a question.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.cli import main
+from kvcache_rag.errors import ChunkNotFoundError, KVCacheRagError
+from kvcache_rag.stores import DiskStore, RemoteStore
+from kvcache_rag.stores.disk import folders
+from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tools.scripted import opens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.stores import ChunkStore
+
+pytestmark = pytest.mark.timeout(8)  # a hang fails one case and not the run
+
+CHUNK, OTHER = make_chunk(1), make_chunk(2)
+KEY, OTHER_KEY = key_of(CHUNK), key_of(OTHER)
+OWNER = "a"
+
+
+# ---------------------------------------------------------------------- what is planted
+def _socket(path: Path, _: Path) -> None:
+    place = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(place)
+
+
+def _device(path: Path, _: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # zeros without end
+    except PermissionError:  # not root
+        path.symlink_to("/dev/zero")
+
+
+def _folder(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_bytes(b"mine")
+
+
+KINDS: dict[str, Callable[[Path, Path], Any]] = {
+    "pipe": lambda path, _: os.mkfifo(path),
+    "socket": _socket,
+    "device": _device,
+    "folder": _folder,
+    "link to a file": lambda path, outside: path.symlink_to(outside / "file"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside / "folder"),
+    "link to a pipe": lambda path, outside: path.symlink_to(outside / "pipe"),
+    "link to a device": lambda path, _: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path, outside: path.symlink_to(outside / "new"),
+    "link to itself": lambda path, _: path.symlink_to(path),
+}
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """What links point to."""
+    outside = tmp_path / "outside"
+    (outside / "folder" / "below").mkdir(parents=True)
+    (outside / "file").write_bytes(b"precious")
+    (outside / "folder" / "file").write_bytes(b"precious")
+    (outside / "folder" / "below" / "file").write_bytes(b"precious")
+    os.mkfifo(outside / "pipe")
+    for path in [*outside.rglob("*"), outside]:
+        os.utime(path, (1e9, 1e9))
+    return outside
+
+
+def state(outside: Path) -> list[tuple[Any, ...]]:
+    """All of it but the times of reading of folders, which looking here changes, too."""
+    found = []
+    for path in [outside, *sorted(outside.rglob("*"))]:
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found.append((path, status.st_mode, status.st_mtime_ns, status.st_nlink, content))
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[list[str]]:
+    """Paths in the store's folder that were opened although they are neither file nor folder."""
+    wrong: list[str] = []
+
+    def heard(path: str) -> None:
+        with suppress(OSError):
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                wrong.append(path)
+
+    with opens(tmp_path / "kv", heard):
+        yield wrong
+
+
+def plant(kind: str, path: Path, outside: Path) -> None:
+    """Put it in the place of whatever is there."""
+    folders.remove(str(path), [])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    KINDS[kind](path, outside)
+
+
+# ---------------------------------------------------------------------- where, and what is done
+def place(store: DiskStore, name: str) -> Path:
+    """Every path that a store on disk opens, and every folder on the way."""
+    path = store.path(KEY)
+    namespace = path.parent.parent.parent
+    return {
+        "chunk": path,
+        "claim": Path(folders.claim_path(str(path.with_suffix("")), folders.identity(OWNER))),
+        "tombstone": Path(
+            folders.tombstone_path(str(path.with_suffix("")), folders.identity(OWNER))
+        ),
+        "unfinished file": path.parent / ".tmp-0123",
+        "manifest": path.parent.parent / "spec.json",
+        "lock": namespace / "locks" / f"{KEY.digest[:2]}.lock",
+        "sweep lock": namespace / "sweep.lock",
+        "epoch": namespace / "epoch",
+        "deletion": namespace / ".deleted-0123",
+        "file in quarantine": namespace / "quarantine" / "0123",
+        "folder of chunks": path.parent,
+        "folder of a spec": path.parent.parent,
+        "folder of locks": namespace / "locks",
+        "quarantine": namespace / "quarantine",
+        "folder of a namespace": namespace,
+    }[name]
+
+
+FILES = (
+    "chunk",
+    "claim",
+    "tombstone",
+    "unfinished file",
+    "manifest",
+    "lock",
+    "sweep lock",
+    "epoch",
+    "deletion",
+    "file in quarantine",
+)
+FOLDERS = (
+    "folder of chunks",
+    "folder of a spec",
+    "folder of locks",
+    "quarantine",
+    "folder of a namespace",
+)
+
+
+def get(store: ChunkStore, key: ChunkKey) -> bool:
+    try:
+        store.get(key, LAYOUT)
+    except ChunkNotFoundError:
+        return False
+    return True
+
+
+def read_layers(store: ChunkStore) -> None:
+    with suppress(ChunkNotFoundError):
+        reader = store.reader(KEY, LAYOUT)
+        if reader is not None:
+            reader.close()
+
+
+def locked(store: ChunkStore) -> None:
+    with store.locked([KEY, OTHER_KEY]):
+        store.contains(KEY)
+
+
+def described(store: ChunkStore) -> None:
+    store.describe(KEY.spec, "", {"model": "x"})
+    store.put(KEY, CHUNK)
+
+
+def delete_namespace(store: ChunkStore) -> None:
+    with suppress(OSError):  # what cannot be deleted says so
+        store.delete_namespace("")
+
+
+def command(*words: str) -> Callable[[ChunkStore], Any]:
+    def run(store: ChunkStore) -> None:
+        assert isinstance(store, DiskStore)
+        status = main(["store", *words, str(store.root)])
+        assert status in (0, 1, 2), "2 is one line on what cannot be changed"
+
+    return run
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "get": lambda store: get(store, KEY),
+    "reader": read_layers,
+    "put": lambda store: store.put(KEY, CHUNK),
+    "describe": described,
+    "contains": lambda store: store.contains(KEY),
+    "touch": lambda store: store.touch(KEY),
+    "delete": lambda store: store.delete(KEY),
+    "locked": locked,
+    "claim": lambda store: store.claim(KEY, OWNER),
+    "release": lambda store: store.release(KEY, OWNER),
+    "epoch": lambda store: store.epoch(""),
+    "sweep": lambda store: store.sweep(),
+    "delete a namespace": delete_namespace,
+}
+
+COMMANDS: dict[str, Callable[[Any], Any]] = {
+    "ls": command("ls", "--json"),
+    "ls --chunks": command("ls", "--chunks"),
+    "du": command("du"),
+    "verify": command("verify"),
+    "verify --delete": command("verify", "--delete"),
+    "fix-permissions": command("fix-permissions"),
+    "gc": command("gc", "--leftovers", "--owner", OWNER, "--grace", "0", "--yes"),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    """A store that holds a chunk with a claim, and limits that make every `put` sweep."""
+    store = DiskStore(
+        tmp_path / "kv", durable=False, quota=1 << 20, ttl=1000.0, release_grace=-1, temp_age=-1
+    )
+    store.describe(KEY.spec, "", {"model": "first"})
+    for key, chunk in ((KEY, CHUNK), (OTHER_KEY, OTHER)):
+        assert store.put(key, chunk)
+        store.claim(key, OWNER)
+    return store
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_every_call_meets_what_is_planted(
+    store: DiskStore,
+    outside: Path,
+    opened: list[str],
+    name: str,
+    kind: str,
+) -> None:
+    before = state(outside)
+    path = place(store, name)
+    for operation, run in OPERATIONS.items():
+        plant(kind, path, outside)
+        run(store)
+        assert state(outside) == before, operation
+    assert opened == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_every_command_meets_what_is_planted(
+    store: DiskStore,
+    outside: Path,
+    opened: list[str],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    kind: str,
+) -> None:
+    before = state(outside)
+    path = place(store, name)
+    for operation, run in COMMANDS.items():
+        plant(kind, path, outside)
+        with suppress(KVCacheRagError, OSError):
+            run(store)
+        assert state(outside) == before, operation
+    assert opened == []
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_place_of_a_chunk_is_put_aside_and_the_chunk_written_anew(
+    store: DiskStore, outside: Path, kind: str
+) -> None:
+    plant(kind, store.path(KEY), outside)
+    assert not store.contains(KEY)
+    assert not get(store, KEY)
+    assert store.stats().corrupt == 1
+    assert store.put(KEY, CHUNK)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["manifest", "lock", "sweep lock", "epoch", "tombstone"])
+def test_beside_what_is_planted_a_chunk_is_served_and_written(
+    store: DiskStore, outside: Path, name: str, kind: str
+) -> None:
+    plant(kind, place(store, name), outside)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    with store.locked([KEY]):
+        assert store.put(KEY, CHUNK)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_namespace_is_deleted_whatever_is_in_place_of_its_epoch(
+    store: DiskStore, outside: Path, kind: str
+) -> None:
+    before = state(outside)
+    epoch = place(store, "epoch")
+    plant(kind, epoch, outside)
+    assert store.epoch("") == 0
+    assert store.delete_namespace("") == 2
+    assert state(outside) == before
+    assert stat.S_ISREG(epoch.lstat().st_mode)
+    assert [path.name for path in epoch.parent.iterdir()] == ["epoch"]
+    assert store.epoch("") > 0
+    assert store.put(KEY, CHUNK)
+
+
+def test_a_second_name_of_another_file_is_no_epoch(store: DiskStore, outside: Path) -> None:
+    before = state(outside)
+    epoch = place(store, "epoch")
+    os.link(outside / "file", epoch)
+    seen = store.epoch("")
+    store.delete_namespace("")
+    assert state(outside) == before
+    assert store.epoch("") > seen
+
+
+def test_a_named_pipe_that_somebody_writes_to_is_not_read(store: DiskStore, outside: Path) -> None:
+    path = store.path(KEY)
+    content = path.read_bytes()
+    plant("pipe", path, outside)
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        written = os.write(descriptor, content)
+        assert not get(store, KEY)
+        assert len(os.read(descriptor, len(content))) == written, "nothing was taken out of it"
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------- a remote on a folder
+REMOTE_PLACES = (
+    "chunk",
+    "claim",
+    "tombstone",
+    "epoch",
+    "folder of chunks",
+    "folder of a namespace",
+)
+
+
+def remote_place(store: RemoteStore, disk: DiskStore, name: str) -> Path:
+    if name == "epoch":
+        return Path(f"{folders.namespace_folder(str(disk.root), '')}.epoch")
+    return place(disk, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", REMOTE_PLACES)
+def test_a_remote_on_a_folder_meets_what_is_planted(
+    tmp_path: Path, outside: Path, opened: list[str], name: str, kind: str
+) -> None:
+    store = RemoteStore(f"file://{tmp_path}/kv", timeout=5.0, retries=0, pause=0, release_grace=-1)
+    disk = DiskStore(tmp_path / "kv", durable=False)
+    assert store.put(KEY, CHUNK)
+    store.claim(KEY, OWNER)
+    before = state(outside)
+    path = remote_place(store, disk, name)
+    for operation, run in OPERATIONS.items():
+        plant(kind, path, outside)
+        run(store)
+        assert state(outside) == before, operation
+    assert opened == []
+    assert "gave no answer in time" not in store.stats().last_failure
+    folders.remove(str(path), [])
+    assert store.put(KEY, CHUNK)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)

@@ -1,0 +1,328 @@
+"""A limit on disk holds at every moment, whoever writes; who finds no room in time does without."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
+from kvcache_rag.stores.disk import eviction, folders, reservations
+from kvcache_rag.stores.locks import try_file
+from tests.chunks import LAYOUTS
+from tests.contracts import LAYOUT, key_of, make_chunk, same
+from tests.quotas import contend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
+
+SIZE = 4096 + make_chunk(tokens=4).nbytes + 16
+
+
+def small(seed: int, namespace: str = "a") -> tuple[ChunkKey, ChunkKV]:
+    chunk = make_chunk(seed, tokens=4)
+    return key_of(chunk, namespace=namespace), chunk
+
+
+def held(root: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.lstat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def sweep_lock(root: Path, limit: str) -> str:
+    folder = folders.namespace_folder(str(root), "a") if limit == "quota" else str(root)
+    os.makedirs(folder, exist_ok=True)
+    return folders.sweep_lock(folder)
+
+
+@pytest.mark.parametrize(("quota", "writers"), [(400_000, 1), (400_000, 4), (5_000_000, 4)])
+def test_writers_stay_below_a_quota_at_every_moment(
+    tmp_path: Path, quota: int, writers: int
+) -> None:
+    done = contend(tmp_path / "q", quota=quota, writers=writers, tokens=512, seconds=2)
+    done.check(quota, writers, 512)
+
+
+def test_writers_stay_below_the_limit_on_all_namespaces_at_every_moment(tmp_path: Path) -> None:
+    done = contend(
+        tmp_path / "q", quota=2_000_000, writers=3, tokens=512, seconds=2, limit="max_bytes"
+    )
+    done.check(2_000_000, 3, 512)
+
+
+# One process.
+
+
+def test_a_process_alone_never_exceeds_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=10 * SIZE)
+    seen: list[int] = []
+    replace = os.replace
+
+    def looked(source: str, target: str) -> None:
+        seen.append(held(tmp_path))  # with the file that is finished and has not its name yet
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", looked)
+    for seed in range(40):
+        assert store.put(*small(seed))
+    assert len(seen) == 40
+    assert 8 * SIZE <= max(seen) <= 10 * SIZE
+
+
+def test_threads_share_what_a_process_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another process could see nothing of the files that wait here to be written.
+    store = DiskStore(tmp_path, durable=False, quota=10 * SIZE)
+    for seed in range(10):
+        assert store.put(*small(seed))
+    write, most = store._write, threading.BoundedSemaphore(1)
+
+    def slow(*args: Any) -> int:
+        assert most.acquire(blocking=False), "two chunks are under way, one is the allowance"
+        time.sleep(0.01)
+        try:
+            return write(*args)
+        finally:
+            most.release()
+
+    monkeypatch.setattr(store, "_write", slow)
+    with ThreadPoolExecutor(4) as pool:
+        kept = [*pool.map(lambda seed: store.put(*small(seed)), range(10, 30))]
+    stats = store.stats()
+    assert (kept.count(True), stats.put_failures) == (stats.puts - 10, 0)
+    assert kept.count(False) == stats.declined
+    assert kept.count(True) >= 10
+
+
+def test_a_forked_child_has_no_allowance_of_its_parents(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=100 * SIZE)
+    assert store.put(*small(0))
+    with try_file(sweep_lock(tmp_path, "quota")):
+        with store.locked([]):
+            assert store.put(*small(1))
+        child = os.fork()
+        if child == 0:
+            kept = True
+            try:
+                with store.locked([small(2)[0]]):
+                    kept = store.put(*small(2))
+            finally:
+                os._exit(kept)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert store.put(*small(3))
+
+
+# Room that is not there in time.
+
+
+@pytest.mark.parametrize("limit", ["quota", "max_bytes"])
+def test_nobody_waits_for_room_under_a_lock_of_chunks(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
+    store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
+    key, chunk = small(0)
+    with try_file(sweep_lock(tmp_path, limit)) as ours:
+        assert ours
+        with store.locked([small(1)[0]]):
+            begin = time.monotonic()
+            assert not store.put(key, chunk)
+            assert time.monotonic() - begin < reservations.PATIENCE / 2
+    stats = store.stats()
+    assert (stats.declined, stats.puts, stats.put_failures) == (1, 0, 0)
+    assert "room" in stats.last_failure
+    assert not store.contains(key)
+    assert not list(tmp_path.rglob(".tmp*"))
+    assert store.put(key, chunk)
+    assert same(store.get(key, LAYOUT).chunk, chunk)
+
+
+@pytest.mark.parametrize("limit", ["quota", "max_bytes"])
+def test_without_a_lock_room_is_waited_for_a_moment(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
+    path = sweep_lock(tmp_path, limit)
+    with try_file(path):
+        begin = time.monotonic()
+        assert not store.put(*small(0))
+        assert reservations.PATIENCE * 0.9 < time.monotonic() - begin < reservations.PATIENCE + 20
+    assert store.stats().declined == 1
+    monkeypatch.setattr(reservations, "PATIENCE", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        with try_file(path):
+            waiting = pool.submit(store.put, *small(1))
+            time.sleep(0.05)
+            assert not waiting.done()
+        assert waiting.result(60)
+
+
+def test_a_sweep_elsewhere_stops_nobody_who_has_room(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=100 * SIZE)
+    assert store.put(*small(0))  # the first look allows a tenth
+    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(1)[0]]):
+        assert [store.put(*small(seed)) for seed in range(1, 11)] == [True] * 9 + [False]
+
+
+def test_who_met_others_looks_around_before_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=200 * SIZE)
+    looks: list[int] = []
+    sweep = eviction.sweep
+
+    def counted(*args: Any) -> eviction.Swept:
+        looks.append(1)
+        return sweep(*args)
+
+    monkeypatch.setattr(eviction, "sweep", counted)
+
+    def looked(count: int, first: int) -> int:
+        looks.clear()
+        for seed in range(first, first + count):
+            assert store.put(*small(seed))
+        return len(looks)
+
+    assert looked(20, 0) == 1
+    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(20)[0]]):
+        assert not store.put(*small(20))
+    assert looked(15, 20) == 1
+    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(35)[0]]):
+        assert store.put(*small(35))  # somebody else looks around: there is a quarter left
+    assert looked(1, 36) == 1
+
+
+def test_a_tier_that_declines_leaves_the_chunk_to_the_others(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, durable=False, quota=2 * SIZE)
+    store = TieredStore(MemoryStore(), disk)
+    key, chunk = small(0)
+    with try_file(sweep_lock(tmp_path, "quota")), store.locked([key]):
+        assert store.put(key, chunk)
+    stats = store.stats()
+    assert (stats.puts, stats.declined, stats.put_failures) == (1, 1, 1)
+    assert same(store.get(key, LAYOUT).chunk, chunk)
+    assert not disk.contains(key)
+
+
+def test_no_question_waits_for_room_in_a_faster_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
+    near = DiskStore(tmp_path / "near", durable=False, quota=2 * SIZE, tier="near")
+    far = DiskStore(tmp_path / "far", durable=False)
+    key, chunk = small(0)
+    assert far.put(key, chunk)
+    with try_file(sweep_lock(near.root, "quota")):
+        begin = time.monotonic()
+        assert same(TieredStore(near, far).get(key, LAYOUT).chunk, chunk)
+        assert time.monotonic() - begin < reservations.PATIENCE / 2
+    assert near.stats().declined == 1
+
+
+# What counts.
+
+
+@pytest.mark.parametrize("secret", [None, bytes(range(32))], ids=["plain", "signed"])
+@pytest.mark.parametrize("name", ["fused-bfloat16", "mixed-float32"])
+def test_just_the_bytes_of_the_file_are_reserved(
+    tmp_path: Path, name: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, durable=False, quota=1 << 30, signing_key=secret)
+    reserved: list[int] = []
+    room = reservations.Reservations.room
+
+    def noted(self: Any, namespace: str, nbytes: int) -> Any:
+        reserved.append(nbytes)
+        return room(self, namespace, nbytes)
+
+    monkeypatch.setattr(reservations.Reservations, "room", noted)
+    for tokens in (0, 9, 99, 999):
+        chunk = make_chunk(tokens=tokens, layout=LAYOUTS[name])
+        assert store.put(key_of(chunk), chunk)
+        assert store.path(key_of(chunk)).stat().st_size == reserved[-1]
+
+
+def aside(store: DiskStore) -> None:
+    """Damage a chunk, and have it put aside."""
+    key, chunk = small(99)
+    assert store.put(key, chunk)
+    path = store.path(key)
+    path.write_bytes(b"x" * (3 * SIZE))
+    with pytest.raises(Exception, match="put aside"):
+        store.get(key, LAYOUT)
+
+
+def killed(store: DiskStore) -> None:
+    """Leave what a writer leaves that is killed."""
+    assert store.put(*small(0))
+    path = store.path(small(0)[0]).with_name(".tmp-1")
+    path.write_bytes(b"x" * (3 * SIZE))
+    os.utime(path, (time.time() - 100, time.time() - 100))
+
+
+@pytest.mark.parametrize("leave", [aside, killed])
+def test_what_is_damaged_or_unfinished_counts(
+    tmp_path: Path, leave: Callable[[DiskStore], None]
+) -> None:
+    leave(DiskStore(tmp_path, durable=False))
+    store = DiskStore(tmp_path, durable=False, quota=6 * SIZE)
+    for seed in range(1, 20):
+        assert store.put(*small(seed))
+        assert held(tmp_path) <= 6 * SIZE
+    assert held(tmp_path) == 6 * SIZE
+    assert not list(tmp_path.rglob(".tmp*"))  # older than the chunks: it went first
+    chunks = len(list(tmp_path.rglob("*.safetensors")))
+    assert chunks == 6
+    assert store.stats().evictions == 19 - chunks + (leave is killed)
+
+
+def test_a_file_that_cannot_be_removed_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = DiskStore(tmp_path, durable=False)
+    for seed in range(4):
+        assert fixed.put(*small(seed))
+    names = {fixed.path(small(seed)[0]).name for seed in range(4)}
+    unlink = os.unlink
+
+    def refused(path: str) -> None:
+        if os.path.basename(path) in names:
+            raise PermissionError(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    store = DiskStore(tmp_path, durable=False, quota=6 * SIZE)
+    for seed in range(4, 12):
+        assert store.put(*small(seed))
+        assert held(tmp_path) <= 6 * SIZE
+    full = DiskStore(tmp_path, durable=False, quota=4 * SIZE)
+    assert not full.put(*small(20))
+    assert full.stats().declined == 1
+
+
+def test_memory_stays_below_its_limit_at_every_moment() -> None:
+    store = MemoryStore(20_000)
+    over: list[int] = []
+    end = threading.Event()
+
+    def look() -> None:
+        while not end.is_set():
+            over.append(store.nbytes)
+
+    with ThreadPoolExecutor(4) as pool:
+        looking = pool.submit(look)
+        kept = [*pool.map(lambda seed: store.put(*small(seed)), range(600))]
+        end.set()
+        looking.result(60)
+    assert all(kept)
+    assert 10_000 < max(over) <= 20_000

@@ -1,0 +1,529 @@
+"""With a signing key a store serves what that key signed, and leaves everything else alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import struct
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Engine
+from kvcache_rag.codecs import Int4, Int8, Native
+from kvcache_rag.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    InvalidInputError,
+    MissingExtraError,
+    UntrustedChunkError,
+)
+from kvcache_rag.stitching.loader import ContextLoader
+from kvcache_rag.stores import (
+    ChunkStore,
+    DiskStore,
+    MemoryStore,
+    RemoteStore,
+    SigningKey,
+    TieredStore,
+)
+from kvcache_rag.stores.signing import ENVIRONMENT, Mac
+from tests.chunks import LAYOUT, LAYOUTS, bits, empty_chunk, flat, key_of, make_chunk, same
+from tests.damage import header_size
+from tests.laws import QUESTION, TEMPLATE, TEXTS
+from tests.test_stores import TestDiskStore as DiskContract
+from tests.test_stores_remote import TestRemoteStoreOnAFolder as RemoteContract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag.kv.chunk import ChunkKV
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+CHUNK = make_chunk(tokens=4)
+KEY = key_of(CHUNK)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "kv", durable=False, signing_key=SECRET)
+
+
+def written(folder: Path, signing_key: bytes | None, chunk: ChunkKV = CHUNK) -> bytes:
+    """Put a chunk into a folder, by another key or none; its file."""
+    store = DiskStore(folder, durable=False, signing_key=signing_key)
+    assert store.put(key_of(chunk), chunk)
+    return store.path(key_of(chunk)).read_bytes()
+
+
+def provenance(raw: bytes) -> str:
+    return str(json.loads(raw[8 : header_size(raw)])["__metadata__"]["provenance"])
+
+
+def forged(raw: bytes, change: Callable[[bytearray], None]) -> bytes:
+    """The file with a changed payload, and the checksum of that: what anybody can write."""
+    size = header_size(raw)
+    payload = bytearray(raw[size:])
+    change(payload)
+    before, now = (xxhash.xxh3_128_hexdigest(part).encode() for part in (raw[size:], payload))
+    assert raw[:size].count(before) == 1
+    return raw[:size].replace(before, now) + payload
+
+
+def flipped(place: int) -> Callable[[bytearray], None]:
+    def change(payload: bytearray) -> None:
+        payload[place] ^= 1
+
+    return change
+
+
+def reheaded(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The file with another header of the same length."""
+    size = header_size(raw)
+    header = json.loads(raw[8:size])
+    change(header)
+    text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
+    assert len(text) <= size - 8
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8) + raw[size:]
+
+
+def is_left_alone(store: DiskStore, raw: bytes) -> None:
+    """Whatever readers and writers do, the file stays as it is, and is a miss that is counted."""
+    path = store.path(KEY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    before = store.stats()
+    with pytest.raises(UntrustedChunkError):
+        store.get(KEY, LAYOUT)
+    now = store.stats()
+    assert (now.untrusted, now.misses, now.corrupt) == (
+        before.untrusted + 1,
+        before.misses,
+        before.corrupt,
+    )
+    store.touch(KEY)
+    assert not store.put(KEY, CHUNK), "it would have been overwritten"
+    assert "left alone" in store.stats().last_failure
+    store.sweep()
+    assert path.read_bytes() == raw
+    assert not list(store.root.glob("*/quarantine/*"))
+    assert not list(store.root.rglob(".tmp*"))
+
+
+# ---------------------------------------------------------------------- what is written and read
+class TestSignedDiskStore(DiskContract):
+    """A store with a key is a store."""
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
+        return DiskStore(
+            path, max_bytes=max_bytes, release_grace=100, durable=False, signing_key=SECRET
+        )
+
+
+class TestSignedRemoteStore(RemoteContract):
+    """A remote with a key is a store, too."""
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> RemoteStore:
+        if max_bytes is not None:
+            pytest.skip("a remote has no limit on its bytes")
+        return RemoteStore(f"file://{path}", release_grace=100, signing_key=SECRET)
+
+
+@pytest.mark.parametrize("codec", [Native(), Int8(), Int4()], ids=repr)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_signed_file_is_one_of_this_format(tmp_path: Path, name: str, codec: Any) -> None:
+    layout = LAYOUTS[name]
+    chunk = empty_chunk(5, layout)
+    key = key_of(chunk)
+    signed = DiskStore(tmp_path / "kv", codec=codec, signing_key=SECRET)
+    assert signed.put(key, chunk)
+    plain = DiskStore(tmp_path / "plain", codec=codec)
+    assert plain.put(key, chunk)
+    raw, bare = signed.path(key).read_bytes(), plain.path(key).read_bytes()
+    assert raw[header_size(raw) :] == bare[header_size(bare) :], "the same payload"
+    assert header_size(raw) == header_size(bare)
+    with safe_open(signed.path(key), "pt") as file, safe_open(plain.path(key), "pt") as other:
+        assert set(file.keys()) == set(other.keys())
+        assert all(torch.equal(file.get_tensor(n), other.get_tensor(n)) for n in file.keys())  # noqa: SIM118
+    # Readers without a key, such as those of before there were keys, read it.
+    store = DiskStore(tmp_path / "kv", codec=codec)
+    assert same(store.get(key, layout).chunk, signed.get(key, layout).chunk)
+
+
+def test_without_a_key_a_file_has_no_mac(tmp_path: Path) -> None:
+    assert Mac.in_provenance(provenance(written(tmp_path, None))) is None
+    mac = Mac.in_provenance(provenance(written(tmp_path / "signed", SECRET)))
+    assert mac is not None
+    assert mac.key == SigningKey(SECRET).id
+
+
+def test_no_two_files_have_one_nonce(tmp_path: Path) -> None:
+    raws = [written(tmp_path / str(number), SECRET) for number in range(32)]
+    assert len({provenance(raw).split("-")[-2] for raw in raws}) == 32
+
+
+def test_the_layers_of_a_signed_file_are_verified_before_it_counts(store: DiskStore) -> None:
+    store.put(KEY, CHUNK)
+    out = empty_chunk(4)
+    reader = store.reader(KEY, LAYOUT)
+    assert reader is not None
+    reader.read(out)
+    reader.finish()
+    reader.close()
+    assert [bits(a) for a in flat(out)] == [bits(b) for b in flat(CHUNK)]
+    assert store.stats().hits == {"disk": 1}
+    raw = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(forged(raw, flipped(-1)))
+    reader = store.reader(KEY, LAYOUT)
+    assert reader is not None
+    reader.read(out)
+    with pytest.raises(UntrustedChunkError):
+        reader.finish()
+    reader.close()
+    assert store.stats().untrusted == 1
+    assert store.path(KEY).read_bytes() == forged(raw, flipped(-1))
+
+
+# ---------------------------------------------------------------------- what somebody else wrote
+def test_the_checksum_alone_accepts_a_forgery(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    store.put(KEY, CHUNK)
+    raw = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(forged(raw, flipped(-1)))
+    assert not same(store.get(KEY, LAYOUT).chunk, CHUNK), "docs/stores.md says so"
+
+
+def test_a_payload_that_somebody_else_wrote_is_left_alone(store: DiskStore) -> None:
+    store.put(KEY, CHUNK)
+    raw = store.path(KEY).read_bytes()
+    for place in (0, 100, -1):
+        is_left_alone(store, forged(raw, flipped(place)))
+
+
+def other_writer(raw: bytes) -> bytes:
+    return raw.replace(b"kvcache-rag 0", b"kvcache-rog 0")
+
+
+def moved_blank(raw: bytes) -> bytes:
+    return raw.replace(b'"pad":" ', b' "pad":"')
+
+
+@pytest.mark.parametrize("change", [other_writer, moved_blank])
+def test_a_header_that_somebody_else_wrote_is_left_alone(
+    store: DiskStore, change: Callable[[bytes], bytes]
+) -> None:
+    store.put(KEY, CHUNK)
+    raw = store.path(KEY).read_bytes()
+    assert len(change(raw)) == len(raw)
+    assert change(raw) != raw
+    is_left_alone(store, change(raw))
+
+
+def test_every_byte_is_under_the_mac(store: DiskStore) -> None:
+    store.put(KEY, CHUNK)
+    path = store.path(KEY)
+    raw = path.read_bytes()
+    size = header_size(raw)
+    used = len(raw[:size].rstrip(b' "}'))
+    places = [*range(used), used + 100, size - 3, size - 1, *range(size, len(raw))]
+    served = 0
+    for place in places:
+        changed = bytearray(raw)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed if place < size else forged(raw, flipped(place - size)))
+        with suppress(ChunkNotFoundError):
+            store.get(KEY, LAYOUT)
+            served += 1
+    assert served == 0, f"{served} of {len(places)} changed files were served"
+
+
+def test_a_file_without_a_mac_is_left_alone(store: DiskStore, tmp_path: Path) -> None:
+    raw = written(tmp_path / "other", None)
+    is_left_alone(store, raw)
+    assert not store.contains(KEY)
+    assert store.locate(KEY) is None
+
+
+def test_a_file_of_another_key_is_left_alone(store: DiskStore, tmp_path: Path) -> None:
+    raw = written(tmp_path / "other", OTHER)
+    is_left_alone(store, raw)
+    assert not store.contains(KEY)
+    # It stays what it is for those who have its key.
+    assert same(DiskStore(store.root, signing_key=OTHER).get(KEY, LAYOUT).chunk, CHUNK)
+
+
+def test_a_file_of_another_key_that_names_this_one_is_left_alone(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    raw = written(tmp_path / "other", OTHER)
+    ours, theirs = SigningKey(SECRET).id.encode(), SigningKey(OTHER).id.encode()
+    is_left_alone(store, raw.replace(theirs, ours))
+
+
+def test_a_file_that_may_not_be_read_is_left_alone(
+    store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = written(tmp_path / "other", OTHER)
+    path = store.path(KEY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    real = os.open
+
+    def forbidden(name: Any, *arguments: Any, **options: Any) -> int:
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", forbidden)
+        with pytest.raises(ChunkNotFoundError):
+            store.get(KEY, LAYOUT)
+        assert not store.contains(KEY)
+        assert not store.put(KEY, CHUNK)
+    assert path.read_bytes() == raw
+
+
+def test_a_signed_file_cannot_be_moved_to_another_name(store: DiskStore) -> None:
+    other = make_chunk(1, tokens=4)
+    store.put(KEY, CHUNK)
+    for key in (key_of(other), key_of(CHUNK, namespace="tenant")):
+        store.path(key).parent.mkdir(parents=True, exist_ok=True)
+        store.path(key).write_bytes(store.path(KEY).read_bytes())
+        with pytest.raises(ChunkNotFoundError):
+            store.get(key, LAYOUT)
+        assert not store.contains(key)
+
+
+def test_what_a_medium_damaged_is_put_aside_as_ever(store: DiskStore) -> None:
+    store.put(KEY, CHUNK)
+    raw = bytearray(store.path(KEY).read_bytes())
+    raw[-1] ^= 1
+    store.path(KEY).write_bytes(raw)
+    with pytest.raises(CorruptChunkError):
+        store.get(KEY, LAYOUT)
+    assert store.stats().corrupt == 1
+    assert store.stats().untrusted == 0
+    assert not store.path(KEY).exists()
+    assert store.put(KEY, CHUNK)
+
+
+def test_a_mac_is_written_once_and_as_a_key_writes_it(store: DiskStore) -> None:
+    store.put(KEY, CHUNK)
+    raw = store.path(KEY).read_bytes()
+
+    def twice(header: dict[str, Any]) -> None:
+        metadata = header["__metadata__"]
+        mac = metadata["provenance"].rpartition(" ")[2]
+        metadata["provenance"] = f"{mac} {mac}"
+        metadata["pad"] = metadata["pad"][:-200]
+
+    is_left_alone(store, reheaded(raw, twice))
+    escaped = raw.replace(b" gmac-", b" \\u0067mac-").replace(b'"pad":"     ', b'"pad":"')
+    assert len(escaped) == len(raw)
+    is_left_alone(store, escaped)
+
+
+def test_what_was_swapped_while_it_was_written_is_not_signed(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    size = len(written(store.root / "other", SECRET))
+
+    def swapped(descriptor: int, data: Any) -> int:
+        changed = bytearray(data)
+        if len(changed) < size - 4096:
+            changed[-1] ^= 1
+        return real(descriptor, changed)
+
+    monkeypatch.setattr(os, "write", swapped)
+    store.put(KEY, CHUNK)
+    with pytest.raises(ChunkNotFoundError):
+        store.get(KEY, LAYOUT)
+
+
+def test_deletions_that_were_asked_for_reach_every_file(store: DiskStore, tmp_path: Path) -> None:
+    raw = written(tmp_path / "other", None)
+    store.path(KEY).parent.mkdir(parents=True, exist_ok=True)
+    store.path(KEY).write_bytes(raw)
+    assert store.delete(KEY)
+    assert store.put(KEY, CHUNK)
+    store.path(KEY).write_bytes(raw)
+    assert store.delete_namespace("") == 1
+
+
+# ---------------------------------------------------------------------- other stores
+def objects(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def test_a_remote_leaves_alone_what_is_not_signed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/kv"
+    RemoteStore(url).put(KEY, CHUNK)
+    (path,) = objects(tmp_path)
+    raw = path.read_bytes()
+    signing = RemoteStore(url, signing_key=SECRET)
+    other = RemoteStore(url, signing_key=OTHER)
+    for store in (signing, other):
+        with pytest.raises(UntrustedChunkError):
+            store.get(KEY, LAYOUT)
+        assert not store.contains(KEY)
+        assert not store.put(KEY, CHUNK)
+        assert store.stats().untrusted == 1
+        assert path.read_bytes() == raw
+    path.unlink()
+    assert signing.put(KEY, CHUNK)
+    assert same(signing.get(KEY, LAYOUT).chunk, CHUNK)
+    path.write_bytes(forged(path.read_bytes(), flipped(-1)))
+    raw = path.read_bytes()
+    with pytest.raises(UntrustedChunkError):
+        signing.get(KEY, LAYOUT)
+    assert not signing.put(KEY, CHUNK)
+    assert path.read_bytes() == raw
+
+
+def test_tiers_serve_a_signed_copy_beside_an_untrusted_one(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path / "disk", signing_key=SECRET)
+    remote = RemoteStore(f"file://{tmp_path}/remote", signing_key=SECRET)
+    remote.put(KEY, CHUNK)
+    raw = written(tmp_path / "disk", None)
+    store = TieredStore(MemoryStore(), disk, remote)
+    assert same(store.get(KEY, LAYOUT).chunk, CHUNK)
+    assert store.stats().untrusted == 1
+    assert disk.path(KEY).read_bytes() == raw
+    assert store.get(KEY, LAYOUT).tier == "memory"
+
+
+def test_tiers_say_that_the_only_copy_is_untrusted(tmp_path: Path) -> None:
+    written(tmp_path / "disk", None)
+    store: ChunkStore = TieredStore(MemoryStore(), DiskStore(tmp_path / "disk", signing_key=SECRET))
+    with pytest.raises(UntrustedChunkError):
+        store.get(KEY, LAYOUT)
+
+
+# ---------------------------------------------------------------------- keys
+def secret_file(path: Path, content: bytes = SECRET, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_is_bytes_a_file_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey(SECRET)
+    file = secret_file(tmp_path / "key", SECRET + b"\n")
+    monkeypatch.setenv(ENVIRONMENT, SECRET.decode())
+    for source in (SECRET, key, file, str(file), None):
+        found = SigningKey.of(source)
+        assert found is not None
+        assert found.id == key.id
+    opened = DiskStore(tmp_path / "kv").signing_key
+    assert opened is not None
+    assert opened.id == key.id
+    monkeypatch.delenv(ENVIRONMENT)
+    assert SigningKey.of(None) is None
+    assert SigningKey(OTHER).id != key.id
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [
+        (SECRET, 0o640),
+        (SECRET, 0o604),
+        (SECRET, 0o620),
+        (SECRET[:31], 0o600),
+        (b"", 0o600),
+        (b"\0" * 40, 0o600),
+        (b"two lines\n" * 5, 0o600),
+        (b"x" * 5000, 0o600),
+    ],
+)
+def test_a_file_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
+    with pytest.raises(InvalidInputError):
+        DiskStore(tmp_path / "kv", signing_key=secret_file(tmp_path / "key", content, mode))
+
+
+def test_a_key_is_read_from_a_file_itself(tmp_path: Path) -> None:
+    secret_file(tmp_path / "key")
+    (tmp_path / "link").symlink_to(tmp_path / "key")
+    (tmp_path / "folder").mkdir(0o700)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("link", "folder", "pipe", "missing"):
+        with pytest.raises(InvalidInputError):
+            SigningKey.from_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("source", [b"short", 12, bytearray(64)])
+def test_what_is_no_key_is_refused(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        DiskStore(tmp_path, signing_key=source)
+
+
+def test_a_key_is_in_nothing_that_is_shown_or_sent(tmp_path: Path) -> None:
+    secret = "unguessable-" + "q" * 40
+    key = SigningKey(secret.encode())
+    stores = (
+        DiskStore(tmp_path, signing_key=key),
+        RemoteStore(f"file://{tmp_path}", signing_key=key),
+    )
+    for shown in (repr(key), str(key), *map(repr, stores)):
+        assert secret not in shown
+        assert key.id in shown
+    with pytest.raises(InvalidInputError):
+        pickle.dumps(key)
+    # A key in place of a path is not told either.
+    with pytest.raises(InvalidInputError) as error:
+        SigningKey.of(secret)
+    assert secret not in str(error.value)
+    raw = written(tmp_path / "kv", secret.encode())
+    assert secret.encode() not in raw
+
+
+# ---------------------------------------------------------------------- answers
+def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
+    return Engine(
+        build("llama"), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+    )
+
+
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "before"])
+@pytest.mark.parametrize("codec", [Native(), Int8()], ids=repr)
+def test_what_somebody_else_wrote_never_yields_a_token(
+    tmp_path: Path,
+    codec: Any,
+    is_ahead: bool,
+    rotation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: is_ahead)
+    store = DiskStore(tmp_path / "kv", durable=False, codec=codec, signing_key=SECRET)
+    engine = engine_over(store, rotation)
+    keys = engine.add(TEXTS)
+    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    path = store.path(keys[-1])
+    forgery = forged(path.read_bytes(), lambda payload: payload.__setitem__(-600, 0x7F))
+    path.write_bytes(forgery)
+    for _ in range(2):
+        before = store.stats().untrusted
+        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=6)
+        assert "".join(stream) == expected.text
+        assert (stream.metrics.misses, stream.metrics.hits["disk"]) == (1, len(TEXTS) - 1)
+        assert store.stats().untrusted > before
+    assert path.read_bytes() == forgery
+    assert store.stats().corrupt == 0
+
+
+def test_without_cryptography_a_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(MissingExtraError, match=r"kvcache-rag\[auth\]"):
+        SigningKey(SECRET)
