@@ -698,9 +698,8 @@ class Engine:
     ) -> Request:
         options = {**options, "policy": options.get("policy") or self.policy}
         request = self._planner.request(question, chunks, **options)
-        if self._gate is None and not request.policy.joint:
-            return request
-        return self._admitted(request)[1]
+        is_plain = self._gate is None and not request.policy.joint
+        return request if is_plain else self._admitted(request)[1]
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:
         """What the gate lets be answered, with the chunks one by one and as the policy wants."""
