@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MissingExtraError
 from kvcache_rag.cli import main
+from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.integration import open_engine
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import gguf as files
 from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load, own_dtype
 from kvcache_rag.models.weights import unwrapped
+from kvcache_rag.serve import startup
+from kvcache_rag.serve.settings import ServerSettings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -108,6 +112,22 @@ def test_the_second_load_reads_what_the_first_one_kept(
     modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()}
     assert modes == {True: 0o700, False: 0o600}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_who_comes_second_waits_for_the_first(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = files._dequantised, []
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(files, "_dequantised", counted)
+    with ThreadPoolExecutor(3) as pool:
+        specs = [*pool.map(lambda _: Engine.from_pretrained(written).spec, range(3))]
+    assert len(made) == 1
+    assert len(set(specs)) == 1
 
 
 @pytest.mark.parametrize("spoilt", ["weights", "tokenizer", "cut", "source", "all"])
@@ -324,6 +344,8 @@ def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapte
         EngineSettings(str(base), adapter=str(adapter)).open(),
         EngineSettings(plain.model, plain.tokenizer, adapter=adapter).open(),
         Engine(adapted.model, adapted.tokenizer),
+        startup.open_engine(ServerSettings(str(base), adapter=str(adapter))),
+        BuildSettings(str(base), str(base.parent / "kv"), adapter=str(adapter)).open_engine(),
         Engine.from_pretrained(adapter),
     ):
         assert other.spec == adapted.spec

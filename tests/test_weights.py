@@ -196,6 +196,19 @@ def test_weights_that_are_loaded_again_have_their_chunks_again() -> None:
     assert reused(engine)
 
 
+def test_a_write_to_a_hub_model_is_a_key_of_its_own_however_small() -> None:
+    """Its identity at load is a sample of its weights, which need not hold what was written."""
+    model = build("qwen2", dtype=torch.bfloat16)
+    model.config._commit_hash, model.config._name_or_path = "abc", "some/model"
+    engine = make_engine(model)
+    specs = {engine.spec}
+    for column in range(3):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[1, column] += 1
+        specs.add(engine.spec)
+    assert len(specs) == 4
+
+
 @pytest.mark.parametrize("merge", [merge_by_data, merge_safely])
 def test_what_unmerging_leaves_is_digested_anew(merge: Change) -> None:
     """It is not bit by bit what was there before, so its chunks have keys of their own."""

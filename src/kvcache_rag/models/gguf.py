@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
+from filelock import FileLock
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
@@ -37,6 +38,9 @@ KEPT_BYTES: Final = 2_000_000_000
 
 # What a writer that was killed leaves behind is cleared away after a day.
 _LEFTOVER_SECONDS = 86400
+
+# Seconds for which another process may dequantise the same file before this one does it, too.
+_PATIENCE = 900.0
 
 _SOURCE, _WEIGHTS, _FILES = "source.json", "model.safetensors", "files.json"
 
@@ -259,13 +263,25 @@ def _convert(path: Path, header: GgufHeader, digest: str, dtype: torch.dtype) ->
     )
     if size > KEPT_BYTES:
         return False
-    partial: Path | None = None
+    folder, name = cache_folder(), _kept_name(digest, dtype)
     try:
-        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        _evict(KEPT_BYTES - size)
-        partial = Path(tempfile.mkdtemp(prefix=".", dir=folder))  # 0700
+        # Who comes second waits: dequantising twice at once takes twice the memory, too.
+        with FileLock(folder / f".{name}.lock", timeout=_PATIENCE, mode=0o600):
+            if _kept(digest, dtype) is None:
+                _evict(KEPT_BYTES - size)
+                _write(path, digest, dtype, folder / name)
+    except OSError as error:
+        _LOG.warning("the dequantised weights of %s cannot be kept: %s", path.name, error)
+        return False
+    return True
+
+
+def _write(path: Path, digest: str, dtype: torch.dtype, target: Path) -> None:
+    """Dequantise a file into a folder, which appears as a whole."""
+    partial = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))  # 0700
+    try:
         model = _dequantised(path, dtype, {})
         model.save_pretrained(str(partial))
         # Without one of its own, a tokenizer has to be given.
@@ -278,16 +294,10 @@ def _convert(path: Path, header: GgufHeader, digest: str, dtype: torch.dtype) ->
             "weights": _fast_digest(partial / _WEIGHTS),
         }
         (partial / _SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
-        target = folder / _kept_name(digest, dtype)
-        shutil.rmtree(target, ignore_errors=True)  # damaged, or it would have been loaded
+        shutil.rmtree(target, ignore_errors=True)  # a part of one, or it would have been loaded
         partial.rename(target)
-    except OSError as error:
-        _LOG.warning("the dequantised weights of %s cannot be kept: %s", path.name, error)
-        return False
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-    return True
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _load_kept(
@@ -306,7 +316,12 @@ def _load_kept(
         _LOG.warning("the kept checkpoint %s is damaged and made anew: %s", folder.name, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
+    except OSError:  # another process made room just now
+        if (folder / _SOURCE).is_file():
+            raise
+        return None
     with contextlib.suppress(OSError):
         os.utime(folder)
     return model, tokenizer
@@ -375,7 +390,8 @@ def clear_kept() -> int:
     folders = [*_folders()]
     for folder in folders:
         shutil.rmtree(folder)
-    (cache_folder() / _FILES).unlink(missing_ok=True)
+    for file in (cache_folder() / _FILES, *cache_folder().glob(".*.lock")):
+        file.unlink(missing_ok=True)
     return len(folders)
 
 
