@@ -283,6 +283,12 @@ async def test_a_killed_replica_costs_clean_errors_only_and_comes_back(
     await asyncio.to_thread(wait_until, is_whole, 120.0, 0.5)
 
 
+def counted(metrics: str, name: str) -> int:
+    """Requests of all replicas that run, or wait."""
+    counts = re.findall(rf"kvcache_rag_{name}_requests\{{[^}}]*\}} (\S+)", metrics)
+    return sum(int(float(one)) for one in counts)
+
+
 class Asked(threading.Thread):
     """Long requests, two of which run; the others wait in the replicas.
 
@@ -291,16 +297,27 @@ class Asked(threading.Thread):
     """
 
     def __init__(self, server: RayServer, count: int = 6) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._server, self._count = server, count
+        self._are_spread = threading.Event()
         self.texts: list[tuple[int, str]] = []
         self.start()
-        wait_until(lambda: self._counted("running") == 2 and self._counted("waiting") == count - 2)
+        assert self._are_spread.wait(120.0), "not two of them run"
 
     def run(self) -> None:
         async def ask_all() -> None:
             async with client_of(self._server) as client:
-                await asyncio.gather(*(one(client, number) for number in range(self._count)))
+                while True:
+                    asked = [asyncio.create_task(one(client, at)) for at in range(self._count)]
+                    if await self._is_spread(client):
+                        break
+                    # All went to one replica: the other one is too new to be known.
+                    for task in asked:
+                        task.cancel()
+                    await asyncio.gather(*asked, return_exceptions=True)
+                    self.texts.clear()
+                self._are_spread.set()
+                await asyncio.gather(*asked)
 
         async def one(client: httpx.AsyncClient, number: int) -> None:
             reply = await ask(client, number, tokens=3000, stream=True)
@@ -308,10 +325,13 @@ class Asked(threading.Thread):
 
         asyncio.run(ask_all())
 
-    def _counted(self, name: str) -> int:
-        text = httpx.get(f"{self._server.url}/metrics", timeout=30.0).text
-        counts = re.findall(rf"kvcache_rag_{name}_requests\{{[^}}]*\}} (\S+)", text)
-        return sum(int(float(one)) for one in counts)
+    async def _is_spread(self, client: httpx.AsyncClient) -> bool:
+        for _ in range(50):
+            text = (await client.get("/metrics")).text
+            if (counted(text, "running"), counted(text, "waiting")) == (2, self._count - 2):
+                return True
+            await asyncio.sleep(0.1)
+        return False
 
     def ensure_told(self) -> None:
         """Who waited got a 503, who was being answered an event; nobody was cut off."""
