@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -75,6 +76,8 @@ PACKAGED: Final = {
 }
 """Models by the names under which they are loaded."""
 
+_LOADING: Final = threading.RLock()
+
 # Characters of another library's message that are passed on.
 _LONGEST = 400
 
@@ -133,15 +136,20 @@ def load(
     """
     resolved = resolve(name)
     folder = Path(resolved)
-    if is_adapter(folder):
-        if tokenizer is None and (folder / "tokenizer_config.json").is_file():
-            tokenizer = resolved
-        loaded = _adapted(folder, dtype=dtype, device=device, options=options, tokenizer=tokenizer)
-    else:
-        loaded = _plain(resolved, os.fspath(name), dtype, device, options, tokenizer)
-    model, tokenizer = loaded
-    if adapter is not None:
-        model = with_adapter(model, adapter, os.fspath(name))
+    # transformers 5.23 loads wrong weights now and then when several threads load at once (3 of 48
+    # small models had some that were not the file's), and says nothing.
+    with _LOADING:
+        if is_adapter(folder):
+            if tokenizer is None and (folder / "tokenizer_config.json").is_file():
+                tokenizer = resolved
+            loaded = _adapted(
+                folder, dtype=dtype, device=device, options=options, tokenizer=tokenizer
+            )
+        else:
+            loaded = _plain(resolved, os.fspath(name), dtype, device, options, tokenizer)
+        model, tokenizer = loaded
+        if adapter is not None:
+            model = with_adapter(model, adapter, os.fspath(name))
     return model, tokenizer, brought_template(resolved)
 
 
