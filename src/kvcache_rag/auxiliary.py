@@ -110,14 +110,19 @@ class Auxiliary:
         engine._adapter.measured.ensure_movable()
         self.engine = engine
         self._name = ""
-        self._attention = QueryAttention(engine._adapter)
-        prefiller = replace(engine._capturing, model=self._attention.model)
-        costs = Costs(enabled=engine._costs.enabled)
-        self._loader = ContextLoader(prefiller, engine._renderer, costs)
+        self._costs = Costs(enabled=engine._costs.enabled)
+        self._look_at_model()
         self._buffer = PromptBuffer(self._attention.model)
         self._lock = threading.Lock()
         # The other half is for the question.
-        self._longest = (engine.context_window - len(prefiller.prefix_ids)) // 2
+        self._longest = (engine.context_window - len(engine._capturing.prefix_ids)) // 2
+
+    def _look_at_model(self) -> None:
+        """View the model with the weights and adapters that it has now."""
+        engine = self.engine
+        self._attention = QueryAttention(engine._adapter)
+        prefiller = replace(engine._capturing, model=self._attention.model)
+        self._loader = ContextLoader(prefiller, engine._renderer, self._costs)
 
     @classmethod
     def from_pretrained(
@@ -203,6 +208,11 @@ class Auxiliary:
         """The same by tokens of the auxiliary model; arguments and errors as for `scores`."""
         if not isinstance(question, str) or not question.strip():
             raise InvalidInputError("the question is empty; ask something")
+        # The main model may be this very one, whose answer waits for these scores.
+        self.engine._follow_weights(wait=False)
+        if self._loader.prefiller.spec != self.engine._capturing.spec:
+            with self._lock:
+                self._look_at_model()
         renderer = self.engine._renderer
         query = renderer.query_ids(question)
         room = self.engine.context_window - len(renderer.prefix_ids) - len(query)

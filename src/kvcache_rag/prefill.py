@@ -6,7 +6,8 @@ A kill loses at most the batch in flight; the next run skips what is stored.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2048
 # Seconds in which a waiting question can take the model between two batches; locks are not fair.
 YIELD = 0.001
+# Chunks of which is remembered when they were stored, in case their weights are mistrusted later.
+REMEMBERED = 4096
 _NOTHING = nullcontext()
 
 
@@ -69,6 +72,7 @@ class Prefiller:
         dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
             either way.
         description: What of the spec a person wants to know.
+        weights: Identity of the weights that the spec is about; None for the model's as they are.
         key: Gives the address of token ids behind the prefix.
     """
 
@@ -79,11 +83,16 @@ class Prefiller:
     namespace: str
     dtype: torch.dtype | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Any] | None = None
     key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+    _stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._stored = deque(maxlen=REMEMBERED)
+        if self.weights is None:
+            self.weights = self.model.weights.identity
         self.key = partial(
             chunk_key, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace
         )
@@ -100,19 +109,28 @@ class Prefiller:
         """A prefiller whose spec covers model, codec and dtype; None if nothing can be captured."""
         if model.layout is None:
             return None
-        spec = {
-            **model.spec(dtype),
-            "format": FORMAT_VERSION,
-            "codec": store.codec.name,
-            "position": _position(model, store),
-            # In the key anyway; here it lets a reference behind another prefix be told by its spec.
-            "prefix": list(prefix_ids),
-        }
-        fingerprint = spec_digest(spec)
-        name = str(getattr(model.config, "_name_or_path", ""))
-        description = manifest_of(spec, name)
+        fingerprint, description = _fingerprint(model, store, prefix_ids, dtype)
         store.describe(fingerprint, namespace, description)
         return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
+
+    def follow_weights(self) -> None:
+        """Address chunks by the weights as they are now; for whoever holds the model.
+
+        Those that were stored while a write went unnoticed are dropped.
+        """
+        mistrusted = self.model.weights.mistrusted
+        for turn, key in self._stored:
+            if mistrusted and turn >= mistrusted:
+                with suppress(OSError):  # by others, who have another identity, it is not found
+                    self.store.delete(key)
+        self.weights = self.model.weights.identity
+        self.spec, self.description = _fingerprint(
+            self.model, self.store, self.prefix_ids, self.dtype
+        )
+        self.store.describe(self.spec, self.namespace, self.description)
+        self.forget_prefix()
+        self.model.narrow()
+        self.__post_init__()
 
     def in_namespace(self, namespace: str) -> Prefiller:
         """The same for another tenant; what the model makes of the prefix is the same there."""
@@ -153,7 +171,10 @@ class Prefiller:
                 stored = self.store.get(key, layout).chunk
             except ChunkNotFoundError:
                 stored = self.stored_form(self._wide_prefix())
-                self.store.put(key, stored)
+                weights = self.model.weights
+                if weights.identity is self.weights and weights.are_unchanged():
+                    self.store.put(key, stored)
+                    self._stored.append((weights.turn, key))
             # Every prompt begins with it: from pageable memory, each copy would stop the caller.
             self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
@@ -213,9 +234,31 @@ class Prefiller:
             if not todo:
                 return {}
             chunks = self.compute([member.ids for member in todo])
-            for member, chunk in zip(todo, chunks, strict=True):
-                self.store.put(member.key, chunk)
+            weights = self.model.weights
+            # Weights may have changed under a long ingestion: such chunks have other keys.
+            if weights.identity is self.weights and weights.are_unchanged():
+                for member, chunk in zip(todo, chunks, strict=True):
+                    self.store.put(member.key, chunk)
+                    self._stored.append((weights.turn, member.key))
         return {member.key: chunk for member, chunk in zip(todo, chunks, strict=True)}
+
+
+def _fingerprint(
+    model: TransformersModel,
+    store: ChunkStore,
+    prefix_ids: tuple[int, ...],
+    dtype: torch.dtype | None,
+) -> tuple[str, Mapping[str, Any]]:
+    """Digest of the spec, and what of it a person wants to know."""
+    spec = {
+        **model.spec(dtype),
+        "format": FORMAT_VERSION,
+        "codec": store.codec.name,
+        "position": _position(model, store),
+        # In the key anyway; here it lets a reference behind another prefix be told by its spec.
+        "prefix": list(prefix_ids),
+    }
+    return spec_digest(spec), manifest_of(spec, str(getattr(model.config, "_name_or_path", "")))
 
 
 def _position(model: TransformersModel, store: ChunkStore) -> StoredPosition:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
+    "adapter",
     "context_window",
     "device",
     "gate",
@@ -46,6 +47,7 @@ _NAMED: Final = (
     "top_p",
     "top_k",
     "overflow",
+    "adapter",
     "device",
     "context_window",
     "system_prompt",
@@ -63,8 +65,8 @@ class ChatSettings(BaseChatModel):
     """What `ChatKVCache` can be told.
 
     Attributes:
-        model: Hub id, folder, or "tiny" for the small reader that comes with kvcache-rag; also
-            `model_name`.  Beside `engine=` it is only a name.
+        model: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes with
+            kvcache-rag; also `model_name`.  Beside `engine=` it is only a name.
         temperature: Above 0 samples, 0 and None do not.
         max_tokens: Of an answer.
         stop: Strings before which an answer ends.
@@ -84,6 +86,7 @@ class ChatSettings(BaseChatModel):
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
+        adapter: Folder of a PEFT adapter to put into the model.
         system_prompt: Instruction before the documents, instead of the template's; part of every
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
@@ -111,6 +114,7 @@ class ChatSettings(BaseChatModel):
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
+    adapter: Annotated[str, BeforeValidator(_path)] | None = None
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None

@@ -13,7 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import add_signing_key, check_file, duration, plural, quiet, size
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_signing_key,
+    check_file,
+    duration,
+    plural,
+    quiet,
+    size,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -36,7 +45,7 @@ _SHOWN = 20  # texts that are named at the end
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the model, the corpus, the store and who computes."""
-    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or tiny")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "corpus",
         metavar="CORPUS",
@@ -98,6 +107,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system-prompt", help="instruction, instead of the template's own")
     add_signing_key(group)
     group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
+    group.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
 
 
@@ -157,7 +167,8 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
 
     store = arguments.store
     return BuildSettings(
-        model=arguments.model,
+        model=_found_anywhere(arguments.model),
+        adapter=arguments.adapter and os.path.abspath(arguments.adapter),
         # Workers may stand in another folder.
         store=store if is_url(store) else os.path.abspath(store),
         codec=arguments.codec,
@@ -169,6 +180,10 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
         device=arguments.device,
         signing_key=os.path.abspath(arguments.signing_key) if arguments.signing_key else None,
     )
+
+
+def _found_anywhere(model: str) -> str:
+    return os.path.abspath(model) if model.endswith(".gguf") else model
 
 
 def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="MODEL",
         default=["tiny"],
-        help="folder, hub name (default: tiny, the packaged reader)",
+        help="folder, hub name, GGUF file, smollm2 (default: tiny, the packaged reader)",
     )
     compared.add_argument(
         "--codecs",
@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
     )
     compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
+    compared.add_argument("--adapter", metavar="DIR", help="PEFT folder, put into each model")
     compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
     compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     compared.add_argument(
@@ -224,7 +225,9 @@ def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
     from kvcache_rag.integration.engine import EngineSettings
 
     return {
-        name: EngineSettings(name, dtype=arguments.dtype, device=arguments.device).open
+        name: EngineSettings(
+            name, adapter=arguments.adapter, dtype=arguments.dtype, device=arguments.device
+        ).open
         for name in arguments.models
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache_rag.commands.listing import MODEL
+
 if TYPE_CHECKING:
     import argparse
 
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "In brackets: defaults. A run that was stopped goes on when it is started again."
     )
-    parser.add_argument("model", help="a folder, a hub name, or tiny")
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("--out", type=Path, required=True, help="new folder of the finished model")
     parser.add_argument("--work", type=Path, help="checkpoints and log (default: OUT.work)")
     _add_data(parser)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# How commands say what a model and an adapter may be.
+MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
+ADAPTER: Final = "folder of a PEFT adapter to put into the model"
+
 # transformers reads them when it is imported.
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 

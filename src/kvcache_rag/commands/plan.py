@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import duration, plural, quiet, size, table
+from kvcache_rag.commands.listing import ADAPTER, MODEL, duration, plural, quiet, size, table
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ CODECS = ("native", "int8", "int4")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the texts, the model and how they are cut."""
     parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
-    parser.add_argument("--model", default="tiny", help="hub id, folder, or tiny (default: tiny)")
+    parser.add_argument("--model", default="tiny", help=f"{MODEL} (default: tiny)")
+    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--codec", choices=CODECS, default="native", help="form on disk")
     parser.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")

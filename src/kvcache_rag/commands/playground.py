@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvcache_rag.commands import serve
+from kvcache_rag.commands.listing import MODEL
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +21,11 @@ HELP = "open a page that asks a model with and without its cached chunks"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, on which port, and whether a browser is opened."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="tiny", help="hub id, folder, or tiny"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="tiny",
+        help=MODEL,
     )
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
     parser.add_argument("--no-browser", action="store_true", help="only print where the page is")

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from kvcache_rag.commands import garbage
 from kvcache_rag.commands.collections import add_place, open_client, open_collections
-from kvcache_rag.commands.listing import add_signing_key, duration, model_name, plural, quiet, size
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_signing_key,
+    duration,
+    model_name,
+    plural,
+    quiet,
+    size,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -34,7 +43,8 @@ _LOOKED_AT = 50  # rows by which the form of texts is told
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the store, the collections and what shall serve them from now on."""
     parser.add_argument("folder", metavar="DIR", help="folder of the store")
-    parser.add_argument("--model", required=True, help="hub id, folder, or tiny")
+    parser.add_argument("--model", required=True, help=MODEL)
+    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--dtype", help="such as bfloat16 (default: as it was saved)")
     parser.add_argument(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import add_signing_key
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_signing_key
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, where, how requests wait, and how much they may ask for."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="tiny", help="hub id, folder, or tiny"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="tiny",
+        help=MODEL,
     )
     add_model_arguments(parser.add_argument_group("model and chunks"))
     _add_place(parser.add_argument_group("where, and for whom"))
@@ -49,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def add_model_arguments(group: Any) -> None:
     """Declare what is served."""
     group.add_argument("--model", dest="model_option", metavar="MODEL", help="as MODEL")
+    group.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     group.add_argument("--served-name", metavar="NAME", help="its name in requests")
     group.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", help="dtype to load (default: as it was saved)")

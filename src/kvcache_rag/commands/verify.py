@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import plural, table
+from kvcache_rag.commands.listing import ADAPTER, MODEL, plural, table
 from kvcache_rag.scoring.statistics import trials_without_loss
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, questions, policies and where the verdict goes."""
-    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or tiny")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--questions",

@@ -34,7 +34,7 @@ class BuildSettings:
     """What decides the keys of chunks, and where they go.
 
     Attributes:
-        model: Hub id, folder, or "tiny".
+        model: Hub id, folder, GGUF file, "tiny" or "smollm2".
         store: A folder that all workers see, or a URL such as `s3://bucket/folder`.
         codec: Form of the chunks: "native", "int8" or "int4".
         namespace: Tenant.
@@ -43,6 +43,7 @@ class BuildSettings:
         dtype: "auto" for the checkpoint's own.
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
         signing_key: File of the store's key, on every machine that works; None for that of the
             environment, or none.
     """
@@ -56,6 +57,7 @@ class BuildSettings:
     dtype: str = "auto"
     revision: str | None = None
     device: str | None = None
+    adapter: str | None = None
     signing_key: str | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json
-from kvcache_rag.models.hf import model_identity
+from kvcache_rag.models.weights import model_identity
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.scoring.ask import (
     Asked,

@@ -19,7 +19,7 @@ from torch.nn import functional
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.pretrained import load, resolve
+from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Learner:
             brought or PromptTemplate(),
             brought is not None,
             config,
-            _own_dtype(config.model),
+            own_dtype(config.model),
         )
         if frozen:
             model.requires_grad_(requires_grad=False)
@@ -249,16 +249,9 @@ def _need_peft() -> None:
         raise MissingExtraError("peft", "finetune") from error
 
 
-def _own_dtype(name: str) -> torch.dtype:
-    from transformers import AutoConfig
-
-    dtype = AutoConfig.from_pretrained(resolve(name)).dtype
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
 def _findable(name: str) -> str:
     path = Path(resolve(name))
-    return str(path.absolute()) if path.is_dir() else name
+    return str(path.absolute()) if path.exists() and name not in PACKAGED else name
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

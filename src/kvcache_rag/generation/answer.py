@@ -94,7 +94,8 @@ class Answerer:
             if cancelled is not None and cancelled.is_set():
                 break
             prompt = self.prompt(request, number, answer.text)
-            later = self.answer(prompt, begun, emit if number == last else None, cancelled)
+            piecewise = emit if number == last else None
+            (later,) = self.answers([prompt], begun, piecewise, cancelled)
             if number:
                 metrics = joined(answer.metrics, later.metrics, begun - request.started)
                 later = replace(later, metrics=metrics)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json, digest
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.verdict import Gate, Identity, Verdict
@@ -61,12 +61,14 @@ class BoundGate:
         verdict: Its verdict, which is about this engine.
         auxiliary: The engine's own scorer.
         exact_combinations: Whether chunks computed together are stored without loss.
+        stale: Why the verdict is not about the weights as they are now, or "".
     """
 
     gate: Gate
     verdict: Verdict
     auxiliary: Scorer | None
     exact_combinations: bool
+    stale: str = ""
 
     @classmethod
     def of(
@@ -96,12 +98,22 @@ class BoundGate:
         exact = all(store.codec.name == Native.name for store in stores)
         return cls(gate, verdict, auxiliary, exact)
 
+    def rebound(self, prefiller: Prefiller, renderer: PromptRenderer) -> BoundGate:
+        """The gate after weights changed: it objects to all policies until they are back."""
+        try:
+            self.verdict.identity.ensure_same(identity(prefiller, renderer))
+        except FingerprintMismatchError as error:
+            return replace(self, stale=str(error))
+        return replace(self, stale="")
+
     def objection(self, policy: ReusePolicy) -> str:
         """Why a policy does not pass, or ""; what equals a full prefill always passes."""
         if policy.is_full:
             return ""
         if policy.joint and self.exact_combinations:
             return ""
+        if self.stale:
+            return self.stale
         auxiliary = ""
         if policy.needs_scorer:
             auxiliary = scorer_name(policy.auxiliary or self.auxiliary)

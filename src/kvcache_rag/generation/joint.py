@@ -83,7 +83,7 @@ class Combinations:
         """Chunks as one combination; none or a single one stays what it is."""
         if len(chunks) < 2:
             return tuple(chunks)
-        parts = [self._known_ids(chunk) for chunk in chunks]
+        parts = [chunk.ids or self._known_ids(chunk) for chunk in chunks]
         ids = tuple(chain.from_iterable(parts))
         members = frozenset(chunk.key for chunk in chunks)
         key = self._joint.prefiller.key(ids)

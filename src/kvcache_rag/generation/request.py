@@ -166,7 +166,7 @@ class Planner:
             question=question,
             query=query,
             history=tuple(turns),
-            rounds=tuple(tuple(context[index] for index in indices) for indices in rounds),
+            rounds=tuple(tuple(map(context.__getitem__, indices)) for indices in rounds),
             dropped_chunks=len(context) - sum(map(len, rounds)),
             policy=policy,
             max_new_tokens=max_new_tokens,

@@ -30,8 +30,10 @@ class EngineSettings:
     """What an engine is made of, but for its stores; a field that `Engine` has too is handed on.
 
     Attributes:
-        model: Hub id, folder or "tiny"; or a loaded transformers model.
+        model: Hub id, folder, GGUF file, "tiny" or "smollm2"; or a loaded transformers or PEFT
+            model.
         tokenizer: A loaded one or a name; None for the model's own.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
         dtype: "auto" for the checkpoint's own.
         device: "cpu", "cuda", ...; None for CUDA if there is one.
         revision: Commit, branch or tag of a model on the hub; None for its default.
@@ -44,6 +46,7 @@ class EngineSettings:
 
     model: Any
     tokenizer: Any = None
+    adapter: str | os.PathLike[str] | None = None
     dtype: Any = "auto"
     device: str | None = None
     revision: str | None = None
@@ -116,33 +119,38 @@ class EngineSettings:
         )
 
     def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
+        from kvcache_rag.models.adapters import with_adapter
         from kvcache_rag.models.pretrained import load
 
         tokenizer = self._load_tokenizer()
         if self._is_loaded:
             if tokenizer is None:
                 raise InvalidInputError("a loaded model needs its tokenizer= too")
-            return self.model, tokenizer, None
+            model = self.model
+            if self.adapter is not None:
+                name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+                model = with_adapter(model, self.adapter, name)
+            return model, tokenizer, None
         revision = {"revision": self.revision} if self.revision else {}
-        model, own, brought = load(
+        return load(
             self.model,
             dtype=self.dtype,
             device=self.device,
             options={**self.model_kwargs, **revision},
+            tokenizer=tokenizer,
+            adapter=self.adapter,
         )
-        return model, own if tokenizer is None else tokenizer, brought
 
     def _load_tokenizer(self) -> Any:
         """The tokenizer that was named or given; None for the model's own."""
-        from kvcache_rag.models.pretrained import TINY, load_tokenizer, resolve
+        from kvcache_rag.models.pretrained import load_tokenizer
 
         tokenizer = self.tokenizer
         if tokenizer is None and self.tokenizer_kwargs and not self._is_loaded:
             tokenizer = os.fspath(self.model)
         if not isinstance(tokenizer, str):
             return tokenizer
-        place = resolve(tokenizer) if tokenizer == TINY else tokenizer
-        return load_tokenizer(place, dict(self.tokenizer_kwargs))
+        return load_tokenizer(tokenizer, dict(self.tokenizer_kwargs))
 
     @property
     def _is_loaded(self) -> bool:
@@ -220,11 +228,13 @@ def open_engine(
     gate: str | os.PathLike[str] | None = None,
     rotation: RotationMode | None = None,
     signing_key: KeySource = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load what the settings describe.
 
     Args:
-        model: Hub id, folder or "tiny"; or a loaded transformers model.
+        model: Hub id, folder, GGUF file, "tiny" or "smollm2"; or a loaded transformers or PEFT
+            model.
         tokenizer: A loaded one or a name; None for the model's own.
         kv_dir: Folder of the chunks' KV; None to keep it in memory only.
         kv_max_bytes: Limit of that folder.
@@ -238,6 +248,7 @@ def open_engine(
         rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
         signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
             (`KVCACHE_RAG_SIGNING_KEY`), or none.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
 
     Raises:
         InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its
@@ -264,6 +275,7 @@ def open_engine(
         context_window=context_window,
         gate=gate,
         rotation=rotation,
+        adapter=adapter,
     )
     store = open_store(
         kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key

@@ -112,7 +112,9 @@ class References:
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
         """What to hand to `engine` for `text`: a reference if one is known, else the text."""
         try:
-            key = (text_digest(text, engine), engine.spec)
+            # Not `engine.spec`, which looks at all weights, once per document: what refers to
+            # weights of before is found out by the question itself.
+            key = (text_digest(text, engine), engine._capturing.spec)
         except UnsupportedModelError:
             return text  # it keeps no keys and values
         with self._lock:

@@ -1,26 +1,26 @@
 """A transformers causal language model, as the rest of the package uses it.
 
-Fingerprint (hub id and revision, or a digest of the weights), prefilling and forward passes.  No
+Prefilling and forward passes; what names its weights is `models/weights.py`.  No
 model family is named; what differs between families is measured (`models/probe.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, canonical_json
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.models.attention.packed import use_packed_attention
 from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
+from kvcache_rag.models.weights import Weights, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,76 +28,12 @@ if TYPE_CHECKING:
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
 
-# Elements per tensor that tell whether a hub model's weights were changed in this process.
-SAMPLE = 4096
-
-# Entries of a config that change nothing about keys and values.
-_IRRELEVANT = frozenset(
-    {
-        "_name_or_path",
-        "_attn_implementation",
-        "architectures",
-        "attn_implementation",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-
-
-def model_identity(model: Any) -> dict[str, Any]:
-    """Plain values that differ whenever the weights differ.
-
-    A model from a hub is its id, its commit and a digest of samples of its weights, which notices
-    weights that were changed in this process (a merged adapter, fine-tuning).  Anything else is a
-    digest of all weights in memory, so that two folders with the same weights share caches and a
-    changed file never meets old ones.
-    """
-    config = model.config
-    commit = getattr(config, "_commit_hash", None)
-    quantization = getattr(config, "quantization_config", None)
-    identity: dict[str, Any] = {
-        "type": str(config.model_type),
-        "quantization": None if quantization is None else repr(quantization),
-    }
-    if commit and not getattr(model, "peft_config", None):
-        sample = weights_digest(model, SAMPLE)
-        return {**identity, "id": str(config._name_or_path), "revision": commit, "sample": sample}
-    return {**identity, "weights": weights_digest(model), "config": _config_digest(config)}
-
-
-def _config_digest(config: Any) -> str:
-    values = {k: repr(v) for k, v in config.to_diff_dict().items() if k not in _IRRELEVANT}
-    return hashlib.sha256(canonical_json(values)).hexdigest()
-
-
-def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
-    """xxh3_128 over names, dtypes, shapes and bytes of all weights, 32 hexadecimal digits.
-
-    Args:
-        model: Its parameters and its buffers count (quantised weights are buffers), but not the
-            rotary frequencies, which are part of the spec themselves.
-        sample: Elements per tensor, evenly spread; None for all.
-    """
-    state = xxhash.xxh3_128()
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    tensors.update({k: v for k, v in model.named_buffers() if "inv_freq" not in k})
-    for name, tensor in sorted(tensors.items()):
-        state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().reshape(-1)  # (elements,)
-        if sample is not None:
-            flat = flat[:: max(1, flat.numel() // sample)]
-        # Only what is sampled goes to the CPU; as bytes, because numpy has no bfloat16.
-        state.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
-    return state.hexdigest()
-
-
 class TransformersModel:
     """A causal language model whose context can be captured, placed and continued.
 
     Attributes:
-        model: The transformers model, in evaluation mode.
+        model: The transformers model, in evaluation mode; of a PEFT model, the one inside, whose
+            layers are the adapter's.
         layout: What was measured, or None when the model keeps no keys and values per token.
         refusal: Why nothing can be captured, or "".
         device: Where inputs go.
@@ -114,7 +50,9 @@ class TransformersModel:
 
         Raises:
             UnsupportedModelError: If the model is spread over several devices.
+            InvalidInputError: If it is a PEFT model of learned prompts.
         """
+        model = unwrapped(model)
         _refuse_spread(model)
         self.model = model.eval()
         if packed_attention:
@@ -182,6 +120,11 @@ class TransformersModel:
             raise UnsupportedModelError(self.refusal)
         return self.layout
 
+    @cached_property
+    def weights(self) -> Weights:
+        """What names the weights; digests them when first asked for."""
+        return Weights(self.model)
+
     def ensure_recomputable(self) -> None:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
         if not self.takes_positions:
@@ -200,7 +143,7 @@ class TransformersModel:
         """Everything about the model that the tensors of a chunk depend on, as plain values."""
         layout = self.measured
         return {
-            "model": model_identity(self.model),
+            "model": self.weights.identity,
             "compute_dtype": str(prefill_dtype or self.dtype),
             "stored_dtype": str(layout.dtype),
             "groups": [_describe(group) for group in layout.groups],

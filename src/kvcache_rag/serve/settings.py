@@ -67,7 +67,7 @@ class ServerSettings:
     """What `kvcache-rag serve` was told.
 
     Attributes:
-        model: Hub id, folder, or "tiny" for the packaged reader.
+        model: Hub id, folder, GGUF file, "tiny" for the packaged reader, or "smollm2".
         store: Folder or URL of the chunks' keys and values; None to keep them in memory only.
         host: Address to listen on; loopback unless the server knows who calls.
         port: 0 for any free one.
@@ -111,6 +111,7 @@ class ServerSettings:
         heartbeat: Seconds of silence after which a stream sends a comment.
         grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
 
     Raises:
         InvalidInputError: If two of them contradict each other.
@@ -152,6 +153,7 @@ class ServerSettings:
     heartbeat: float = 10.0
     grace: float = 10.0
     limits: RequestLimits = field(default_factory=RequestLimits)
+    adapter: str | None = None
     signing_key: str | None = None
 
     def __post_init__(self) -> None:

@@ -60,7 +60,8 @@ class KVCacheLLM(CustomLLM):
     both are those of transformers' `generate()`.  A `temperature` above 0 samples.
 
     Attributes:
-        model_name: Hub id, folder, or "tiny" for the small reader that comes with kvcache-rag.
+        model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
+            with kvcache-rag.
         tokenizer_name: If it is not the model's own.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
         context_window: Lower it to keep prompts short; None for the model's own.
@@ -75,6 +76,7 @@ class KVCacheLLM(CustomLLM):
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
+        adapter: Folder of a PEFT adapter to put into the model.
     """
 
     model_name: str = ""
@@ -91,6 +93,7 @@ class KVCacheLLM(CustomLLM):
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
+    adapter: PathText | None = None
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))

@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     llm = KVCacheLLM(
         model_name=settings.model,
         kv_dir=settings.kv,
+        adapter=settings.adapter,
         policy=FullRecompute() if arguments.full else None,
         max_new_tokens=arguments.max_new_tokens,
     )
@@ -60,7 +61,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     from kvcache_rag import InvalidInputError
 
     found = Settings.find(arguments.chroma, arguments.collection)
-    names = ("model", "kv", "chroma", "embed", "collection")
+    names = ("model", "adapter", "kv", "chroma", "embed", "collection")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = replace(found or Settings(), **given)
     if not (Path(settings.chroma) / "chroma.sqlite3").is_file():

@@ -32,13 +32,14 @@ class Settings:
     """How a collection was made.
 
     Attributes:
-        model: Hub id, folder or "tiny".
+        model: Hub id, folder, GGUF file, "tiny" or "smollm2".
         kv: Folder of the chunks' KV.
         chroma: Folder of the Chroma database.
         embed: "minilm", "hash", or a sentence-transformers name or folder.
         collection: Name of the collection.
         chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
         overlap: Tokens that neighbouring chunks share.
+        adapter: Folder of a PEFT adapter to put into the model; None for none.
     """
 
     model: str = "tiny"
@@ -48,6 +49,7 @@ class Settings:
     collection: str = "docs"
     chunk_size: int = 256
     overlap: int = 32
+    adapter: str | None = None
 
     @property
     def path(self) -> Path:
@@ -84,7 +86,10 @@ class Settings:
             "kv": os.path.relpath(self.kv, folder),
             "model": _absolute(self.model),
             "embed": _absolute(self.embed),
+            "adapter": self.adapter and _absolute(self.adapter),
         }
+        if not self.adapter:  # as it was written before there were any
+            del values["adapter"]
         self.path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -123,15 +128,17 @@ class Settings:
 
 
 def _absolute(name: str) -> str:
-    """A folder by its whole path, anything else as it is."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+    """A folder or a GGUF file by its whole path, anything else as it is."""
+    path = Path(name)
+    return str(path.resolve()) if path.is_dir() or path.suffix == ".gguf" else name
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `ingest` and `ask` share."""
     default = Settings()
     for name, text in (
-        ("model", f"hub id, folder, or tiny (default: {default.model})"),
+        ("model", f"hub id, folder, GGUF file, tiny or smollm2 (default: {default.model})"),
+        ("adapter", "folder of a PEFT adapter to put into the model"),
         ("kv", f"folder of the chunks' KV caches (default: {default.kv})"),
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),

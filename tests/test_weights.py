@@ -1,0 +1,479 @@
+"""What chunks are addressed by follows the weights, whoever changes them and however."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import access
+import pytest
+import torch
+from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from verdicts import REUSE, make_verdict
+from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+
+from kvcache_rag import (
+    Auxiliary,
+    Combination,
+    DiskStore,
+    Engine,
+    FullRecompute,
+    Gate,
+    InvalidInputError,
+    MemoryStore,
+    Reuse,
+    StoredChunk,
+)
+from kvcache_rag.models.weights import SAMPLE_ROUND, Weights, unwrapped
+
+Change = Callable[[Any], Any]
+
+# peft asks transformers by a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def adapted(name: str = "qwen2", seed: int = 0) -> PeftModel:
+    """A model with two LoRA adapters that matter."""
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(build(name), settings, adapter_name="one")
+    model.add_adapter("two", settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.set_adapter("one")
+    return model
+
+
+def make_engine(model: Any, **options: Any) -> Engine:
+    options = {"template": TEMPLATE, "store": MemoryStore(), **options}
+    return Engine(model, byte_tokenizer(), **options)
+
+
+def reused(engine: Engine, **options: Any) -> int:
+    return engine.generate(QUESTION, TEXTS, max_new_tokens=1, **options).metrics.reused_tokens
+
+
+def assert_as_new(engine: Engine) -> None:
+    """The engine computes what one does that was made of its model as it is now."""
+    fresh = make_engine(copy.deepcopy(engine.model))
+    assert error(engine.logits(QUESTION, TEXTS), fresh.logits(QUESTION, TEXTS)) < TOLERANCE
+    assert engine.spec == fresh.spec, "another process would not find the chunks"
+
+
+def merge_by_data(model: Any) -> None:
+    model.merge_adapter()
+
+
+def merge_safely(model: Any) -> None:
+    model.merge_adapter(safe_merge=True)
+
+
+def load_other(model: Any) -> None:
+    state = model.state_dict()
+    model.load_state_dict({k: v + 0.01 * torch.ones_like(v) for k, v in state.items()})
+
+
+def assign_other(model: Any) -> None:
+    state = {k: torch.nn.Parameter(v + 0.01) for k, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def optimiser_step(model: Any) -> None:
+    parameter = next(p for n, p in model.named_parameters() if "lora_A.one" in n)
+    parameter.requires_grad_(True)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def scale(model: Any) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("one", 0.5)
+
+
+def write_in_place(model: Any) -> None:
+    with torch.inference_mode():
+        next(p for n, p in model.named_parameters() if "v_proj" in n).mul_(1.5)
+
+
+def add_adapter(model: Any) -> None:
+    settings = LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    model.add_adapter("three", settings)
+    model.set_adapter("three")
+
+
+def exchange_adapter(model: Any) -> None:
+    """Another one of the same name, active as the one before was."""
+    settings = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model.set_adapter("two")
+    model.delete_adapter("one")
+    model.add_adapter("one", settings)
+    model.set_adapter("one")
+
+
+CHANGES: dict[str, Change] = {
+    "exchange": exchange_adapter,
+    "switch": lambda model: model.set_adapter("two"),
+    "disable": lambda model: model.base_model.disable_adapter_layers(),
+    "disable one layer": lambda model: next(
+        part for part in model.modules() if hasattr(part, "lora_A")
+    ).enable_adapters(False),
+    "scale": scale,
+    "merge": merge_by_data,
+    "merge safely": merge_safely,
+    "add": add_adapter,
+    "load_state_dict": load_other,
+    "load_state_dict, assigned": assign_other,
+    "optimiser": optimiser_step,
+    "in place": write_in_place,
+    "parameter exchanged": lambda model: setattr(
+        model.get_base_model().model.norm, "weight", torch.nn.Parameter(torch.ones(64))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_chunks_of_other_weights_are_never_reused(name: str) -> None:
+    engine = make_engine(adapted())
+    engine.add(TEXTS)
+    assert reused(engine)
+    before = engine.logits(QUESTION, TEXTS)
+    CHANGES[name](engine.model)
+    assert reused(engine) == 0, "a chunk of the weights before was reused"
+    assert reused(engine), "chunks of the weights as they are now were not kept"
+    matters = error(engine.logits(QUESTION, TEXTS), before) > TOLERANCE
+    assert matters != name.startswith("merge"), "merging only rounds; all else was to matter"
+    assert_as_new(engine)
+
+
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [
+        (CHANGES["switch"], lambda model: model.set_adapter("one")),
+        (CHANGES["disable"], lambda model: model.base_model.enable_adapter_layers()),
+        (
+            scale,
+            lambda model: [
+                m.set_scale("one", 1) for m in model.modules() if hasattr(m, "set_scale")
+            ],
+        ),
+    ],
+    ids=["switch", "disable", "scale"],
+)
+def test_chunks_of_weights_that_are_back_are_found_again(there: Change, back: Change) -> None:
+    engine = make_engine(adapted())
+    keys = engine.add(TEXTS)
+    there(engine.model)
+    other = engine.add(TEXTS)
+    assert not {*keys} & {*other}
+    back(engine.model)
+    assert engine.keys(TEXTS) == keys
+    assert reused(engine)
+    there(engine.model)
+    assert engine.keys(TEXTS) == other
+    assert_as_new(engine)
+
+
+def test_weights_that_are_loaded_again_have_their_chunks_again() -> None:
+    engine = make_engine(build("qwen2"))
+    keys = engine.add(TEXTS)
+    state = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    load_other(engine.model)
+    assert engine.keys(TEXTS) != keys
+    engine.model.load_state_dict(state)
+    assert engine.keys(TEXTS) == keys
+    assert reused(engine)
+
+
+def test_a_write_to_a_hub_model_is_a_key_of_its_own_however_small() -> None:
+    """Its identity at load is a sample of its weights, which need not hold what was written."""
+    model = build("qwen2", dtype=torch.bfloat16)
+    model.config._commit_hash, model.config._name_or_path = "abc", "some/model"
+    engine = make_engine(model)
+    specs = {engine.spec}
+    for column in range(3):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[1, column] += 1
+        specs.add(engine.spec)
+    assert len(specs) == 4
+
+
+@pytest.mark.parametrize("merge", [merge_by_data, merge_safely])
+def test_what_unmerging_leaves_is_digested_anew(merge: Change) -> None:
+    """It is not bit by bit what was there before, so its chunks have keys of their own."""
+    engine = make_engine(adapted())
+    engine.add(TEXTS)
+    merge(engine.model)
+    engine.add(TEXTS)
+    engine.model.unmerge_adapter()
+    assert_as_new(engine)
+    assert reused(engine)
+
+
+def test_a_merged_adapter_that_is_disabled_is_unmerged_by_the_forward_pass_itself() -> None:
+    engine = make_engine(adapted())
+    engine.model.merge_adapter()
+    engine.add(TEXTS)
+    engine.model.base_model.disable_adapter_layers()
+    assert reused(engine) == 0
+    assert_as_new(engine)
+
+
+def test_merge_and_unload_makes_another_model_of_the_first_one() -> None:
+    model = adapted()
+    inner = unwrapped(model)
+    engine = make_engine(inner)
+    engine.add(TEXTS)
+    assert model.merge_and_unload() is inner
+    assert reused(engine) == 0
+    assert_as_new(engine)
+
+
+def test_adapters_put_into_a_model_that_has_an_engine_already() -> None:
+    model = build("qwen2")
+    engine = make_engine(model)
+    engine.add(TEXTS)
+    get_peft_model(model, LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    assert reused(engine) == 0
+    assert_as_new(engine)
+
+
+def test_a_write_through_data_is_found_within_one_round_of_samples(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(build("qwen2"))
+    engine.add(TEXTS)
+    spec = engine.spec
+    parameters = dict(engine.model.named_parameters())
+    for number, (name, parameter) in enumerate(parameters.items()):
+        if number % 7:  # every seventh, for the time it takes
+            continue
+        parameter.data.mul_(1.25)
+        asked = 0
+        with caplog.at_level(logging.WARNING):
+            while engine.spec == spec:
+                asked += 1
+                assert asked <= SAMPLE_ROUND, f"a write to {name} was not found"
+        assert "weights_changed" in caplog.text
+        caplog.clear()
+        spec = engine.spec
+    assert_as_new(engine)
+
+
+def test_chunks_computed_before_such_a_write_was_found_are_dropped() -> None:
+    engine = make_engine(build("qwen2"))
+    engine.add(TEXTS[:1])
+    for _ in range(SAMPLE_ROUND):  # stored long before: to be kept
+        _ = engine.spec
+    old = engine.keys(TEXTS[:1])
+    weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    last = list(engine.model.parameters())[-2]
+    last.data.mul_(1.25)
+    wrong = engine.add(["of the weights behind it"])
+    for _ in range(SAMPLE_ROUND):
+        _ = engine.spec
+    assert engine.keys(TEXTS[:1]) != old
+    assert not engine.store.contains(wrong[0])
+    assert engine.store.contains(old[0])
+    engine.model.load_state_dict(weights)
+    assert engine.keys(TEXTS[:1]) == old
+
+
+def test_who_tells_of_a_write_has_no_wrong_answer() -> None:
+    engine = make_engine(build("qwen2"))
+    engine.add(TEXTS)
+    engine.model.get_input_embeddings().weight.data[-3:] *= 2  # no sample need see so few
+    engine.weights_changed()
+    assert reused(engine) == 0
+    assert_as_new(engine)
+    spec = engine.spec
+    engine.weights_changed()
+    assert engine.spec == spec, "nothing was written in fact"
+
+
+def test_a_stream_that_waited_for_another_answer_is_planned_anew() -> None:
+    engine = make_engine(adapted())
+    engine.add(TEXTS)
+    with access.lock(engine):  # another answer in progress
+        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=2)
+        time.sleep(0.1)
+        engine.model.set_adapter("two")
+    found = "".join(stream)
+    assert stream.metrics is not None
+    assert stream.metrics.reused_tokens == 0
+    assert found == make_engine(engine.model).generate(QUESTION, TEXTS, max_new_tokens=2).text
+
+
+def test_a_request_that_waited_for_another_answer_is_planned_anew() -> None:
+    engine = make_engine(adapted())
+    engine.add(TEXTS)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(engine.generate(QUESTION, TEXTS, max_new_tokens=1))
+        answers.append(engine.generate_batch([(QUESTION, TEXTS)], max_new_tokens=1)[0])
+
+    waiting = threading.Thread(target=ask)
+    with access.lock(engine):
+        waiting.start()
+        time.sleep(0.3)  # until it is planned
+        engine.model.set_adapter("two")
+    waiting.join(30)
+    assert answers[0].metrics.reused_tokens == 0
+    assert answers[1].metrics.reused_tokens > 0
+    assert_as_new(engine)
+
+
+def test_batches_namespaces_and_combinations_follow() -> None:
+    engine = make_engine(adapted())
+    tenant = engine.in_namespace("tenant")
+    batch = [(QUESTION, TEXTS), (QUESTION, TEXTS[:1])]
+    for asked in (engine, tenant):
+        asked.add(TEXTS)
+        asked.add_combination([TEXTS])
+        assert reused(asked, policy=Combination())
+    engine.model.set_adapter("two")
+    for asked in (engine, tenant):
+        assert asked.needed(TEXTS, Reuse()) == asked.keys(TEXTS)
+        assert reused(asked, policy=Combination()) == 0
+        found = asked.generate_batch(batch, max_new_tokens=1)
+        assert found[0].metrics.reused_tokens == 0
+        assert reused(asked, policy=Combination())
+    assert engine.spec == tenant.spec == engine.in_namespace("third").spec
+
+
+def test_references_follow() -> None:
+    engine = make_engine(adapted())
+    one = engine.add(TEXTS[:1])[0]
+    engine.model.set_adapter("two")
+    two = engine.add(TEXTS[:1])[0]
+    engine.model.set_adapter("one")
+    assert engine.reference(one.digest, one.spec, one.tokens) == one
+    answer = engine.generate(QUESTION, [StoredChunk(two, TEXTS[0])], max_new_tokens=1)
+    assert answer.metrics.reused_tokens == one.tokens
+    assert engine.explain(QUESTION, [one]).reused_tokens == one.tokens
+
+
+def test_a_verdict_counts_for_the_weights_that_it_is_about() -> None:
+    model = adapted()
+    verdict = make_verdict(make_engine(model).identity, {REUSE: 1.0})
+    engine = make_engine(model, gate=Gate(verdict))
+    engine.add(TEXTS)
+    assert reused(engine)
+    model.set_adapter("two")
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    assert "fell back to FullRecompute()" in answer.metrics.gate
+    model.set_adapter("one")
+    assert reused(engine)
+
+
+def test_an_auxiliary_model_follows() -> None:
+    engine = make_engine(adapted())
+    auxiliary = Auxiliary(engine)
+    before = auxiliary.scores(QUESTION, TEXTS)
+    engine.model.set_adapter("two")
+    after = auxiliary.scores(QUESTION, TEXTS)
+    fresh = Auxiliary(make_engine(copy.deepcopy(engine.model))).scores(QUESTION, TEXTS)
+    assert all(map(torch.allclose, after, fresh))
+    assert not all(map(torch.allclose, before, after))
+
+
+def test_an_auxiliary_that_is_the_model_itself_never_waits_for_its_own_answer() -> None:
+    engine = make_engine(adapted())
+    auxiliary = Auxiliary(engine)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(auxiliary.scores(QUESTION, TEXTS)))
+    with access.lock(engine):  # an answer in progress
+        engine.model.set_adapter("two")
+        thread.start()
+        thread.join(30)
+        assert found
+
+
+def test_chunks_on_disk_are_found_by_a_process_with_the_same_weights(tmp_path: Any) -> None:
+    first = make_engine(adapted(), store=DiskStore(tmp_path))
+    first.model.set_adapter("two")
+    first.add(TEXTS)
+    second = make_engine(adapted(), store=DiskStore(tmp_path))
+    assert reused(second) == 0
+    second.model.set_adapter("two")
+    assert reused(second)
+
+
+def test_a_model_that_was_cast_is_refused_in_one_sentence() -> None:
+    engine = make_engine(build("qwen2"))
+    engine.model.to(torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match=r"float32 on cpu .*bfloat16 on cpu now"):
+            engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+
+
+def test_learned_prompts_are_refused_in_one_sentence() -> None:
+    model = get_peft_model(
+        build("qwen2"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    )
+    with pytest.raises(InvalidInputError, match="learned tokens before every prompt"):
+        make_engine(model)
+
+
+def test_a_peft_model_answers_as_its_own_forward_pass() -> None:
+    model = adapted()
+    engine = make_engine(model)
+    ids = engine.tokenize(QUESTION, TEXTS[:1])
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor([ids.all])).logits[0, -len(ids.query) :].float()
+    assert error(engine.logits(QUESTION, TEXTS[:1]), plain) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *REFUSED])
+def test_answering_changes_no_weights(name: str) -> None:
+    """A family whose forward pass wrote its buffers would be digested before every question."""
+    model = build(name)
+    weights = Weights(model)
+    identity = weights.identity
+    engine = make_engine(model)
+    engine.generate(QUESTION, TEXTS, max_new_tokens=2, policy=FullRecompute())
+    assert weights.are_unchanged()
+    assert weights.follow() is identity
+
+
+@pytest.mark.parametrize("make", [lambda: build("qwen2"), lambda: unwrapped(adapted())])
+def test_a_comparison_calls_no_python_per_weight(make: Any) -> None:
+    weights, calls = Weights(make()), []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        found = weights.are_unchanged()
+    finally:
+        sys.setprofile(None)
+    assert found
+    assert len(calls) <= 2
+
+
+def test_off_the_processor_a_sample_is_one_comparison() -> None:
+    weights = Weights(build("qwen2"))
+    weights._snapshot = replace(weights._snapshot, is_on_cpu=False)
+    for _ in range(SAMPLE_ROUND):
+        assert weights.are_unchanged()
+    next(weights._model.parameters()).data.mul_(2)
+    assert not all(weights.are_unchanged() for _ in range(SAMPLE_ROUND))
+
+
+def test_weights_made_in_inference_mode_have_no_count_of_writes() -> None:
+    with torch.inference_mode():
+        model = build("qwen2")
+    engine = make_engine(model)
+    engine.add(TEXTS)
+    assert reused(engine)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
+    assert reused(engine) == 0
