@@ -140,7 +140,9 @@ def test_a_query_of_a_single_token(engine: Engine, behind: Behind) -> None:
     full = replace(made, policy=FullRecompute())
     prompts = [Prompt(one.rounds[0], one.query[-1:], one) for one in (made, full)]
     with torch.inference_mode():
-        found, expected = (answerer.answer(prompt, 0.0, None, None) for prompt in prompts)
+        found, expected = (
+            answer for prompt in prompts for answer in answerer.answers([prompt], 0.0, None, None)
+        )
     assert found.token_ids == expected.token_ids
     assert error(answerer.logits(prompts[0]), answerer.logits(prompts[1])) < 1e-3
 

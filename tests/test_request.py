@@ -138,14 +138,14 @@ def test_each_round_of_refine_is_a_prompt_of_its_own(
 ) -> None:
     answerer = access.answerer(small)
     seen: list[Any] = []
-    one_prompt = answerer.answer
+    answers = answerer.answers
 
-    def watched(prompt: Any, *rest: Any) -> Any:
-        answer = one_prompt(prompt, *rest)
-        seen.append((prompt, answer))
-        return answer
+    def watched(prompts: Any, *rest: Any) -> Any:
+        found = answers(prompts, *rest)
+        seen.extend(zip(prompts, found, strict=True))
+        return found
 
-    monkeypatch.setattr(answerer, "answer", watched)
+    monkeypatch.setattr(answerer, "answers", watched)
     final = small.generate("Who?", texts(6), max_new_tokens=NEW, overflow="refine")
     assert final.metrics.rounds == len(seen)
     decoded = [small.tokenizer.decode(list(prompt.query)) for prompt, _ in seen]

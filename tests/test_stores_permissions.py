@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from kvcache_rag.cli import main
 from kvcache_rag.codecs import CODECS
+from kvcache_rag.commands import store as store_command
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import spec_digest
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore, notices
@@ -326,8 +328,17 @@ def test_what_cannot_be_changed_is_said_and_the_rest_done(
         path.chmod(0o755 if path.is_dir() else 0o644)
         if not path.name.endswith(".safetensors"):
             os.chown(path, 65534, 65534)
+    # All is imported by now: a stranger may not read where packages are installed.
+    parser = argparse.ArgumentParser()
+    store_command.add_arguments(parser)
+    arguments = parser.parse_args(["fix-permissions", str(folder)])
+    warm = stranger / "warm"
+    warm.mkdir(0o700)
+    assert fixed(str(warm)) == 0
     os.seteuid(65534)
-    assert fixed(str(folder)) == 1
-    os.seteuid(0)
+    try:
+        assert store_command.run(arguments) == 1
+    finally:
+        os.seteuid(0)
     assert list(modes(folder)) == [str(p.relative_to(folder)) for p in folder.rglob("*.saf*")]
     assert "Operation not permitted" in capsys.readouterr().out

@@ -133,12 +133,6 @@ class Answerer:
         if prompt.chunks and not self.is_full(prompt):
             _ = self.model.measured
 
-    def answer(
-        self, prompt: Prompt, started: float, emit: Emit | None, cancelled: threading.Event | None
-    ) -> Answer:
-        """Answer one prompt, handing text on as it comes."""
-        return self.answers([prompt], started, emit, cancelled)[0]
-
     def answers(
         self,
         prompts: Sequence[Prompt],
