@@ -42,9 +42,12 @@ test: $(VENV)/.installed-dev ## Run all tests but the long ones
 notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with their kept outputs
 	$(BIN)/pytest notebooks -q -n 0
 
+# Those that measure how long others wait, or use both processors themselves, run alone.
+ALONE := $(addprefix tests/soak/test_,$(addsuffix .py,fuzz quota_soak serve_bodies_soak serve_prefetch_processes serve_replicas))
+
 soak: $(VENV)/.installed-dev ## Run the long tests
-	@if [ -n "$(wildcard tests/soak/test_*.py)" ]; then $(BIN)/pytest tests/soak -q; \
-	else echo "tests/soak has no tests"; fi
+	$(BIN)/pytest tests/soak -q -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
+	$(BIN)/pytest $(ALONE) -q
 
 soak-long: $(VENV)/.installed-dev ## Run the long tests as often as a release wants: half an hour
 	$(BIN)/pytest tests/soak -q --long

@@ -1,4 +1,4 @@
-"""Every target for a minute, two at a time; with `--long` as many inputs as a release wants."""
+"""Every target for a minute, side by side; with `--long` as many inputs as a release wants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_input_breaks_a_law(amount: Amount, capsys: pytest.CaptureFixture[str
             return fuzzing.fuzz(name, engine, executions=EXECUTIONS[name])
         return fuzzing.fuzz(name, engine, seconds=SECONDS)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2 if amount.is_long else len(TARGETS)) as pool:
         runs = list(pool.map(run, TARGETS))
     with capsys.disabled():
         print("", *runs, sep="\n")  # noqa: T201 - what `make soak` is to show
