@@ -124,11 +124,11 @@ class CountedConnection(Connection):
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
-        super().on_body(body)  # type: ignore[misc]
+        super().on_body(body)  # type: ignore[misc]  # as above
 
     def on_message_complete(self) -> None:
         self._head = 0
-        super().on_message_complete()  # type: ignore[misc]
+        super().on_message_complete()  # type: ignore[misc]  # as above
 
     def _room(self) -> int:
         return HEAD - self._head
@@ -157,7 +157,7 @@ def patient(limit: float, http: str = AUTO) -> type[Connection]:
     implementation: Any = import_from_string(places[http])
     kind: Any = CountedConnection if hasattr(implementation, "on_body") else Connection
 
-    class Configured(kind, implementation):  # type: ignore[misc]
+    class Configured(kind, implementation):  # type: ignore[misc]  # known when run
         patience = limit
 
     return Configured

@@ -161,7 +161,7 @@ class SigningKey:
             return cls.from_environment()
         if isinstance(source, (str, os.PathLike)):
             return cls.from_file(source)
-        return source if isinstance(source, cls) else cls(source)  # type: ignore[arg-type]
+        return source if isinstance(source, cls) else cls(source)  # type: ignore[arg-type]  # bytes by now
 
     @classmethod
     def from_environment(cls) -> SigningKey | None:

@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # not typed
 
 from kvcache_rag.stores import notices
 from kvcache_rag.stores.disk.folders import NEW, check_folder, make_folder, open_file
