@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.finetune.attention import use_tiled_attention
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
@@ -88,6 +89,8 @@ class Learner:
             )
         adapter = TransformersModel(model, packed_attention=False)
         adapter.measured.ensure_movable()
+        if config.attention is None:
+            use_tiled_attention(model)
         learner = cls(
             adapter,
             tokenizer,
