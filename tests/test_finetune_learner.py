@@ -12,7 +12,8 @@ from torch import Tensor
 from zoo import FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
-from kvcache_rag.finetune import FinetuneConfig, ReaderData
+from kvcache_rag.finetune import FinetuneConfig, ReaderData, attention
+from kvcache_rag.finetune.attention import use_tiled_attention
 from kvcache_rag.finetune.learner import Learner, answer_loss
 from kvcache_rag.finetune.packing import IGNORED, lay_out
 from kvcache_rag.finetune.sources import Encoded, Encoder, PlainSample, QAPair, QASample, TargetSpan
@@ -22,6 +23,13 @@ from kvcache_rag.prompt.renderer import PromptRenderer
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 TEXTS = ("dada fe hcab gah bdc", "ab hhg fedc abcd aabb hgf edcb gh fa bcade fg", "gfah bcd" * 6)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE", 16)  # so that these short samples have several
+
+
 SAMPLE = QASample(
     TEXTS, (QAPair("Who?", "fe"), QAPair("What is it that they saw?", "hgf edcb"), QAPair("x", "y"))
 )
@@ -31,6 +39,7 @@ def make_learner(name: str, positions: Any = "reordered", **settings: Any) -> Le
     """A learner of a model that is not on disk."""
     config = FinetuneConfig("unused", Path("unused"), ReaderData(), positions=positions, **settings)
     adapter = TransformersModel(build(name), packed_attention=False)
+    use_tiled_attention(adapter.model)
     return Learner(adapter, byte_tokenizer(), TEMPLATE, True, config, torch.float32)
 
 

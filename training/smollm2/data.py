@@ -85,7 +85,7 @@ def learned(squad: Squad) -> Iterator[Row]:
     """Rows to train on; rows of one context have the same documents."""
     golds = [gold for gold in squad.contexts if not is_apart(gold)]
     for number, gold in enumerate(golds):
-        rng = random.Random(f"smollm2/{gold}")  # noqa: S311  # a draw of data, not a secret
+        rng = random.Random(f"smollm2/{gold}")  # a draw of data, not a secret
         documents = squad.contexts[gold]
         own = squad.asked[gold]
         others = [
@@ -145,9 +145,7 @@ def _foreign(
             return question
 
 
-def _without(
-    squad: Squad, gold: str, golds: Sequence[str], rng: random.Random
-) -> tuple[str, ...]:
+def _without(squad: Squad, gold: str, golds: Sequence[str], rng: random.Random) -> tuple[str, ...]:
     """The context with another paragraph, that has no answer, where the gold one was."""
     answers = [answer for _, each in squad.asked[gold] for answer in each]
     documents = squad.contexts[gold]
@@ -220,7 +218,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder that holds train/")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    print(write(arguments.data, arguments.out))
+    sys.stdout.write(f"{write(arguments.data, arguments.out)}\n")
     return 0
 
 

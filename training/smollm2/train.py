@@ -10,6 +10,7 @@ control: equal steps on equal samples under full attention.  A stopped run goes 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Final
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     report = train(arguments.mask, arguments.data, arguments.out, seed=arguments.seed)
-    print(report.to_json())
+    sys.stdout.write(json.dumps(report.to_json(), indent=1) + "\n")
     return 0
 
 

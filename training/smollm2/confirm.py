@@ -1,0 +1,261 @@
+"""Whether fine-tuning for stitching held: asked once, of the adapter as it is published.
+
+    python -m training.smollm2.confirm --data DATA --block FOLDER --control FOLDER \
+        --work build/smollm2/confirm --out benchmarks/results/smollm2_confirmation.json
+
+The set: the 4,143 questions of `squad_queries` (SQuAD v1.1's development half), each with its
+paragraph of `squad_corpus` and four distractors, two of the same article and two of others, none of
+which holds an answer to a question of the paragraph; ordered by hash, all questions of a paragraph
+over the same five.  No paragraph of it was trained on.  Full prefill's cache of a context is made
+once (`Combination`): the same logits.
+
+Ways: stitched and full prefill of the model as it came ("base"), with the adapter ("block"), and
+with the control's ("control": as many steps under full attention), and each without documents.
+F1 and containment (`substring_match` of normalised texts); intervals by a bootstrap over
+paragraphs.  Bars, in points of F1:
+
+- stitched after - stitched before: interval above 0,
+- stitched after - the control's full prefill: lower bound above -3,
+- the control's full prefill - the control without documents: interval above 0.
+
+Answers are kept in `--work` as they come, so a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from benchmarks.machine import described
+from kvcache_rag.engine import Engine
+from kvcache_rag.evaluation.runner import evaluate, make_cells
+from kvcache_rag.policies import Combination, LegoLink, Reuse
+from kvcache_rag.scoring.ask import Records
+from kvcache_rag.scoring.metrics import best, f1_longbench, normalised, substring_match
+from kvcache_rag.scoring.question import Question, Task
+from kvcache_rag.scoring.statistics import Comparison, mean_interval, paired_bootstrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvcache_rag.scoring.ask import Cell, Record
+
+SAME, OTHER = 2, 2
+MAX_NEW_TOKENS: Final = 32
+CONFIRM, CLOSED = "confirmation", "closed book"
+STITCHED, FULL, LEGOLINK = "reordered", "full prefill", "LegoLink 16"
+METRICS: Final = ("f1", "contains")
+
+
+def questions(data: Path) -> list[Question]:
+    """The set, in the file's order.
+
+    Raises:
+        OSError: If the data are missing.
+    """
+    corpus = {row["id"]: row for row in _lines(data / "squad_corpus.jsonl")}
+    asked = list(_lines(data / "squad_queries.jsonl"))
+    answers: dict[str, list[str]] = {}
+    for row in asked:
+        answers.setdefault(row["gold"], []).extend(row["answers"])
+    contexts = {gold: _context(gold, corpus, known) for gold, known in answers.items()}
+    return [
+        Question(
+            id=row["id"],
+            question=row["question"],
+            chunks=tuple(corpus[place]["text"] for place in contexts[row["gold"]]),
+            answers=tuple(row["answers"]),
+            relevant=(contexts[row["gold"]].index(row["gold"]),),
+        )
+        for row in asked
+    ]
+
+
+def _context(
+    gold: str, corpus: Mapping[str, Mapping[str, str]], answers: Sequence[str]
+) -> tuple[str, ...]:
+    """The paragraph and its distractors, ordered by hash."""
+    wanted = [answer.lower() for answer in answers]
+    free = [
+        place
+        for place, row in corpus.items()
+        if place != gold and not any(answer in row["text"].lower() for answer in wanted)
+    ]
+    rng = random.Random(f"confirmation/{gold}")  # a draw of data, not a secret
+    title = corpus[gold]["title"]
+    near = [place for place in free if corpus[place]["title"] == title]
+    far = [place for place in free if corpus[place]["title"] != title]
+    chosen = rng.sample(near, min(SAME, len(near)))
+    chosen += rng.sample(far, SAME + OTHER - len(chosen))
+    return tuple(sorted([gold, *chosen], key=lambda place: _hash(gold + place)))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def task(name: str, rows: Sequence[Question]) -> Task:
+    """Questions scored by SQuAD's F1, and by whether they contain an answer."""
+
+    def measure(answer: str, question: Question) -> tuple[float, ...]:
+        wanted = [normalised(reference) for reference in question.answers]
+        contains = substring_match(normalised(answer), [wanted])
+        return best(f1_longbench, answer, question.answers), contains
+
+    def draw(n: int | None, _seed: int, _k: int | None) -> list[Question]:
+        return list(rows[:n])
+
+    return Task(name, METRICS, "", MAX_NEW_TOKENS, draw, measure)
+
+
+def cells(parts: Sequence[str]) -> dict[str, tuple[Cell, ...]]:
+    """Ways to answer with documents, and without, of each model in `parts`."""
+    ways = {
+        "base": {STITCHED: Reuse(), FULL: Combination()},
+        "block": {STITCHED: Reuse(), FULL: Combination(), LEGOLINK: LegoLink(16)},
+        "control": {FULL: Combination(), STITCHED: Reuse()},
+    }
+    return {part: make_cells(ways[part], (part,)) for part in parts}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One model answering in one way."""
+
+    task: str
+    model: str
+    policy: str
+
+
+BARS: Final = {
+    "a": (Way(CONFIRM, "block", STITCHED), Way(CONFIRM, "base", STITCHED), 0.0),
+    "b": (Way(CONFIRM, "block", STITCHED), Way(CONFIRM, "control", FULL), -0.03),
+    "c": (Way(CONFIRM, "control", FULL), Way(CLOSED, "control", FULL), 0.0),
+}
+
+
+def results(records: Records) -> dict[str, Any]:
+    """Scores of each way, the bars, and every difference that the bars are about."""
+    ways: dict[Way, dict[str, Record]] = {}
+    for row in records.rows:
+        way = Way(row.place.task, row.place.model, row.place.policy)
+        ways.setdefault(way, {})[row.place.question] = row
+    clusters = {
+        row.place.question: row.cluster for row in records.rows if row.place.task == CONFIRM
+    }
+    scores = [
+        {**vars(way), "n": len(rows), **_means(rows.values(), clusters)}
+        for way, rows in ways.items()
+    ]
+    bars = {
+        name: _bar(ways[first], ways[second], least, clusters)
+        for name, (first, second, least) in BARS.items()
+        if first in ways and second in ways
+    }
+    return {"scores": scores, "bars": bars}
+
+
+def _means(rows: Any, clusters: Mapping[str, str]) -> dict[str, Any]:
+    rows = list(rows)
+    groups = [clusters.get(row.place.question, "") for row in rows]
+    found = {}
+    for metric in METRICS:
+        interval = mean_interval([row.scores[metric] for row in rows], groups)
+        found[metric] = [interval.value, interval.low, interval.high]
+    return found
+
+
+def _bar(
+    first: Mapping[str, Record],
+    second: Mapping[str, Record],
+    least: float,
+    clusters: Mapping[str, str],
+) -> dict[str, Any]:
+    both = [name for name in first if name in second]
+    found: dict[str, Any] = {"n": len(both), "least": least}
+    for metric in METRICS:
+        compared = difference(
+            [first[name].scores[metric] for name in both],
+            [second[name].scores[metric] for name in both],
+            [clusters[name] for name in both],
+        )
+        found[metric] = [compared.difference, compared.low, compared.high]
+    found["holds"] = found["f1"][1] > least
+    return found
+
+
+def difference(
+    first: Sequence[float], second: Sequence[float], paragraphs: Sequence[str]
+) -> Comparison:
+    """Paired, resampled by paragraph."""
+    return paired_bootstrap(first, second, paragraphs)
+
+
+def _opened(adapter: Path | None) -> Callable[[], Engine]:
+    return lambda: Engine.from_pretrained("smollm2", dtype=torch.bfloat16, adapter=adapter)
+
+
+def main() -> int:
+    """Ask, and write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--block", type=Path, help="the adapter's folder")
+    parser.add_argument("--control", type=Path, help="the control's")
+    parser.add_argument("--parts", nargs="+", default=["block", "base", "control"])
+    parser.add_argument("--work", type=Path, required=True, help="answers, as they come")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--n", type=int, help="questions (all); fewer for a trial")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    models = {
+        "base": _opened(None),
+        "block": _opened(arguments.block),
+        "control": _opened(arguments.control),
+    }
+    rows = questions(arguments.data)
+    closed = [Question(row.id, row.question, (), row.answers) for row in rows]
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    gathered: list[Record] = []
+    started = time.time()
+    for part, ways in cells(arguments.parts).items():
+        for name, asked, how in (
+            (CONFIRM, rows, ways),
+            (CLOSED, closed, make_cells({FULL: Reuse()}, (part,))),
+        ):
+            records = evaluate(
+                [task(name, asked)],
+                how,
+                models=models,
+                n=arguments.n,
+                file=arguments.work / f"{part}-{name.replace(' ', '-')}.jsonl",
+                timed=0,
+                show_progress=sys.stderr.isatty(),
+            )
+            gathered.extend(records.rows)
+    found = {
+        **described("cpu", arguments.threads),
+        "seconds": round(time.time() - started),
+        **results(Records(tuple(gathered))),
+    }
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(found["bars"], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
