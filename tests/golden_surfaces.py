@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MOVES: Final = ROOT / "tools" / "moves.csv"
 PROJECTS: Final = {
     "kvcache-rag": ROOT / "pyproject.toml",
+    "kvcache-rag-smollm2": ROOT / "integrations/kvcache-rag-smollm2/pyproject.toml",
     "langchain-kvcache-rag": ROOT / "integrations/langchain-kvcache-rag/pyproject.toml",
     "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
 }
@@ -199,6 +200,8 @@ def entry_point_targets() -> Iterator[tuple[str, str, Any]]:
         project = _toml(path)["project"]
         groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
         for group, points in groups.items():
+            if group == "kvcache_rag.adapters":  # leads to a folder
+                continue
             for name, target in points.items():
                 module, _, attribute = target.partition(":")
                 value = import_module(module)

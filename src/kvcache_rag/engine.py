@@ -191,7 +191,7 @@ class Engine:
             model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
             tokenizer: A loaded one, or the name of one; None for the model's own.
             gguf_file: Name of a GGUF file in that folder or on the hub.
-            adapter: Folder of a PEFT adapter to put into the model.
+            adapter: PEFT adapter to put into the model, a folder or an installed name.
             options: Further arguments of `Engine`.
 
         Raises:

@@ -61,6 +61,11 @@ def _path(value: Any) -> str:
     return str(os.fspath(value))
 
 
+def _adapter(value: Any) -> str:
+    # `Path("block")` is a folder, the text "block" the name of an installed adapter.
+    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
+
+
 class ChatSettings(BaseChatModel):
     """What `ChatKVCache` can be told.
 
@@ -86,7 +91,7 @@ class ChatSettings(BaseChatModel):
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        adapter: Folder of a PEFT adapter to put into the model.
+        adapter: PEFT adapter to put into the model, a folder or an installed name.
         system_prompt: Instruction before the documents, instead of the template's; part of every
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
@@ -114,7 +119,7 @@ class ChatSettings(BaseChatModel):
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
-    adapter: Annotated[str, BeforeValidator(_path)] | None = None
+    adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None

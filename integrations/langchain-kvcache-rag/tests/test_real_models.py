@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from kvcache_rag import Engine, InvalidInputError
 from langchain_kvcache_rag import ChatKVCache
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -36,3 +33,10 @@ def test_the_chat_model_takes_a_gguf_file_and_an_adapter(
     assert adapted.invoke("who?").content
     with pytest.raises(InvalidInputError, match="adapter belong"):
         ChatKVCache(engine=plain, adapter=tmp_path / "adapter")
+
+
+def test_the_name_of_an_adapter_stays_one_and_a_path_is_a_folder() -> None:
+    assert ChatKVCache(model="smollm2", adapter="block").adapter == "block"
+    assert ChatKVCache(model="smollm2", adapter="./block").adapter == "./block"
+    by_path = ChatKVCache(model="smollm2", adapter=Path("block"))
+    assert by_path.adapter == str(Path.cwd() / "block")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -12,9 +12,7 @@ from peft import LoraConfig, get_peft_model
 from kvcache_rag import Engine
 from kvcache_rag.cli import main
 from llama_index.kvcache_rag import KVCacheLLM
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from llama_index.kvcache_rag.commands.corpus import Settings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 
@@ -47,6 +45,21 @@ def test_the_llm_takes_a_gguf_file_and_an_adapter(tmp_path: Path) -> None:
     adapted = KVCacheLLM(model_name=str(path), adapter=tmp_path / "adapter")
     assert adapted.engine.spec not in ("", spec)
     assert json.loads(adapted.to_json())["adapter"] == str(tmp_path / "adapter")
+
+
+def test_the_name_of_an_adapter_stays_one_and_a_path_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert KVCacheLLM(model_name="smollm2", adapter="block").adapter == "block"
+    assert KVCacheLLM(model_name="smollm2", adapter="./block").adapter == "./block"
+    by_path = KVCacheLLM(model_name="smollm2", adapter=Path("block"))
+    assert by_path.adapter == str(tmp_path / "block")
+    (tmp_path / "block").mkdir()
+    for adapter, kept in (("block", "block"), ("./block", str(tmp_path / "block"))):
+        settings = Settings(adapter=adapter)
+        settings.save()
+        assert json.loads(settings.path.read_text())["adapter"] == kept
 
 
 def test_ingest_and_ask_take_a_gguf_file(

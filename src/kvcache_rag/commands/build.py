@@ -107,7 +107,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system-prompt", help="instruction, instead of the template's own")
     add_signing_key(group)
     group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
-    group.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
 
 
@@ -164,11 +164,12 @@ def _check(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace) -> BuildSettings:
     from kvcache_rag.corpus.worker import BuildSettings
     from kvcache_rag.integration.engine import is_url, template_in
+    from kvcache_rag.models.adapters import lasting_adapter
 
     store = arguments.store
     return BuildSettings(
         model=_found_anywhere(arguments.model),
-        adapter=arguments.adapter and os.path.abspath(arguments.adapter),
+        adapter=arguments.adapter and lasting_adapter(arguments.adapter),
         # Workers may stand in another folder.
         store=store if is_url(store) else os.path.abspath(store),
         codec=arguments.codec,

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
     )
     compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
-    compared.add_argument("--adapter", metavar="DIR", help="PEFT folder, put into each model")
+    compared.add_argument("--adapter", metavar="NAME", help="PEFT adapter, put into each model")
     compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
     compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     compared.add_argument(

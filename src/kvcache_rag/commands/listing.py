@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # How commands say what a model and an adapter may be.
 MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
-ADAPTER: Final = "folder of a PEFT adapter to put into the model"
+ADAPTER: Final = "PEFT adapter for the model: folder, or an installed name such as block"
 
 # transformers reads them when it is imported.
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

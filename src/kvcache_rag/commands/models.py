@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help=_CHECK, description=_CHECK)
     check.add_argument("model", help=MODEL)
-    check.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    check.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     check.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     check.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype to load; auto: as it was saved"

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the texts, the model and how they are cut."""
     parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
     parser.add_argument("--model", default="tiny", help=f"{MODEL} (default: tiny)")
-    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--codec", choices=CODECS, default="native", help="form on disk")
     parser.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")

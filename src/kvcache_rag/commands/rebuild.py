@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the store, the collections and what shall serve them from now on."""
     parser.add_argument("folder", metavar="DIR", help="folder of the store")
     parser.add_argument("--model", required=True, help=MODEL)
-    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--dtype", help="such as bfloat16 (default: as it was saved)")
     parser.add_argument(

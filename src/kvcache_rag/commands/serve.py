@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def add_model_arguments(group: Any) -> None:
     """Declare what is served."""
     group.add_argument("--model", dest="model_option", metavar="MODEL", help="as MODEL")
-    group.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     group.add_argument("--served-name", metavar="NAME", help="its name in requests")
     group.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", help="dtype to load (default: as it was saved)")

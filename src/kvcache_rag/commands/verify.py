@@ -41,7 +41,7 @@ FAILED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, questions, policies and where the verdict goes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--adapter", metavar="DIR", help=ADAPTER)
+    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--questions",

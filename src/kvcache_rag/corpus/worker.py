@@ -43,7 +43,7 @@ class BuildSettings:
         dtype: "auto" for the checkpoint's own.
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         signing_key: File of the store's key, on every machine that works; None for that of the
             environment, or none.
     """

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.rows import Scalar as Scalar
     from kvcache_rag.integration.rows import Where as Where
     from kvcache_rag.integration.rows import flat as flat
+    from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
 else:
     from kvcache_rag.exports import lazy_names
 

@@ -33,7 +33,7 @@ class EngineSettings:
         model: Hub id, folder, GGUF file, "tiny" or "smollm2"; or a loaded transformers or PEFT
             model.
         tokenizer: A loaded one or a name; None for the model's own.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         dtype: "auto" for the checkpoint's own.
         device: "cpu", "cuda", ...; None for CUDA if there is one.
         revision: Commit, branch or tag of a model on the hub; None for its default.
@@ -119,18 +119,18 @@ class EngineSettings:
         )
 
     def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
-        from kvcache_rag.models.adapters import with_adapter
+        from kvcache_rag.models.adapters import adapter_template, with_adapter
         from kvcache_rag.models.pretrained import load
 
         tokenizer = self._load_tokenizer()
         if self._is_loaded:
             if tokenizer is None:
                 raise InvalidInputError("a loaded model needs its tokenizer= too")
-            model = self.model
-            if self.adapter is not None:
-                name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-                model = with_adapter(model, self.adapter, name)
-            return model, tokenizer, None
+            if self.adapter is None:
+                return self.model, tokenizer, None
+            name = str(getattr(self.model, "name_or_path", "") or type(self.model).__name__)
+            model = with_adapter(self.model, self.adapter, name)
+            return model, tokenizer, adapter_template(self.adapter)
         revision = {"revision": self.revision} if self.revision else {}
         return load(
             self.model,
@@ -248,7 +248,7 @@ def open_engine(
         rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
         signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
             (`KVCACHE_RAG_SIGNING_KEY`), or none.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
 
     Raises:
         InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its

@@ -1,18 +1,140 @@
-"""PEFT adapters from their folders."""
+"""PEFT adapters from their folders, or by the names that installed packages give them."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import warnings
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name
+from kvcache_rag.prompt.template import PromptTemplate
 
-if TYPE_CHECKING:
-    import os
+_LOG = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+
+GROUP: Final = "kvcache_rag.adapters"
+"""Entry points that give adapters their names; each says in which package's folder one lies."""
+
+PACKAGED_ADAPTERS: Final = {"block": "kvcache-rag-smollm2"}
+"""Packages of ours by the names of their adapters, which mean these, installed or not."""
+
+# What was warned of: an adapter's folder, and the model that it was put into.
+_WARNED: Final[set[tuple[str, str]]] = set()
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model on which an adapter was trained, as the adapter's folder may say it.
+
+    Attributes:
+        model: What it is called.
+        sha256: Digest of its GGUF file.
+    """
+
+    model: str
+    sha256: str
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterBase | None:
+        """What the folder of an adapter says; None if it says nothing.
+
+        Raises:
+            InvalidInputError: If its file is not of this form.
+        """
+        path = folder / BASE
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(check_name("model", values["model"]), check_name("digest", values["sha256"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(
+                f'{path} is not of the form {{"model": "name", "sha256": "digest of its file"}}'
+            ) from error
+
+
+def adapter_folder(adapter: str | os.PathLike[str]) -> Path:
+    """The folder of an adapter.
+
+    Args:
+        adapter: A folder, or as a text without a separator the name of an installed one, which
+            stands before a folder of that name.
+
+    Raises:
+        InvalidInputError: If it is the name of one that is not installed, or that several packages
+            claim.
+    """
+    if isinstance(adapter, os.PathLike):
+        return Path(adapter).expanduser()
+    name = check_name("adapter", adapter)
+    points = _points(name)
+    if points:
+        return _installed(name, points)
+    folder = Path(name).expanduser()
+    if name in PACKAGED_ADAPTERS:
+        hint = f" (the folder is ./{name})" if folder.is_dir() else ""
+        raise InvalidInputError(
+            f"the adapter {name!r} comes with a package that is not installed: "
+            f"pip install {PACKAGED_ADAPTERS[name]}{hint}"
+        )
+    if _is_word(name) and not folder.exists():
+        known = ", ".join(sorted({*PACKAGED_ADAPTERS, *entry_points(group=GROUP).names}))
+        raise InvalidInputError(
+            f"there is no adapter {name!r}: no folder, and none of the names {known}"
+        )
+    return folder
+
+
+def lasting_adapter(adapter: str | os.PathLike[str]) -> str:
+    """An adapter as a text that means the same in another folder: a name, or a whole path."""
+    if isinstance(adapter, str) and (adapter in PACKAGED_ADAPTERS or _points(adapter)):
+        return adapter
+    return os.path.abspath(os.path.expanduser(adapter))
+
+
+def adapter_template(adapter: str | os.PathLike[str]) -> PromptTemplate | None:
+    """The prompt template that an adapter brings along in its folder, if any."""
+    return PromptTemplate.load(adapter_folder(adapter))
+
+
+def _is_word(name: str) -> bool:
+    return not name.startswith((".", "~")) and os.path.basename(name) == name != ""
+
+
+def _points(name: str) -> list[EntryPoint]:
+    """The entry points of a name, which a text with a separator never is."""
+    return [*entry_points(group=GROUP, name=name)] if _is_word(name) else []
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.value if point.dist is None else str(point.dist.name)
+
+
+def _installed(name: str, points: list[EntryPoint]) -> Path:
+    owners = sorted({_owner(point) for point in points})
+    if len(owners) > 1:
+        raise InvalidInputError(
+            f"the adapter {name!r} is claimed by the packages {' and '.join(owners)}; "
+            "uninstall all but one, or name a folder"
+        )
+    try:
+        found = find_spec(points[0].module)
+    except Exception:  # a package of somebody else may raise what it likes
+        found = None
+    for place in (found and found.submodule_search_locations) or ():
+        if (Path(place) / CONFIG).is_file():
+            return Path(place)
+    raise InvalidInputError(
+        f"the adapter {name!r} is missing from its package: "
+        f"pip install --force-reinstall {owners[0]}"
+    )
 
 
 def is_adapter(folder: Path) -> bool:
@@ -42,14 +164,14 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
 
     Args:
         model: Is changed: the adapter's layers are put into it.
-        adapter: Folder that PEFT's `save_pretrained` wrote.
+        adapter: Folder that PEFT's `save_pretrained` wrote, or the name of an installed one.
         name: What the model was loaded as, for messages.
 
     Raises:
-        InvalidInputError: If it is none, or was made for another model.
+        InvalidInputError: If it is none, or does not fit the model.
         MissingExtraError: If peft is not installed.
     """
-    folder = Path(adapter).expanduser()
+    folder = adapter_folder(adapter)
     base = base_of(folder)
     try:
         from peft import PeftModel, get_peft_model_state_dict
@@ -73,7 +195,30 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         name_of_one = min(found ^ expected)
         where = "has no place in the model" if name_of_one in found else "is not in the adapter"
         raise _misfit(folder, base, name, f"{name_of_one} {where}")
+    _compare_base(model, folder, name)
     return adapted
+
+
+def _compare_base(model: Any, folder: Path, name: str) -> None:
+    """Warn once of a model that is not known to be the one on which an adapter was trained."""
+    from kvcache_rag.models.gguf import SUFFIX, file_digest
+
+    base = AdapterBase.read(folder)
+    if base is None or (str(folder), name) in _WARNED:
+        return
+    # What a model is loaded from is all that tells: its weights differ with the dtype.
+    file = Path(str(getattr(model.config, "_name_or_path", "")))
+    if file.suffix == SUFFIX and file.is_file() and file_digest(file) == base.sha256:
+        return
+    _WARNED.add((str(folder), name))
+    _LOG.warning(
+        "the adapter %s was trained on %s (SHA-256 %s...), which %s is not known to be: what was "
+        "measured of it may not hold",
+        folder,
+        base.model,
+        base.sha256[:12],
+        name,
+    )
 
 
 def _misfit(folder: Path, base: str, name: str, reason: str) -> InvalidInputError:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
-from kvcache_rag.models.adapters import base_of, is_adapter, with_adapter
+from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, with_adapter
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -118,7 +118,7 @@ def load(
     tokenizer: Any = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, Any, PromptTemplate | None]:
-    """Model, tokenizer and the prompt template that the model brings along, if any.
+    """Model, tokenizer and the prompt template that they bring along, if any.
 
     Args:
         name: Hub id, folder, GGUF file, "tiny" or a name of `PACKAGED`; the folder of a PEFT
@@ -128,7 +128,7 @@ def load(
         options: Further arguments of transformers' `from_pretrained`, with `gguf_file` for a GGUF
             file in a folder or on the hub.
         tokenizer: A loaded one, or the name of one, instead of the model's own; None for that.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
 
     Raises:
         InvalidInputError: If something cannot be loaded, or does not fit.
@@ -150,7 +150,7 @@ def load(
         model, tokenizer = loaded
         if adapter is not None:
             model = with_adapter(model, adapter, os.fspath(name))
-    return model, tokenizer, brought_template(resolved)
+    return model, tokenizer, brought_template(resolved, adapter)
 
 
 def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
@@ -166,11 +166,19 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
     return with_adapter(model, folder, base), tokenizer
 
 
-def brought_template(name: str | os.PathLike[str]) -> PromptTemplate | None:
-    """The prompt template that a model brings along in its folder, if any."""
+def brought_template(
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
+) -> PromptTemplate | None:
+    """The prompt template that an adapter brings along in its folder, else its model, if any."""
+    found = None if adapter is None else adapter_template(adapter)
+    if found is not None:
+        return found
     place = Path(resolve(name))
     folder = place.parent if place.suffix == SUFFIX else place
-    return PromptTemplate.load(folder) if folder.is_dir() else None
+    found = PromptTemplate.load(folder) if folder.is_dir() else None
+    if found is None and is_adapter(folder):
+        return brought_template(base_of(folder))
+    return found
 
 
 def own_dtype(name: str) -> torch.dtype:

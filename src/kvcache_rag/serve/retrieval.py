@@ -319,7 +319,7 @@ def _template(settings: ServerSettings) -> PromptTemplate:
     from kvcache_rag.prompt.template import PromptTemplate
 
     named = settings.prompt_template()
-    return named or brought_template(settings.model) or PromptTemplate()
+    return named or brought_template(settings.model, settings.adapter) or PromptTemplate()
 
 
 def _check_vectors(retriever: ChromaRetriever, collection: str, name: str) -> None:

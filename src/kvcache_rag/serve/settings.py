@@ -111,7 +111,7 @@ class ServerSettings:
         heartbeat: Seconds of silence after which a stream sends a comment.
         grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
 
     Raises:
         InvalidInputError: If two of them contradict each other.

@@ -34,7 +34,7 @@ from llama_index.core.llms.custom import CustomLLM
 
 from kvcache_rag import InvalidInputError, cancellable
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
-from llama_index.kvcache_rag.options import PathText, ending_with, plain, turn
+from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
 from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
@@ -76,7 +76,7 @@ class KVCacheLLM(CustomLLM):
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        adapter: Folder of a PEFT adapter to put into the model.
+        adapter: PEFT adapter to put into the model, a folder or an installed name.
     """
 
     model_name: str = ""
@@ -93,7 +93,7 @@ class KVCacheLLM(CustomLLM):
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
-    adapter: PathText | None = None
+    adapter: AdapterText | None = None
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))

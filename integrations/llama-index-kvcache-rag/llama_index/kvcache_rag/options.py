@@ -23,6 +23,15 @@ def _path(value: Any) -> str:
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path as text, given as either."""
 
+
+def _adapter(value: Any) -> str:
+    # `Path("block")` is a folder, the text "block" the name of an installed adapter.
+    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
+
+
+AdapterText = Annotated[str, BeforeValidator(_adapter)]
+"""An adapter as text: a name, or a folder."""
+
 _ROLES: Final = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import lasting_adapter
 
 if TYPE_CHECKING:
     import argparse
@@ -39,7 +40,7 @@ class Settings:
         collection: Name of the collection.
         chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
         overlap: Tokens that neighbouring chunks share.
-        adapter: Folder of a PEFT adapter to put into the model; None for none.
+        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
     """
 
     model: str = "tiny"
@@ -86,7 +87,7 @@ class Settings:
             "kv": os.path.relpath(self.kv, folder),
             "model": _absolute(self.model),
             "embed": _absolute(self.embed),
-            "adapter": self.adapter and _absolute(self.adapter),
+            "adapter": self.adapter and lasting_adapter(self.adapter),
         }
         if not self.adapter:  # as it was written before there were any
             del values["adapter"]
@@ -138,7 +139,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     for name, text in (
         ("model", f"hub id, folder, GGUF file, tiny or smollm2 (default: {default.model})"),
-        ("adapter", "folder of a PEFT adapter to put into the model"),
+        ("adapter", "PEFT adapter for the model: folder, or an installed name such as block"),
         ("kv", f"folder of the chunks' KV caches (default: {default.kv})"),
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),

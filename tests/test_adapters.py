@@ -1,0 +1,325 @@
+"""Adapters by the names of installed packages, what they bring along, and the base they are for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from importlib.metadata import EntryPoints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
+from kvcache_rag.cli import main
+from kvcache_rag.corpus.worker import BuildSettings
+from kvcache_rag.integration import lasting_adapter, open_engine
+from kvcache_rag.integration.engine import EngineSettings
+from kvcache_rag.models import adapters
+from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder
+from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.pretrained import brought_template, load
+from kvcache_rag.prompt.template import FILE_NAME
+from kvcache_rag.serve import startup
+from kvcache_rag.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
+
+from gguf_files import write_gguf
+
+pytestmark = [
+    # peft asks transformers by a name that transformers is about to drop,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    # and looks for the vocabulary of the model that an adapter was made for.
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+]
+
+TEMPLATE = {"system": "Read.\n", "chunk_start": "<d>", "chunk_end": "</d>"}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder and a working directory of its own for every test; nothing was warned of."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(adapters, "_WARNED", set())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    build("qwen2").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_adapter(folder: Path, model: Any, base: Path | str = "", *, seed: int = 0) -> Path:
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, settings)
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("saved") / "adapter", build("qwen2"), base)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Put a package that names an adapter on `sys.path`; gives the folder of the adapter."""
+
+    def install(
+        name: str, adapter: Path | None, owner: str = "an-owner", *, inner: str = ""
+    ) -> Path:
+        package = f"{owner}_{tmp_path.name}".replace("-", "_")
+        site = tmp_path / "site" / owner
+        folder = site.joinpath(package, inner)
+        folder.mkdir(parents=True)
+        # Data are found without running the code beside them.
+        code = "" if inner else "raise RuntimeError('was imported')"
+        (site / package / "__init__.py").write_text(code)
+        if adapter is not None:
+            shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        info = site / f"{owner.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: 1.0\n")
+        module = f"{package}.{inner}" if inner else package
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {module}\n")
+        monkeypatch.syspath_prepend(str(site))
+        return folder
+
+    return install
+
+
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "entry_points", lambda **_: EntryPoints(()))
+
+
+# ---------------------------------------------------------------------- names
+def test_an_installed_adapter_is_meant_by_its_name_wherever_one_is_taken(
+    base: Path, saved: Path, install: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("novel", saved)
+    plain, adapted = Engine.from_pretrained(base), Engine.from_pretrained(base, adapter=saved)
+    assert plain.spec != adapted.spec
+    for engine in (
+        Engine.from_pretrained(base, adapter="novel"),
+        open_engine(str(base), adapter="novel"),
+        EngineSettings(str(base), adapter="novel").open(),
+        EngineSettings(plain.model, plain.tokenizer, adapter="novel").open(),
+        startup.open_engine(ServerSettings(str(base), adapter="novel")),
+        BuildSettings(str(base), "kv", adapter="novel").open_engine(),
+    ):
+        assert engine.spec == adapted.spec
+    assert main(["models", "check", str(base), "--adapter", "novel"]) == 0
+    assert "supported" in capsys.readouterr().out
+
+
+def test_one_package_may_hold_several_in_folders_of_its_own(
+    base: Path, saved: Path, install: Callable[..., Path]
+) -> None:
+    folder = install("novel", saved, inner="first")
+    assert adapter_folder("novel") == folder
+
+
+def test_chunks_of_an_adapter_are_others_than_those_of_the_base(
+    base: Path, saved: Path, install: Callable[..., Path]
+) -> None:
+    install("novel", saved)
+    store, texts = MemoryStore(), ["abc", "de"]
+    plain = Engine.from_pretrained(base, store=store)
+    adapted = Engine.from_pretrained(base, store=store, adapter="novel")
+    first, second = plain.add(texts), adapted.add(texts)
+    assert {str(ref) for ref in first}.isdisjoint(str(ref) for ref in second)
+    assert adapted.add(texts) == second
+
+
+def test_a_name_stands_before_a_folder_which_a_path_means(
+    base: Path, saved: Path, install: Callable[..., Path]
+) -> None:
+    installed = install("novel", saved)
+    other = write_adapter(Path("novel"), build("qwen2"), base, seed=1)
+    assert adapter_folder("novel") == installed
+    assert adapter_folder("./novel") == adapter_folder(other) == Path("novel")
+    spec = Engine.from_pretrained(base, adapter="./novel").spec
+    assert spec == Engine.from_pretrained(base, adapter=Path("novel")).spec
+    assert spec != Engine.from_pretrained(base, adapter="novel").spec
+
+
+def test_a_word_that_is_no_name_is_a_folder(base: Path, saved: Path) -> None:
+    shutil.copytree(saved, "mine")
+    spec = Engine.from_pretrained(base, adapter="mine").spec
+    assert spec == Engine.from_pretrained(base, adapter=saved).spec
+
+
+def test_a_missing_package_is_told_with_the_exact_command(
+    base: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_installed(monkeypatch)
+    sentence = (
+        "the adapter 'block' comes with a package that is not installed: "
+        "pip install kvcache-rag-smollm2"
+    )
+    with pytest.raises(InvalidInputError) as caught:
+        Engine.from_pretrained(base, adapter="block")
+    assert str(caught.value) == sentence
+    shutil.copytree(saved, "block")  # which it may mean is not guessed
+    with pytest.raises(InvalidInputError) as caught:
+        Engine.from_pretrained(base, adapter="block")
+    assert str(caught.value) == f"{sentence} (the folder is ./block)"
+    assert Engine.from_pretrained(base, adapter="./block").spec
+
+
+def test_a_name_that_nothing_has_is_told_with_those_that_there_are(
+    base: Path, saved: Path, install: Callable[..., Path]
+) -> None:
+    install("novel", saved)
+    with pytest.raises(InvalidInputError, match=r"no adapter 'bloc'.* names block, novel$"):
+        Engine.from_pretrained(base, adapter="bloc")
+
+
+def test_two_packages_that_claim_a_name_are_both_named(
+    base: Path, saved: Path, install: Callable[..., Path]
+) -> None:
+    install("novel", saved, "first-owner")
+    install("novel", saved, "second-owner")
+    with pytest.raises(InvalidInputError) as caught:
+        Engine.from_pretrained(base, adapter="novel")
+    assert str(caught.value) == (
+        "the adapter 'novel' is claimed by the packages first-owner and second-owner; "
+        "uninstall all but one, or name a folder"
+    )
+
+
+@pytest.mark.parametrize("inner", ["", "first"])
+def test_a_package_without_its_adapter_is_told(
+    base: Path, install: Callable[..., Path], inner: str
+) -> None:
+    folder = install("novel", None, inner=inner)
+    for _ in range(2):
+        with pytest.raises(
+            InvalidInputError, match=r"missing from its .*--force-reinstall an-owne"
+        ):
+            Engine.from_pretrained(base, adapter="novel")
+        shutil.rmtree(folder.parent if inner else folder)
+
+
+def test_a_name_lasts_in_other_folders_and_a_folder_by_its_whole_path(
+    saved: Path, install: Callable[..., Path]
+) -> None:
+    install("novel", saved)
+    here = Path.cwd()
+    assert [lasting_adapter(name) for name in ("novel", "block")] == ["novel", "block"]
+    assert lasting_adapter("./novel") == lasting_adapter(Path("novel")) == str(here / "novel")
+    assert lasting_adapter("mine") == str(here / "mine")
+    assert lasting_adapter("~/mine") == os.path.expanduser("~/mine")
+
+
+def test_build_keeps_the_name(
+    base: Path, saved: Path, install: Callable[..., Path], tmp_path: Path
+) -> None:
+    install("novel", saved)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "abc"}\n')
+    os.mkdir("novel")  # is not meant
+    words = ["--adapter", "novel", "--store", "kv", "--device", "cpu"]
+    assert main(["build", str(base), str(corpus), *words]) == 0
+    engine = open_engine(str(base), kv_dir="kv", adapter="novel")
+    assert engine.generate("who?", ["abc"], max_new_tokens=1).metrics.misses == 0
+
+
+# ---------------------------------------------------------------------- what it brings along
+def test_the_template_of_an_adapter_is_used_as_a_models_own(
+    base: Path, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved, folder)
+    assert Engine.from_pretrained(base, adapter=folder).template == PromptTemplate()
+    (folder / FILE_NAME).write_text(json.dumps(TEMPLATE))
+    brought, own = PromptTemplate(**TEMPLATE), PromptTemplate(system="Mine.\n")
+    loaded, tokenizer, _ = load(base, dtype="auto", device="cpu", options={})
+    for engine in (
+        Engine.from_pretrained(base, adapter=folder),
+        Engine.from_pretrained(folder),
+        EngineSettings(str(base), adapter=str(folder)).open(),
+        EngineSettings(loaded, tokenizer, adapter=folder).open(),
+    ):
+        assert engine.template == brought
+        assert engine.prefix_text.startswith("Read.")
+    assert Engine.from_pretrained(base, adapter=folder, template=own).template == own
+    # Who writes prompts before a model is loaded: retrieval of a server, rows of a collection.
+    assert brought_template(base, folder) == brought
+    assert brought_template(base) is None
+
+
+def test_an_adapter_without_a_template_leaves_its_models(saved: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    build("qwen2").save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    (model / FILE_NAME).write_text(json.dumps(TEMPLATE))
+    brought = PromptTemplate(**TEMPLATE)
+    assert Engine.from_pretrained(model, adapter=saved).template == brought
+    alone = write_adapter(tmp_path / "alone", build("qwen2"), model)
+    assert Engine.from_pretrained(alone).template == brought
+
+
+# ---------------------------------------------------------------------- the base it is for
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [one.getMessage() for one in caplog.records if one.name == adapters.__name__]
+    return [message for message in found if "was trained on" in message]
+
+
+def test_another_base_of_the_same_shapes_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    own, other = (write_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in (0, 1))
+    model, tokenizer, _ = load(own, dtype="auto", device="cpu", options={})
+    folder = write_adapter(tmp_path / "adapter", model, own)
+    (folder / BASE).write_text(json.dumps({"model": "mine", "sha256": file_digest(own)}))
+    for dtype in ("auto", "float32"):
+        Engine.from_pretrained(own, adapter=folder, dtype=dtype)
+    Engine.from_pretrained(folder)
+    Engine.from_pretrained(tmp_path, gguf_file="0.gguf", adapter=folder)
+    again, _, _ = load(own, dtype="auto", device="cpu", options={})
+    EngineSettings(again, tokenizer, adapter=folder).open()
+    assert warnings_of(caplog) == []
+    for _ in range(2):
+        Engine.from_pretrained(other, adapter=folder)
+    (said,) = warnings_of(caplog)
+    assert f"was trained on mine (SHA-256 {file_digest(own)[:12]}...), which {other} is not" in said
+
+
+def test_a_base_of_no_file_warns_and_no_digest_does_not(
+    base: Path, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved, folder)
+    Engine.from_pretrained(base, adapter=folder)
+    assert warnings_of(caplog) == []
+    (folder / BASE).write_text(json.dumps({"model": "mine", "sha256": "0" * 64}))
+    for _ in range(2):
+        Engine.from_pretrained(base, adapter=folder)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3, "sha256": ""}', '{"model": "x"}'])
+def test_a_base_that_cannot_be_read_is_told(saved: Path, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved, folder)
+    assert AdapterBase.read(folder) is None
+    (folder / BASE).write_text(text)
+    with pytest.raises(InvalidInputError, match=r"base\.json is not of the form"):
+        AdapterBase.read(folder)

@@ -1,0 +1,334 @@
+"""The adapter's package: what `training.smollm2.publish` writes, and the wheel that it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_surfaces import projects
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from kvcache_rag import Engine, InvalidInputError, PromptTemplate
+from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
+from kvcache_rag.models.adapters import BASE, CONFIG, WEIGHTS, AdapterBase
+from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load
+from kvcache_rag.prompt.template import FILE_NAME
+from training.smollm2 import publish as publishing
+from training.smollm2.card import model_card
+from training.smollm2.publish import LIMIT, PLACE, TRAINING, main, publish
+
+pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
+
+from gguf_files import write_gguf
+
+pytestmark = [
+    # peft asks transformers by a name that transformers is about to drop,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    # and looks for the vocabulary of the model that an adapter was made for.
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+]
+
+PROJECT = Path(__file__).resolve().parent.parent / "integrations" / "kvcache-rag-smollm2"
+FACTS = {"command": "python -m training.smollm2.train block", "device": "two cores", "hours": 1.5}
+CONFIRMATION = {
+    "description": "Measured once.",
+    "tables": {"Bars": [{"bar": "a", "points": 1.23456, "low": None, "holds": True}]},
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Let `smollm2` be a small random model of an installed package of ours."""
+    folder = tmp_path_factory.mktemp("site")
+    path = write_gguf(folder / "model.gguf")
+    info = folder / "random_model-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: random-model\nVersion: 1.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.syspath_prepend(str(folder))
+        known = PackagedModel("random-model", "1.0", path.name, file_digest(path))
+        patch.setitem(PACKAGED, "smollm2", known)
+        yield path
+
+
+@pytest.fixture(scope="module")
+def trained(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that fine-tuning writes."""
+    folder = tmp_path_factory.mktemp("trained") / "adapter"
+    data = ReaderData(kinds=("single",), documents=(2,), facts=(1,), questions=2)
+    config = FinetuneConfig(
+        "smollm2", folder, data, steps=2, batch_tokens=700, holdout=2, rate=1e-2, lora=4,
+        keep_adapter=True, precision="bf16", device="cpu",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context():
+        finetune(config)
+    return folder
+
+
+@pytest.fixture
+def block(trained: Path, tmp_path: Path) -> Path:
+    return publish(trained, tmp_path / "package", FACTS)
+
+
+def changed(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "changed"))
+
+
+# ---------------------------------------------------------------------- what is written
+def test_the_weights_that_load_are_those_that_were_evaluated_rounded(
+    trained: Path, block: Path
+) -> None:
+    raw, rounded = load_file(trained / WEIGHTS), load_file(block / WEIGHTS)
+    assert {value.dtype for value in raw.values()} == {torch.float32}
+    assert rounded.keys() == raw.keys()
+    for name, value in rounded.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, raw[name].bfloat16())
+    # A base in bfloat16 rounds an adapter when it is put in: the same model, the same chunks,
+    unrounded, published = (
+        Engine.from_pretrained("smollm2", adapter=folder) for folder in (trained, block)
+    )
+    assert published.spec == unrounded.spec
+    # while in float32 the rounded weights are computed with, and are what is known by that name.
+    wide = Engine.from_pretrained("smollm2", adapter=block, dtype="float32")
+    held = dict(wide.model.named_parameters())
+    for name, value in rounded.items():
+        held_as = name.replace(".weight", ".default.weight")
+        assert torch.equal(held[held_as], value.float())
+    assert wide.spec != Engine.from_pretrained("smollm2", adapter=trained, dtype="float32").spec
+
+
+def test_the_folder_says_its_base_and_its_words_and_no_path(
+    trained: Path, block: Path, tmp_path: Path
+) -> None:
+    assert {path.name for path in block.iterdir()} == {CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING}
+    assert AdapterBase.read(block) == AdapterBase("smollm2", PACKAGED["smollm2"].sha256)
+    assert json.loads((block / CONFIG).read_text())["base_model_name_or_path"] == "smollm2"
+    assert PromptTemplate.load(block) == PromptTemplate()
+    assert Engine.from_pretrained(block).template == PromptTemplate()
+    for path in [*block.iterdir(), tmp_path / "package" / "README.md"]:
+        held = path.read_bytes()
+        for folder in (trained.parent, tmp_path, Path.home()):
+            assert str(folder).encode() not in held, path
+    assert [path.stat().st_mode & 0o777 for path in (block, block / WEIGHTS)] == [0o755, 0o644]
+
+
+def test_a_template_that_was_trained_with_goes_along(trained: Path, tmp_path: Path) -> None:
+    folder = changed(trained, tmp_path)
+    (folder / FILE_NAME).write_text(json.dumps({"system": "Read.\n"}))
+    assert PromptTemplate.load(publish(folder, tmp_path / "out", FACTS)) == PromptTemplate(
+        system="Read.\n"
+    )
+
+
+def test_publishing_again_writes_the_same(trained: Path, block: Path, tmp_path: Path) -> None:
+    def digests() -> dict[str, str]:
+        places = [*block.iterdir(), tmp_path / "package" / "README.md"]
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in places}
+
+    before = digests()
+    (block / "stale").write_text("of an earlier version")
+    publish(trained, tmp_path / "package", FACTS)
+    assert digests() == before
+    assert [path.name for path in block.parent.iterdir()] == ["block"]
+
+
+# ---------------------------------------------------------------------- the card
+def test_the_card_says_what_is_known_and_no_more(trained: Path, block: Path) -> None:
+    card = (block.parents[1] / "README.md").read_text()
+    facts = json.loads((block / TRAINING).read_text())
+    report = json.loads((trained / "report.json").read_text())
+    digest = hashlib.sha256((block / WEIGHTS).read_bytes()).hexdigest()
+    for said in (
+        *("license: cc-by-sa-4.0", "Rajpurkar", "Wikipedia", "1606.05250", "Apache-2.0"),
+        PACKAGED["smollm2"].sha256,
+        digest,
+        FACTS["command"],
+        f"| device | {FACTS['device']} |",
+        "| hours | 1.50 |",
+        f"| seed | {report['settings']['seed']} |",
+        f"| tokens | {report['tokens']:,}, padding",
+        f"LoRA of rank 4, {sum(v.numel() for v in load_file(block / WEIGHTS).values()):,} param",
+        report["measures"]["block"]["what"],
+    ):
+        assert str(said) in card, said
+    assert "## Figures\n\nNot measured.\n" in card
+    assert card == model_card(facts)
+
+
+def test_figures_are_those_of_the_confirmation(trained: Path, tmp_path: Path) -> None:
+    block = publish(trained, tmp_path, FACTS, CONFIRMATION)
+    card = (tmp_path / "README.md").read_text()
+    assert "Not measured." not in card
+    assert "Measured once.\n\nBars:\n\n| bar | points | low | holds |\n| --- |" in card
+    assert "| a | 1.235 | - | yes |" in card
+    assert json.loads((block / TRAINING).read_text())["confirmation"] == CONFIRMATION
+
+
+def test_hours_are_those_of_the_report_unless_said(trained: Path, tmp_path: Path) -> None:
+    facts = {name: value for name, value in FACTS.items() if name != "hours"}
+    block = publish(trained, tmp_path, {**facts, "note": "Resumed once."})
+    seconds = json.loads((trained / "report.json").read_text())["seconds"]
+    assert json.loads((block / TRAINING).read_text())["hours"] == seconds / 3600
+    assert "| note | Resumed once. |" in (tmp_path / "README.md").read_text()
+
+
+# ---------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"device": "x"}, "do not say 'command'"),
+        ({**FACTS, "speed": 3}, "hold 'speed'"),
+        ({**FACTS, "hours": "two"}, "'hours' cannot be 'two'"),
+        ({**FACTS, "device": 2}, "'device' cannot be 2"),
+        ({**FACTS, "command": "train --data /some/where"}, "would name the path /some/where"),
+    ],
+)
+def test_facts_that_cannot_be_published_are_told(
+    trained: Path, tmp_path: Path, facts: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        publish(trained, tmp_path, facts)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("confirmation", "message"),
+    [
+        ({"tables": {}}, "needs a description and tables"),
+        ({"description": "x", "tables": {"T": []}}, "table 'T' have not all the same keys"),
+        ({"description": "x", "tables": {"T": [{"a": 1}, {"b": 1}]}}, "table 'T' have not"),
+    ],
+)
+def test_a_confirmation_of_another_form_is_told(
+    trained: Path, tmp_path: Path, confirmation: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        publish(trained, tmp_path, FACTS, confirmation)
+
+
+def test_pickle_another_base_spoilt_weights_and_large_files_are_refused(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = changed(trained, tmp_path), tmp_path / "out"
+    monkeypatch.setattr(publishing, "LIMIT", 1000)
+    with pytest.raises(InvalidInputError, match="lower rank"):
+        publish(folder, out, FACTS)
+    monkeypatch.undo()
+    weights = load_file(folder / WEIGHTS)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] / 0}, folder / WEIGHTS)
+    with pytest.raises(InvalidInputError, match=f"infinite weights, such as {name}"):
+        publish(folder, out, FACTS)
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(InvalidInputError, match="pickle is not published"):
+        publish(folder, out, FACTS)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "other"}))
+    with pytest.raises(InvalidInputError, match="is an adapter for 'other', not for 'smollm2'"):
+        publish(folder, out, FACTS)
+    assert not (out / PLACE).exists()
+
+
+def test_the_command_publishes_or_says_why_not(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = tmp_path / "facts.json"
+    facts.write_text(json.dumps(FACTS))
+    words = ["--adapter", str(trained), "--out", str(tmp_path / "out"), "--facts"]
+    assert main([*words, str(facts)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / PLACE}\n"
+    with pytest.raises(SystemExit):
+        main([*words, str(tmp_path / "none.json")])
+    assert "none.json cannot be read as JSON" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the package
+def test_the_entry_point_leads_to_what_is_published() -> None:
+    points = projects()["kvcache-rag-smollm2"]["entry_points"]["kvcache_rag.adapters"]
+    assert points == ["block"]
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'block = "{".".join(PLACE.parts)}"' in text
+
+
+def test_the_wheel_holds_the_adapter_and_its_licence_and_loads_by_its_name(
+    smollm2: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hatchling", reason="what builds the wheel is not installed")
+    project = tmp_path / "project"
+    generated = shutil.ignore_patterns(PLACE.name, "README.md", "__pycache__")
+    shutil.copytree(PROJECT, project, ignore=generated)
+    publish(trained, project, FACTS)
+    build = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=project, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    site = tmp_path / "installed"
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        wheel.extractall(site)
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    inside = {CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING}
+    place = PLACE.as_posix()
+    assert names == {f"{PLACE.parts[0]}/__init__.py", *(f"{place}/{name}" for name in inside)}
+    (info,) = site.glob("*.dist-info")
+    metadata = message_from_bytes((info / "METADATA").read_bytes())
+    assert metadata["License-Expression"] == "CC-BY-SA-4.0"
+    assert "1606.05250" in str(metadata.get_payload())
+    licence, notice = (info / "licenses" / name for name in ("LICENSE", "NOTICE"))
+    assert licence.read_text().startswith("Attribution-ShareAlike 4.0 International\n")
+    assert all(word in notice.read_text() for word in ("Rajpurkar", "Wikipedia", "Apache"))
+    # As it is found where it is installed.
+    for module in [name for name in sys.modules if name.split(".")[0] == PLACE.parts[0]]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(str(site))
+    engine = Engine.from_pretrained("smollm2", adapter="block")
+    assert engine.spec == Engine.from_pretrained("smollm2", adapter=trained).spec
+    monkeypatch.delitem(sys.modules, PLACE.parts[0])
+
+
+def test_an_adapter_of_the_real_models_size_fits(tmp_path: Path) -> None:
+    """Rank 16 in all linear layers, as it is trained; shapes alone, without weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    learned = sum(value.numel() for value in adapted.parameters() if value.requires_grad)
+    assert 2 * learned < 0.9 * LIMIT
+
+
+SHIPPED = PROJECT / PLACE / WEIGHTS
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="this checkout has no trained adapter")
+def test_the_adapter_of_this_checkout_is_whole() -> None:
+    place = SHIPPED.parent
+    facts = json.loads((place / TRAINING).read_text(encoding="utf-8"))
+    assert sum(path.stat().st_size for path in place.iterdir()) <= LIMIT
+    assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == facts["sha256"]
+    assert AdapterBase.read(place) == AdapterBase("smollm2", PACKAGED["smollm2"].sha256)
+    assert (PROJECT / "README.md").read_text(encoding="utf-8") == model_card(facts)
+    assert facts["confirmation"], "the card has the figures that let it ship"
+    by_name = Engine.from_pretrained("smollm2", adapter="block")
+    assert by_name.spec == Engine.from_pretrained("smollm2", adapter=place).spec
+    assert by_name.spec != Engine.from_pretrained("smollm2").spec
+    model, _, _ = load("smollm2", dtype="auto", device="cpu", options={})
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
