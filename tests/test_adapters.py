@@ -208,12 +208,10 @@ def test_a_package_without_its_adapter_is_told(
     base: Path, install: Callable[..., Path], inner: str
 ) -> None:
     folder = install("novel", None, inner=inner)
-    for _ in range(2):
-        with pytest.raises(
-            InvalidInputError, match=r"missing from its .*--force-reinstall an-owne"
-        ):
+    for place in (folder, folder.parent):  # without the files, then without their folder
+        with pytest.raises(InvalidInputError, match=r"missing from its .*--force-reinstall an-own"):
             Engine.from_pretrained(base, adapter="novel")
-        shutil.rmtree(folder.parent if inner else folder)
+        shutil.rmtree(place)
 
 
 def test_a_name_lasts_in_other_folders_and_a_folder_by_its_whole_path(

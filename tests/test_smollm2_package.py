@@ -72,8 +72,7 @@ def trained(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "smollm2", folder, data, steps=2, batch_tokens=700, holdout=2, rate=1e-2, lora=4,
         keep_adapter=True, precision="bf16", device="cpu",
     )  # fmt: skip
-    with pytest.MonkeyPatch.context():
-        finetune(config)
+    finetune(config)
     return folder
 
 
