@@ -27,6 +27,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -84,11 +85,13 @@ def _context(
     gold: str, corpus: Mapping[str, Mapping[str, str]], answers: Sequence[str]
 ) -> tuple[str, ...]:
     """The paragraph and its distractors, ordered by hash."""
-    wanted = [answer.lower() for answer in answers]
+    # Whole words: "8" stands in every second paragraph as a part of another number.
+    words = "|".join(re.escape(answer.lower()) for answer in sorted(set(answers)))
+    answered = re.compile(rf"(?<!\w)(?:{words})(?!\w)")
     free = [
         place
         for place, row in corpus.items()
-        if place != gold and not any(answer in row["text"].lower() for answer in wanted)
+        if place != gold and not answered.search(row["text"].lower())
     ]
     rng = random.Random(f"confirmation/{gold}")  # a draw of data, not a secret
     title = corpus[gold]["title"]
@@ -216,6 +219,7 @@ def main() -> int:
     parser.add_argument("--block", type=Path, help="the adapter's folder")
     parser.add_argument("--control", type=Path, help="the control's")
     parser.add_argument("--parts", nargs="+", default=["block", "base", "control"])
+    parser.add_argument("--policies", nargs="*", help="of all ways these (all)")
     parser.add_argument("--work", type=Path, required=True, help="answers, as they come")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--n", type=int, help="questions (all); fewer for a trial")
@@ -233,10 +237,11 @@ def main() -> int:
     gathered: list[Record] = []
     started = time.time()
     for part, ways in cells(arguments.parts).items():
-        for name, asked, how in (
-            (CONFIRM, rows, ways),
-            (CLOSED, closed, make_cells({FULL: Reuse()}, (part,))),
-        ):
+        closed_book = (CLOSED, closed, make_cells({FULL: Reuse()}, (part,)))
+        # One way at a time, so that a run that is stopped has some that are whole.
+        for name, asked, how in (*((CONFIRM, rows, (way,)) for way in ways), closed_book):
+            if arguments.policies and how[0].label not in arguments.policies:
+                continue
             records = evaluate(
                 [task(name, asked)],
                 how,
