@@ -26,7 +26,7 @@ TILED = "kvcache_rag_tiled"
 TILE = 128  # rows; fastest of 64 to 512 on two cores
 
 
-class Tile(NamedTuple):
+class MaskTile(NamedTuple):
     """Rows of a mask, the half-open runs of columns that any of them sees, and the mask there.
 
     Attributes:
@@ -92,7 +92,7 @@ def tiled_attention(
     return torch.cat(parts, 1), None
 
 
-def _attend(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(tile: MaskTile, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """One tile: `(rows, queries of the tile, heads, width)`."""
     start, stop = tile.rows
     rows, heads, _, width = query.shape
@@ -114,14 +114,14 @@ def _runs(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def tiles(mask: Tensor) -> list[Tile]:
+def tiles(mask: Tensor) -> list[MaskTile]:
     """What each tile of a mask sees.
 
     Args:
         mask: `(batch, 1, queries, tokens)`, added to the scores; the lowest number of its dtype,
             or less, is not seen.
     """
-    known: list[Tile] | None = _TILES.get(mask)  # type: ignore[no-untyped-call]  # in torch
+    known: list[MaskTile] | None = _TILES.get(mask)  # type: ignore[no-untyped-call]  # in torch
     if known is not None:
         return known
     seen = (mask > torch.finfo(mask.dtype).min / 2)[:, 0].any(0)  # (queries, tokens)
@@ -130,7 +130,7 @@ def tiles(mask: Tensor) -> list[Tile]:
         stop = min(start + TILE, len(seen))
         runs = _stretches(seen[start:stop].any(0)) or ((0, seen.shape[1]),)
         added = torch.cat([mask[:, :, start:stop, first:last] for first, last in runs], -1)
-        found.append(Tile((start, stop), runs, added if bool(added.any()) else None))
+        found.append(MaskTile((start, stop), runs, added if bool(added.any()) else None))
     _TILES[mask] = found
     return found
 
