@@ -1,12 +1,12 @@
-"""What each policy costs in answers, before and after fine-tuning: writes docs/quality.md.
+"""What each policy costs the packaged reader, before and after fine-tuning: docs/quality.md.
 
     python -m benchmarks.quality --work quality.work
 
 Fine-tunes the packaged reader under the block mask, and for as many steps under full attention (the
-control), asks three models the same questions under every policy, and writes the page, its plot and
-`benchmarks/results/quality.json`.  Answers are kept in `--work` as they come, so an interrupted run
-goes on.  Several hours on two cores, of which the sweep of top-k takes most; `--n 200` gives a
-rough picture in a tenth of them.
+control), asks three models the same questions under every policy, and writes its part of the page,
+the plot and `benchmarks/results/quality.json`.  Answers are kept in `--work` as they come, so an
+interrupted run goes on.  Several hours on two cores, of which the sweep of top-k takes most;
+`--n 200` gives a rough picture in a tenth of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
+from benchmarks.quality_document import READER as READER_PART
+from benchmarks.quality_document import put
 from benchmarks.quality_page import page
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.engine import Engine
@@ -225,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needles=NEEDLES,
         lego=LEGO_TOKENS,
     )
-    options.page.write_text(text, encoding="utf-8")
+    put(options.page, READER_PART, text)
     plain = {name: to_json(groups[name], records[name]) for name in groups}
     results = {"facts": facts, "finetuning": reports, **plain}
     options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

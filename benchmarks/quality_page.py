@@ -18,7 +18,7 @@ PARTS: Final = ("main", "noise", "needles", "cross")
 AT_RATIO: Final = ("LegoLink", "CacheBlend", "CacheClip")
 HEADLINE: Final = 0.948  # CacheClip's share of full attention's score on NIAH, at 20 %
 MARGIN: Final = 2.0  # points
-_HEAD: Final = """# Quality
+_HEAD: Final = """# The packaged reader
 
 What reusing chunks costs in answers, what each remedy buys back, and what fine-tuning does. Written
 by one command, from the packaged reader alone:

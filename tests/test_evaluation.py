@@ -57,9 +57,18 @@ def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
     assert evaluate.run(arguments(*given, "--json", str(file))) == 0
     for group, refuses in zip(groups(file), (False, True), strict=True):
         assert group["scored"] is True
-        for row in group["rows"]:
+        for row in group["rows"][:2]:
             assert row["quality"]["value"] >= 0.8
             assert (row["scores"]["refused"]["value"] > 0.8) is refuses
+
+
+def test_who_has_no_documents_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "0", "--policies", "full")
+    assert evaluate.run(arguments(*given, "--json", str(file))) == 0
+    (group,) = groups(file)
+    assert group["rows"][-1]["policy"] == "closed book"
+    assert group["rows"][-1]["scores"]["refused"]["value"] == 1
 
 
 def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +77,8 @@ def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert evaluate.run(arguments(*given, "--codec", "int8", "--policies", "reordered")) == 0
     printed = capsys.readouterr().out
     (group,) = groups(file)
-    native, int8 = group["rows"]
+    native, int8, closed = group["rows"]
+    assert closed["policy"] == "closed book"
     assert (native["codec"], int8["codec"]) == ("native", "int8")
     assert (native["reused_share"], int8["reused_share"]) == (1, 1)
     assert native["changed"] is None
@@ -104,8 +114,42 @@ def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
     clip = ("--policies", "cacheclip:0.2", "--auxiliary", "tiny")
     assert evaluate.run(arguments(*given, *clip)) == 0
     (group,) = groups(file)
-    (row,) = group["rows"]
+    row, _ = group["rows"]
     assert 0 < row["recomputed_share"] < 0.35
+
+
+def test_differences_are_printed_below_the_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reader cannot read plain English; what it loses by stitching is there all the same."""
+    data = {
+        "id": "a",
+        "question": "Who keeps the keys?",
+        "answers": ["Ada"],
+        "documents": [{"id": "d", "text": "Ada keeps the keys.", "relevant": True}],
+    }
+    rows = [json.dumps({**data, "id": str(number)}) + "\n" for number in range(4)]
+    (tmp_path / "squad.jsonl").write_text("".join(rows), encoding="utf-8")
+    file = tmp_path / "out.json"
+    given = ("--task", "squad", "--data", str(tmp_path), "--timed", "0", "--json", str(file))
+    assert evaluate.run(arguments(*given, "--in-order", "--n", "3")) == 0
+    (group,) = groups(file)
+    assert (group["n"], group["scored"], group["metric"]) == (3, False, "containment")
+    full, reordered, closed = group["rows"]
+    assert full["difference"] is None
+    assert (
+        full["above_closed"]["difference"] == full["quality"]["value"] - closed["quality"]["value"]
+    )
+    for name in ("difference", "above_closed"):
+        assert reordered[name]["low"] <= reordered[name]["difference"] <= reordered[name]["high"]
+        assert closed[name] is None
+    printed = capsys.readouterr().out
+    assert "| minus full | minus closed book |" in printed
+    assert "Not scored" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("| reordered "))
+    assert line.count(" to ") >= 3, "quality, difference from full prefill and from closed book"
+    assert evaluate.run(arguments(*given, "--n", "1", "--metric", "f1")) == 0
+    assert groups(file)[0]["metric"] == "f1"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +168,7 @@ def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
         (["--plot", "x.txt"], "must end in"),
         (["--plot", "x.png", "--timed", "0"], "--timed"),
         (["--data", "no/such/folder"], "no folder"),
+        (["--metric", "rouge"], "no task has the metric 'rouge'"),
         (["--policies", "reorderd"], "reordered"),
         (["--policies", "cacheclip"], "--auxiliary"),
         (["--task", "hotpot"], "hotpotqa"),

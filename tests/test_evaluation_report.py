@@ -19,7 +19,7 @@ from kvcache_rag.evaluation.report import (
     to_json,
     to_markdown,
 )
-from kvcache_rag.scoring.ask import Place, Record, Records
+from kvcache_rag.scoring.ask import CLOSED_BOOK, Place, Record, Records
 from kvcache_rag.scoring.statistics import mean_interval, paired_bootstrap
 
 if TYPE_CHECKING:
@@ -67,7 +67,13 @@ def records(*cells: list[Record]) -> Records:
     rows = tuple(row for cell in cells for row in cell)
     tasks = {row.place.task: "right" for row in rows}
     labels = {row.place.policy: f"Policy({row.place.policy})" for row in rows}
-    return Records(rows, tasks, labels, "full" if "full" in labels else None)
+    return Records(
+        rows,
+        tasks,
+        labels,
+        "full" if "full" in labels else None,
+        CLOSED_BOOK if CLOSED_BOOK in labels else None,
+    )
 
 
 def rows_of(found: Records) -> dict[str, PolicyRow]:
@@ -117,6 +123,32 @@ def test_a_task_that_full_prefill_cannot_do_is_not_scored() -> None:
     assert group.scored is True
     assert "Not scored" not in to_markdown([group])
     assert " worse |" in to_markdown([group])
+
+
+def test_full_prefill_that_beats_closed_book_is_scored_however_low_it_is() -> None:
+    full, none = answered(HALF, "full"), answered([0.0] * 100, "none")
+    known = answered([0.0] * 90 + [1.0, 0.0] * 5, CLOSED_BOOK)
+    (group,) = summarise(records(full, none, known))
+    assert group.scored is True
+    assert " worse |" in to_markdown([group])
+    rows = {row.policy: row for row in group.rows}
+    clusters = [str(index // 2) for index in range(100)]
+    closed = [0.0] * 90 + [1.0, 0.0] * 5
+    assert rows["full"].above_closed == paired_bootstrap(HALF, closed, clusters)
+    assert rows["none"].above_closed is not None
+    assert rows["none"].above_closed.difference == pytest.approx(-0.05)
+    assert rows[CLOSED_BOOK].difference is rows[CLOSED_BOOK].above_closed is None
+    (group,) = summarise(records(full, none, answered(HALF, CLOSED_BOOK)))
+    assert group.scored is False, "what it knows anyway is no reading"
+    text = to_markdown([group])
+    assert "-50.0 (" in text, "shown all the same"
+    assert " worse" not in text.split("\n| policy")[1].split("\n- ")[0]
+
+
+def test_other_metrics_stand_beside_the_one_that_is_compared() -> None:
+    text = to_markdown(summarise(records(answered(GOOD, "full"), answered(WORSE, "some"))))
+    assert "| length % |" in text
+    assert text.count("| 100.0 |") == 2
 
 
 def test_without_full_prefill_nothing_is_compared() -> None:

@@ -14,6 +14,7 @@ import torch
 from kvcache_rag import (
     Combination,
     ContextTooLongError,
+    DiskStore,
     Engine,
     FullRecompute,
     InvalidInputError,
@@ -22,7 +23,8 @@ from kvcache_rag import (
 from kvcache_rag.evaluation.runner import evaluate, make_cells
 from kvcache_rag.evaluation.tasks import examples
 from kvcache_rag.evaluation.verification import Verification
-from kvcache_rag.scoring.ask import divergences, rotated
+from kvcache_rag.prefill import Prefiller
+from kvcache_rag.scoring.ask import CLOSED_BOOK, divergences, rotated
 from kvcache_rag.scoring.question import Question
 from kvcache_rag.scoring.statistics import Share
 
@@ -44,6 +46,7 @@ class Reading:
     metric: str = "right"
     metrics: tuple[str, ...] = ("right", "begun")
     instruction: str = ""
+    closed_instruction: str = ""
     max_new_tokens: int = 16
     kind: str = "single"
     documents: int = 3
@@ -164,6 +167,59 @@ def test_questions_over_the_same_documents_are_one_cluster(ask: Callable[..., Re
     assert 1 < len(set().union(*of_question.values())) == len(contexts) < 12
     tokens = {row.place.k: row.chunk_tokens for row in rows}
     assert tokens[1] < tokens[None] / 2
+
+
+def test_closed_book_is_asked_without_documents(
+    engine: Engine, ask: Callable[..., Records]
+) -> None:
+    cells = make_cells(POLICIES, ks=(1, None), closed_book=True)
+    assert [(cell.label, cell.k) for cell in cells if cell.is_closed] == [
+        (CLOSED_BOOK, 1),
+        (CLOSED_BOOK, None),
+    ]
+    task = Reading(closed_instruction="Say something.")
+    records = ask(cells=cells, tasks=(task,), timed=1, divergence=True)
+    assert (records.baseline, records.closed) == ("full", CLOSED_BOOK)
+    found = [row for row in records.rows if row.place.policy == CLOSED_BOOK]
+    assert len(found) == 16
+    other = Engine(
+        engine.model,
+        engine.tokenizer,
+        template=replace(engine.template, system=task.closed_instruction),
+    )
+    for row, question in zip(found, task.questions(8) * 2, strict=True):
+        assert (row.chunk_tokens, row.recomputed_tokens) == (0, 0)
+        assert row.answer == other.generate(question.question, max_new_tokens=16).text.strip()
+        assert row.divergence is not None
+        assert row.divergence > 0
+    assert found[0].times is not None
+    assert all(row.divergence is None for row in records.rows if row.place.policy == "full")
+
+
+def test_a_run_that_adds_policies_computes_nothing_again(
+    engine: Engine, ask: Callable[..., Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "first"
+    kept.mkdir()
+    options = {
+        "divergence": True,
+        "first_tokens": kept,
+        "store": DiskStore(tmp_path / "kv"),
+        "file": tmp_path / "records.jsonl",
+    }
+    expected = ask(divergence=True)
+    ask(cells=CELLS[:2], **options)
+    assert len(list(kept.iterdir())) == 8, "of full prefill alone"
+    prefilled = []
+    monkeypatch.setattr(Prefiller, "compute", lambda *_: prefilled.append(1))
+    monkeypatch.setattr(Engine, "logits", lambda *_: pytest.fail("a prompt was computed again"))
+    found = ask(**options)
+    assert not prefilled
+    for row, other in zip(found.rows, expected.rows, strict=True):
+        assert replace(row, divergence=None) == replace(other, divergence=None)
+        assert row.divergence == (
+            None if other.divergence is None else pytest.approx(other.divergence, abs=1e-6)
+        )
 
 
 class Counting:

@@ -91,17 +91,37 @@ def test_draws_are_nested_and_paired(tmp_path: Path) -> None:
             task.questions(**wrong)
 
 
+def test_the_first_rows_of_a_file_are_asked_where_order_is_wanted(tmp_path: Path) -> None:
+    rows = [row(one) for one in range(12)]
+    task = task_by_name("musique", data=folder(tmp_path, "musique.jsonl", *rows)).in_order()
+    assert [one.id for one in task.questions(5, seed=3)] == [str(one["id"]) for one in rows[:5]]
+    assert len(task.questions(100)) == len(task.questions()) == 12
+    assert all(len(one.chunks) == 1 for one in task.questions(5, k=1))
+    generator = task_by_name("reader_single")
+    assert generator.in_order().questions(210) == generator.questions(210)
+
+
+def test_who_has_no_documents_is_not_told_of_them(tmp_path: Path) -> None:
+    for name in ("hotpotqa", "2wiki", "musique", "squad", "nq", "rgb_en", "rgb_en_noise40"):
+        task = task_by_name(name, data=folder(tmp_path, f"{name}.jsonl", row(0)))
+        assert "document" in task.instruction
+        assert task.closed_instruction
+        assert "document" not in task.closed_instruction
+
+
 def test_multi_document_answers_are_scored_as_hotpotqa_and_longbench_do(tmp_path: Path) -> None:
     task = task_by_name("hotpotqa", data=folder(tmp_path, "hotpotqa.jsonl", row(0)))
-    assert task.metric == "f1"
+    assert task.metric == "containment"
     # P 1/2, R 1 against the second answer: F 2/3
     assert task.score("Ada Brill", asked("Bo", "Ada")) == {
+        "containment": 1,
         "f1": pytest.approx(2 / 3),
         "exact_match": 0,
         "f1_longbench": pytest.approx(2 / 3),
     }
     # closed answers: HotpotQA gives nothing, LongBench P 1/2, R 1
     assert task.score("yes, both", asked("yes")) == {
+        "containment": 1,
         "f1": 0,
         "exact_match": 0,
         "f1_longbench": pytest.approx(2 / 3),
@@ -110,13 +130,20 @@ def test_multi_document_answers_are_scored_as_hotpotqa_and_longbench_do(tmp_path
 
 def test_squad_has_no_rule_for_yes_and_no(tmp_path: Path) -> None:
     task = task_by_name("squad", data=folder(tmp_path, "squad.jsonl", row(0)))
-    assert task.score("no fire", asked("no")) == {"f1": pytest.approx(2 / 3), "exact_match": 0}
+    assert task.score("no fire", asked("no")) == {
+        "containment": 1,
+        "f1": pytest.approx(2 / 3),
+        "exact_match": 0,
+    }
 
 
 def test_nq_looks_for_the_answer_in_normalised_text(tmp_path: Path) -> None:
     task = task_by_name("nq", data=folder(tmp_path, "nq.jsonl", row(0)))
-    assert task.score("In the U.S.A., they say.", asked("The USA")) == {"substring_match": 1}
-    assert task.score("Canada", asked("The USA", "Mexico")) == {"substring_match": 0}
+    right = {"containment": 1, "substring_match": 1}
+    assert task.score("In the U.S.A., they say.", asked("The USA")) == right
+    assert task.score("Canada", asked("The USA", "Mexico")) == dict.fromkeys(right, 0)
+    # "us" stands in "because", which lost-in-the-middle counts
+    assert task.score("Because.", asked("US")) == {"containment": 0, "substring_match": 1}
 
 
 def test_chinese_sets_cut_words(tmp_path: Path) -> None:
@@ -181,11 +208,15 @@ def test_rgb_scores_groups_rejections_and_noise(tmp_path: Path) -> None:
     task = task_by_name("rgb_zh", data=folder(tmp_path, "rgb_zh.jsonl", row(0)))
     assert "信息不足" in task.instruction
     groups = asked("巴黎", "1912", answer_groups=(("巴黎", "Paris"), ("1912",)), language="zh")
-    assert task.score("PARIS， 19 12年", groups) == {"accuracy": 1, "rejected": 0}
-    assert task.score("巴黎", groups) == {"accuracy": 0, "rejected": 0}
-    assert task.score("信息不足，巴黎1912", groups) == {"accuracy": 0, "rejected": 1}
+    assert task.score("PARIS， 19 12年", groups) == {"accuracy": 1, "rejected": 0, "containment": 1}
+    assert task.score("巴黎", groups) == {"accuracy": 0, "rejected": 0, "containment": 0}
+    assert task.score("信息不足，巴黎1912", groups) == {
+        "accuracy": 0,
+        "rejected": 1,
+        "containment": 1,
+    }
     noise = asked("巴黎", relevant=(), language="zh")
-    assert task.score("信息不足", noise) == {"accuracy": 1, "rejected": 1}
+    assert task.score("信息不足", noise) == {"accuracy": 1, "rejected": 1, "containment": 0}
 
 
 def test_reader_answers_are_compared_letter_for_letter() -> None:

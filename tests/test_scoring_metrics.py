@@ -11,6 +11,7 @@ from kvcache_rag.scoring import metrics
 from kvcache_rag.scoring.metrics import (
     any_reference,
     best,
+    containment,
     exact_match,
     f1,
     f1_chinese,
@@ -40,6 +41,36 @@ from kvcache_rag.scoring.metrics import (
 )
 def test_normalised_as_squad_does(text: str, expected: str) -> None:
     assert normalised(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "groups", "expected"),
+    [
+        ("It is the Eiffel Tower, in Paris.", [["eiffel tower"]], 1),
+        ("It is the Eiffel Towers.", [["Eiffel Tower"]], 0),  # whole words
+        ("It is so because of him.", [["U.S."]], 0),  # "us" is no word of it
+        ("In the U.S. it is.", [["London", "US"]], 1),  # any answer of a group
+        ("Rome and Oslo", [["Rome"], ["Oslo", "Bergen"]], 1),
+        ("Rome alone", [["Rome"], ["Oslo", "Bergen"]], 0),  # every group
+        ("The sign is a &.", [["&"]], 1),  # nothing is left of it when normalised
+        ("The sign is missing.", [["&"]], 0),
+        ("", [["Rome"]], 0),
+        ("Yes, both are.", [["yes"]], 1),
+        ("The answer: yes", [["yes"]], 0),  # not the first word
+        ("No. Yes is wrong.", [["Yes"]], 0),
+        ("yesterday", [["yes"]], 0),
+        ("", [["no"]], 0),
+        ("I say no to Rome", [["no", "Rome"]], 1),  # not only yes or no is right
+    ],
+)
+def test_containment(answer: str, groups: list[list[str]], expected: float) -> None:
+    assert containment(answer, groups) == expected
+
+
+def test_containment_of_chinese_is_a_substring_and_needs_an_answer() -> None:
+    assert containment("在 北 京。", [["北京"]], "zh") == 1
+    with pytest.raises(InvalidInputError, match="no right answer"):
+        containment("x", [])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from kvcache_rag.scoring.statistics import (
     few_losses,
     kept_ratio,
     least_kept,
+    macro_difference,
+    macro_interval,
     mean_change,
     mean_interval,
     median_interval,
@@ -47,6 +49,36 @@ def test_equals_the_enumeration_of_all_resamples() -> None:
     found = paired_bootstrap(first.tolist(), [0.0] * len(first), clusters.tolist())
     assert found.difference == pytest.approx(7 / 13)
     assert (found.low, found.high) == pytest.approx(tuple(exact), abs=0.02)
+
+
+def test_rows_are_drawn_within_their_sets() -> None:
+    # Means of the first: 0, 1/2, 1 in 1, 2, 1 of 4 draws; the second is 1 in all of them. Drawn
+    # from both together, the mean could be 0 or of one set alone.
+    found = macro_interval([[1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    assert (found.value, found.n) == (0.75, 6)
+    assert (found.low, found.high) == (0.5, 1.0)
+
+
+def test_sets_of_one_size_are_drawn_apart() -> None:
+    # If both drew the same rows, sums of a set and its mirror image would not vary at all.
+    found = macro_interval([[1.0, 0.0] * 50, [0.0, 1.0] * 50])
+    # Two independent means of 100 coins: 0.05 each, 0.05 / sqrt(2) of their mean.
+    assert (found.low, found.high) == pytest.approx(
+        (0.5 - 1.96 * 0.05 / math.sqrt(2), 0.5 + 1.96 * 0.05 / math.sqrt(2)), abs=0.01
+    )
+
+
+def test_a_difference_over_sets_is_paired_and_every_set_counts_alike() -> None:
+    first, second = [[1.0] * 8, [1.0, 0.0]], [[0.0] * 8, [1.0, 0.0]]
+    found = macro_difference(first, second)
+    assert (found.difference, found.n, found.differing) == (0.5, 10, 8)
+    assert found.ranked
+    same = macro_difference(second, second)
+    # Wilson's upper end for none of 10: 1.96² / (10 + 1.96²).
+    assert (same.low, same.high) == pytest.approx((-0.2775, 0.2775), abs=1e-3)
+    for wrong in ([], [[]], [[1.0], [1.0, 0.0]]):
+        with pytest.raises((InvalidInputError, ValueError)):
+            macro_difference(wrong, [[1.0]] * len(wrong))
 
 
 def test_no_difference_among_few_is_not_none_among_all() -> None:

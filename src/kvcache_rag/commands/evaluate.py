@@ -1,17 +1,19 @@
 """`kvcache-rag eval`: how well models answer under different policies, on the same questions.
 
-Policies x models x codecs x numbers of documents; quality with intervals, and cost beside it.
+Policies x models x codecs x numbers of documents, and every model without documents (closed book);
+quality with intervals, and cost beside it.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.evaluation.tasks import TokenCounter
@@ -45,6 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks.add_argument(
         "--n", type=int, help="questions per task (default: all, 200 of a generator)"
+    )
+    tasks.add_argument(
+        "--in-order",
+        action="store_true",
+        help="the first --n rows of a file, instead of drawn ones",
+    )
+    tasks.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="score of the tables and differences (default: each task's)",
     )
     tasks.add_argument("--seed", type=int, default=0, help="of questions and resamples (default 0)")
     tasks.add_argument(
@@ -117,7 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     policies = _policies(arguments)
-    tasks = _tasks(arguments)
+    tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
+    metrics = _metrics(arguments.metric, tasks)
     cells = _cells(arguments, policies)
     records = evaluate(
         tasks,
@@ -132,8 +145,20 @@ def run(arguments: argparse.Namespace) -> int:
         divergence=arguments.divergence or bool(arguments.codecs),
         show_progress=True,
     )
-    _report(arguments, records)
+    _report(arguments, replace(records, metrics=metrics))
     return 0
+
+
+def _metrics(wanted: str | None, tasks: Sequence[Task]) -> dict[str, str]:
+    """What the answers of each task are compared by."""
+    from kvcache_rag.errors import InvalidInputError
+
+    known = dict.fromkeys(name for task in tasks for name in task.metrics)
+    if wanted is not None and wanted not in known:
+        raise InvalidInputError(
+            f"no task has the metric {wanted!r}; choose from {', '.join(known)}"
+        )
+    return {task.name: wanted if wanted in task.metrics else task.metric for task in tasks}
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -218,7 +243,8 @@ def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -
 
     codecs = tuple(dict.fromkeys(("native", *arguments.codecs))) if arguments.codecs else ("",)
     models = tuple(dict.fromkeys(arguments.models))
-    return make_cells(policies, models, codecs, tuple(dict.fromkeys(arguments.k or [None])))
+    ks = tuple(dict.fromkeys(arguments.k or [None]))
+    return make_cells(policies, models, codecs, ks, closed_book=True)
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:

@@ -1,8 +1,10 @@
 """What an evaluation shows: quality with intervals, difference from full prefill, and cost.
 
 `summarise` makes one group per task, model and number of documents; in it one row per policy and
-codec, all over the same questions.  A group whose full prefill is right in fewer than 60 % is shown
-and not scored: a model that cannot do a task tells policies apart by chance only.  Groups become
+codec, all over the same questions.  Differences from full prefill and from closed book (the same
+question without documents) are always there.  A group is not scored, so that nothing in it is
+called better or worse, if full prefill is right in fewer than 60 % and does not surely beat closed
+book: a model that does not read its documents tells policies apart by chance only.  Groups become
 JSON (`to_json`), a Markdown table each (`to_markdown`), and a plot of quality against time to the
 first token, one panel per group and one point per policy and codec (`draw`).
 """
@@ -42,6 +44,11 @@ _MARKERS: Final = "osD^vPX"
 
 _GREY: Final = "#AAAAAA"
 
+_NOT_SCORED: Final = (
+    "Not scored, so nothing is called better or worse: full prefill is below 60 % and not surely "
+    "above closed book."
+)
+
 _ACROSS: Final = 3
 
 
@@ -55,7 +62,10 @@ class PolicyRow:
         n: Questions.
         quality: Mean of the task's headline metric.
         scores: Means of all metrics.
-        difference: Quality minus that of full prefill; None for full prefill, or without it.
+        difference: Quality minus that of full prefill; None for full prefill and closed book, or
+            where the former was not asked.
+        above_closed: Quality minus that of closed book; None for closed book, or where it was not
+            asked.
         kept: Quality as a share of that of full prefill.
         recomputed_share: Tokens computed again, as a share of the documents' (1: full prefill).
         reused_share: Smallest share of a question's chunk tokens that came from the store; what is
@@ -73,6 +83,7 @@ class PolicyRow:
     quality: Interval
     scores: dict[str, Interval]
     difference: Comparison | None
+    above_closed: Comparison | None
     kept: Interval | None
     recomputed_share: float
     reused_share: float
@@ -92,7 +103,8 @@ class Group:
         model: Label of the model.
         k: Documents per question, None for all.
         n: Questions that every row answered.
-        scored: Whether full prefill reaches the floor; None if it was not asked.
+        scored: Whether full prefill reaches the floor or surely beats closed book; None if it was
+            not asked.
         rows: In the order of the cells.
     """
 
@@ -118,7 +130,7 @@ def summarise(records: Records, *, floor: float = FLOOR, seed: int = 0) -> list[
 
     Args:
         records: From `evaluate`.
-        floor: Quality of full prefill below which a group is not scored.
+        floor: Quality of full prefill that needs no comparison with closed book to be scored.
         seed: Of the bootstrap.
     """
     gathered: dict[tuple[str, str, int | None], dict[_Way, dict[str, Record]]] = {}
@@ -144,22 +156,30 @@ def _group(
         for way, answers in ways.items()
     }
     metric = records.metrics[task]
-    full = next(
-        (answers for (label, _), answers in answered.items() if label == records.baseline), None
+    full, closed = (
+        next((answers for (label, _), answers in answered.items() if label == wanted), None)
+        for wanted in (records.baseline, records.closed)
     )
     rows = tuple(
-        _row(way, answers, full if way[0] != records.baseline else None, answered, metric, seed)
+        _row(way, answers, full, closed, answered, metric, seed)
         for way, answers in answered.items()
         if answers
     )
-    reached = None if not full else statistics.fmean(_scores(full, metric)) >= floor
-    return Group(task, metric, model, k, len(common), reached, rows)
+    read = next((row for row in rows if full and row.policy == records.baseline), None)
+    scored = None if read is None else _is_scored(read, floor)
+    return Group(task, metric, model, k, len(common), scored, rows)
+
+
+def _is_scored(full: PolicyRow, floor: float) -> bool:
+    above = full.above_closed
+    return full.quality.value >= floor or (above is not None and above.ranked and above.low > 0)
 
 
 def _row(
     way: _Way,
     found: Sequence[Record],
     full: Sequence[Record] | None,
+    closed: Sequence[Record] | None,
     answered: dict[_Way, list[Record]],
     metric: str,
     seed: int,
@@ -167,11 +187,13 @@ def _row(
     policy, codec = way
     clusters = [record.cluster for record in found]
     mine = _scores(found, metric)
-    difference = kept = None
-    if full is not None:
+    difference = kept = above_closed = None
+    if full is not None and found is not full and found is not closed:
         theirs = _scores(full, metric)
         difference = paired_bootstrap(mine, theirs, clusters, seed=seed)
         kept = kept_ratio(mine, theirs, clusters, seed=seed)
+    if closed is not None and found is not closed:
+        above_closed = paired_bootstrap(mine, _scores(closed, metric), clusters, seed=seed)
     means = {
         name: mean_interval(_scores(found, name), clusters, seed=seed) for name in found[0].scores
     }
@@ -190,6 +212,7 @@ def _row(
         quality=means[metric],
         scores=means,
         difference=difference,
+        above_closed=above_closed,
         kept=kept,
         recomputed_share=sum(record.recomputed_tokens for record in found) / max(1, documents),
         reused_share=min(record.reused_tokens / max(1, record.chunk_tokens) for record in found),
@@ -230,14 +253,16 @@ def to_markdown(groups: Sequence[Group]) -> str:
 
 def _table(group: Group) -> str:
     columns = _columns(group)
+    others = [name for name in group.rows[0].scores if name != group.metric] if group.rows else []
     lines = [f"### {group.title}: {group.metric}, n = {group.n}", ""]
     if group.scored is False:
-        lines += ["Not scored: full prefill is below 60 %.", ""]
-    lines.append("| " + " | ".join(columns) + " |")
-    lines.append("|" + "---|" * len(columns))
+        lines += [_NOT_SCORED, ""]
+    lines.append("| " + " | ".join([*columns, *(f"{name} %" for name in others)]) + " |")
+    lines.append("|" + "---|" * (len(columns) + len(others)))
     for row in group.rows:
         cells = _cells(group, row)
-        lines.append("| " + " | ".join(cells[name] for name in columns) + " |")
+        means = [f"{100 * row.scores[name].value:.1f}" for name in others]
+        lines.append("| " + " | ".join([*(cells[name] for name in columns), *means]) + " |")
     return "\n".join([*lines, ""])
 
 
@@ -249,6 +274,7 @@ def _columns(group: Group) -> list[str]:
         "codec": any(row.codec for row in rows),
         "quality %": True,
         "minus full": any(row.difference for row in rows),
+        "minus closed book": any(row.above_closed for row in rows),
         "of full %": any(row.kept for row in rows),
         "changed %": any(row.changed for row in rows),
         "KL mean / max": any(row.divergence for row in rows),
@@ -265,6 +291,7 @@ def _cells(group: Group, row: PolicyRow) -> dict[str, str]:
         "codec": row.codec or "none",
         "quality %": _percent(row.quality),
         "minus full": _difference(group, row.difference),
+        "minus closed book": _difference(group, row.above_closed),
         "of full %": _percent(row.kept),
         "changed %": _percent(row.changed),
         "KL mean / max": "" if divergence is None else f"{divergence[0]:.2g} / {divergence[1]:.2g}",
@@ -302,6 +329,8 @@ def _legend(groups: Sequence[Group]) -> str:
         "the interval excludes 0 and the task is scored.",
         "Computed again: tokens, as a share of the documents' tokens.",
     ]
+    if any(row.above_closed for group in groups for row in group.rows):
+        lines.append("Closed book: the same questions without documents.")
     if timed:
         lines.append(f"TTFT: median of {timed} questions per task asked one at a time, in turns.")
     if any(row.changed for group in groups for row in group.rows):

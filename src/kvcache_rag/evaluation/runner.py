@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.scoring.question import Task
+    from kvcache_rag.stores import ChunkStore
 
 
 __all__ = ["BATCH", "TIMED", "Cell", "Records", "evaluate", "make_cells"]
@@ -56,6 +57,8 @@ def evaluate(
     timed: int = TIMED,
     auxiliary: Scorer | None = None,
     divergence: bool = False,
+    store: ChunkStore | None = None,
+    first_tokens: Path | None = None,
     show_progress: bool = False,
 ) -> Records:
     """Ask every question of every task in every cell.
@@ -73,6 +76,9 @@ def evaluate(
         auxiliary: Scores chunks for policies that need it and bring none.
         divergence: Compare the first token's distribution with that of the same policy over the
             first codec of its kind, or else with that of full prefill.
+        store: Keeps chunks of the codec "" for later runs; None keeps them in memory, for this one.
+        first_tokens: A folder that keeps the distributions which others are compared with, so that
+            a run that adds policies computes no full prefill again.
         show_progress: Whether to show a bar.
 
     Raises:
@@ -100,7 +106,8 @@ def evaluate(
                 identity = canonical_json(model_identity(engine.model))
                 records.note(f"model {label}", xxhash.xxh3_128_hexdigest(identity))
                 with tempfile.TemporaryDirectory() as folder:
-                    run.ask(label, Workplaces(engine, Path(folder), auxiliary), bar)
+                    places = Workplaces(engine, Path(folder), auxiliary, store)
+                    run.ask(label, places, bar, first_tokens)
                 del engine  # before the next one is loaded
     return run.result()
 
@@ -156,9 +163,9 @@ class _Run:
                 items.append(item)
         return items
 
-    def ask(self, model: str, workplaces: Workplaces, bar: Any) -> None:
+    def ask(self, model: str, workplaces: Workplaces, bar: Any, kept: Path | None) -> None:
         """Make what is missing of one model, whose cells take turns over each batch."""
-        asker = Asker(workplaces, self.cells if self.divergence else ())
+        asker = Asker(workplaces, self.cells if self.divergence else (), kept)
         for task, k, batch in self._batches():
             cells = [cell for cell in self.cells if (cell.model, cell.k) == (model, k)]
             todo = {cell: self._todo(task, cell, batch) for cell in cells}
@@ -170,7 +177,8 @@ class _Run:
     def _batches(self) -> Iterator[tuple[Task, int | None, Sequence[Asked]]]:
         for task in self.tasks:
             for k in self.ks:
-                asked = self.asked[task.name, k]
+                # Of like length, because a batch is computed as wide as its longest prompt.
+                asked = sorted(self.asked[task.name, k], key=_characters)
                 for start in range(0, len(asked), self.batch):
                     yield task, k, asked[start : start + self.batch]
 
@@ -182,13 +190,19 @@ class _Run:
             for cell in self.cells
             for item in self.asked[task.name, cell.k]
         ]
-        full = next((cell.label for cell in self.cells if cell.policy.is_full), None)
+        full = next((cell.label for cell in self.cells if cell.is_baseline), None)
+        closed = next((cell.label for cell in self.cells if cell.is_closed), None)
         return Records(
             rows=tuple(row for row in rows if row is not None),
             metrics={task.name: task.metric for task in self.tasks},
             policies={cell.label: repr(cell.policy) for cell in self.cells},
             baseline=full,
+            closed=closed,
         )
+
+
+def _characters(item: Asked) -> int:
+    return sum(map(len, item.question.chunks))
 
 
 def _drawn(

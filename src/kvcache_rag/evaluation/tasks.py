@@ -4,14 +4,15 @@
 |---|---|---|
 | reader_KIND | the packaged reader's generator, held-out names | exact_match, refused |
 | niah_*, niah_reader_* | `niah` | reference_coverage |
-| rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN | RGB | accuracy, rejected |
-| hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | f1, exact_match, f1_longbench |
-| squad | SQuAD v1.1 with distractors | f1, exact_match |
-| nq | Natural Questions, by lost-in-the-middle's rule | substring_match |
+| rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN | RGB | accuracy, rejected, containment |
+| hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | containment, f1, exact_match, … |
+| squad | SQuAD v1.1 with distractors | containment, f1, exact_match |
+| nq | Natural Questions, by lost-in-the-middle's rule too | containment, substring_match |
 | dureader | DuReader, by LongBench's rule | rouge_l |
 | multifieldqa_zh | LongBench: one long document, split into chunks | f1 |
 
-The reader's answers are compared letter for letter; those of data sets as `metrics` says.  A
+The reader's answers are compared letter for letter; those of data sets as `metrics` says, in
+English by containment first: a model that was not tuned for it answers in sentences.  A
 question has the same id for every `k`, and a larger `n` only adds questions.  Instructions are our
 own, shorter than the benchmarks', because one prefix serves all questions.
 """
@@ -211,19 +212,30 @@ def _reader_score(answer: str, question: Question) -> tuple[float, ...]:
 
 def _multi_document(answer: str, question: Question) -> tuple[float, ...]:
     rules = (metrics.f1, metrics.exact_match, metrics.f1_longbench)
-    return tuple(metrics.best(rule, answer, question.answers) for rule in rules)
+    return (
+        _contained(answer, question),
+        *(metrics.best(rule, answer, question.answers) for rule in rules),
+    )
+
+
+def _contained(answer: str, question: Question) -> float:
+    return metrics.containment(answer, question.groups, question.language)
 
 
 def _squad(answer: str, question: Question) -> tuple[float, ...]:
     # SQuAD's own F1, which knows nothing of yes and no, is the one that LongBench took over.
     rules = (metrics.f1_longbench, metrics.exact_match)
-    return tuple(metrics.best(rule, answer, question.answers) for rule in rules)
+    return (
+        _contained(answer, question),
+        *(metrics.best(rule, answer, question.answers) for rule in rules),
+    )
 
 
 def _nq(answer: str, question: Question) -> tuple[float, ...]:
     # lost-in-the-middle normalises both sides before it looks for one in the other.
     wanted = [metrics.normalised(reference) for reference in question.answers]
-    return (metrics.substring_match(metrics.normalised(answer), [wanted]),)
+    found = metrics.substring_match(metrics.normalised(answer), [wanted])
+    return _contained(answer, question), found
 
 
 def _dureader(answer: str, question: Question) -> tuple[float, ...]:
@@ -238,7 +250,8 @@ def _rgb(answer: str, question: Question) -> tuple[float, ...]:
     accuracy = metrics.rgb_accuracy(
         answer, question.groups, question.language, only_noise=not question.relevant
     )
-    return accuracy, float(metrics.is_rejection(answer, question.language))
+    rejected = float(metrics.is_rejection(answer, question.language))
+    return accuracy, rejected, _contained(answer, question)
 
 
 def own_score(answer: str, question: Question) -> dict[str, float]:
@@ -268,6 +281,7 @@ class DataSet:
         language: Of its texts.
         file: Name of the local file, without `.jsonl`; empty: the name of the task.
         long: Whether a document is so long that it has to be split into chunks.
+        closed_instruction: As of `Task`.
     """
 
     metrics: tuple[str, ...]
@@ -277,19 +291,38 @@ class DataSet:
     language: Language = "en"
     file: str = ""
     long: bool = False
+    closed_instruction: str = ""
 
 
 _SHORT: Final = "Answer the question from the documents, in as few words as possible."
 
-_HOPS: Final = DataSet(("f1", "exact_match", "f1_longbench"), _SHORT, 32, _multi_document)
+# The same without documents: who has none shall not be told of them.
+_CLOSED: Final = "Answer the question, in as few words as possible."
+
+_HOPS: Final = DataSet(
+    ("containment", "f1", "exact_match", "f1_longbench"),
+    _SHORT,
+    32,
+    _multi_document,
+    closed_instruction=_CLOSED,
+)
 
 SETS: Final[dict[str, DataSet]] = {
     "hotpotqa": _HOPS,
     "2wiki": _HOPS,
     "musique": _HOPS,
-    "squad": DataSet(("f1", "exact_match"), _SHORT, 32, _squad),
-    "nq": DataSet(("substring_match",), _SHORT, 100, _nq),
-    "dureader": DataSet(("rouge_l",), "请根据文档回答问题。", 128, _dureader, "zh"),
+    "squad": DataSet(
+        ("containment", "f1", "exact_match"), _SHORT, 32, _squad, closed_instruction=_CLOSED
+    ),
+    "nq": DataSet(("containment", "substring_match"), _SHORT, 100, _nq, closed_instruction=_CLOSED),
+    "dureader": DataSet(
+        ("rouge_l",),
+        "请根据文档回答问题。",
+        128,
+        _dureader,
+        "zh",
+        closed_instruction="请回答问题。",
+    ),
     "multifieldqa_zh": DataSet(
         ("f1",),
         "请根据文档简短地回答问题。",
@@ -298,6 +331,7 @@ SETS: Final[dict[str, DataSet]] = {
         "zh",
         file="longbench_multifieldqa_zh",
         long=True,
+        closed_instruction="请简短地回答问题。",
     ),
 }
 
@@ -307,6 +341,8 @@ _RGB_INSTRUCTIONS: Final[dict[Language, str]] = {
     "If none of them holds the answer, say: insufficient information.",
     "zh": "请根据文档回答问题。有些文档可能与问题无关。如果文档中没有答案，请回答：信息不足。",
 }
+
+_RGB_CLOSED: Final[dict[Language, str]] = {"en": "Answer the question.", "zh": "请回答问题。"}
 
 _RGB_TOKENS: Final = 128
 
@@ -361,6 +397,7 @@ def set_task(name: str, data: Path | None, split: Callable[[str], list[str]]) ->
         data_set.max_new_tokens,
         _rows(read),
         data_set.measure,
+        data_set.closed_instruction,
     )
 
 
@@ -394,7 +431,13 @@ def rgb_task(name: str, data: Path | None) -> Task:
     if published is None:
         _check(path)
     return Task(
-        name, ("accuracy", "rejected"), _RGB_INSTRUCTIONS[language], _RGB_TOKENS, _rows(read), _rgb
+        name,
+        ("accuracy", "rejected", "containment"),
+        _RGB_INSTRUCTIONS[language],
+        _RGB_TOKENS,
+        _rows(read),
+        _rgb,
+        _RGB_CLOSED[language],
     )
 
 

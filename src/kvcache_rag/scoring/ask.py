@@ -17,12 +17,14 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
+import torch
 import xxhash
 
 from kvcache_rag.engine import Engine, like
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.engine import EngineSettings, open_store
 from kvcache_rag.kv.chunk import canonical_json, digest
+from kvcache_rag.policies import FullRecompute
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from kvcache_rag.stores import ChunkStore
 
 T = TypeVar("T")
+
+
+CLOSED_BOOK: Final = "closed book"
+"""Label of the cell that asks questions without their documents."""
 
 
 class Place(NamedTuple):
@@ -72,6 +78,7 @@ class Cell:
         codec: Name of the codec, whose files chunks go through; "" keeps them in memory as they
             were computed.
         k: Documents per question; None for all there are.
+        is_closed: Whether the question is asked without documents.
     """
 
     label: str
@@ -79,6 +86,12 @@ class Cell:
     model: str = "tiny"
     codec: str = ""
     k: int | None = None
+    is_closed: bool = False
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is the full prefill that everything is compared with."""
+        return self.policy.is_full and not self.is_closed
 
     def place(self, task: str, question: str) -> Place:
         """Where the answer to a question belongs."""
@@ -90,6 +103,8 @@ def make_cells(
     models: Sequence[str] = ("tiny",),
     codecs: Sequence[str] = ("",),
     ks: Sequence[int | None] = (None,),
+    *,
+    closed_book: bool = False,
 ) -> tuple[Cell, ...]:
     """All combinations; a full prefill reads no chunks, so it is asked with the first codec only.
 
@@ -98,15 +113,27 @@ def make_cells(
         models: Labels.
         codecs: Names, "" for memory.
         ks: Numbers of documents, None for all.
+        closed_book: Whether every model is asked without documents, too: what it knows anyway.
     """
     return tuple(
-        Cell(label, policy, model, codec, k)
+        cell
         for model in models
         for k in ks
-        for codec in codecs
-        for label, policy in policies.items()
-        if codec == codecs[0] or not policy.is_full
+        for cell in (
+            *(
+                Cell(label, policy, model, codec, k)
+                for codec in codecs
+                for label, policy in policies.items()
+                if codec == codecs[0] or not policy.is_full
+            ),
+            *([closed_cell(model, codecs[0], k)] if closed_book else []),
+        )
     )
+
+
+def closed_cell(model: str = "tiny", codec: str = "", k: int | None = None) -> Cell:
+    """Asks questions without their documents."""
+    return Cell(CLOSED_BOOK, FullRecompute(), model, codec, k, is_closed=True)
 
 
 def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
@@ -115,11 +142,11 @@ def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
     That is the same policy over the first codec, and for the first codec itself the full prefill;
     None for a full prefill, or if it is not among `cells`.
     """
-    if cell.policy.is_full:
+    if cell.is_baseline:
         return None
     same = [peer for peer in cells if (peer.model, peer.k) == (cell.model, cell.k)]
     first = next(peer for peer in same if peer.label == cell.label)
-    return first if first != cell else next((peer for peer in same if peer.policy.is_full), None)
+    return first if first != cell else next((peer for peer in same if peer.is_baseline), None)
 
 
 Model: TypeAlias = "str | os.PathLike[str] | Engine | Callable[[], Engine]"
@@ -165,15 +192,23 @@ class Workplaces:
         auxiliary: Scores chunks for policies that have no scorer of their own.
     """
 
-    def __init__(self, base: Engine, folder: Path, auxiliary: Scorer | None = None) -> None:
+    def __init__(
+        self,
+        base: Engine,
+        folder: Path,
+        auxiliary: Scorer | None = None,
+        store: ChunkStore | None = None,
+    ) -> None:
         """Share the model of `base`.
 
         Args:
             base: An engine of the model.
             folder: An empty folder for files.
             auxiliary: Scores chunks for policies that have no scorer of their own.
+            store: For chunks of the codec ""; None for memory.
         """
         self._base, self._folder, self.auxiliary = base, folder, auxiliary
+        self._store = store
         self._places: dict[tuple[str, str], Workplace] = {}
 
     def get(self, codec: str, instruction: str) -> Workplace:
@@ -190,7 +225,7 @@ class Workplaces:
 
     def _make(self, codec: str, instruction: str) -> Workplace:
         if not codec:
-            engine = self._engine(None, instruction)
+            engine = self._engine(self._store, instruction)
             return Workplace(engine, engine)
         folder = self._folder / f"{codec}-{len(self._places)}"
 
@@ -276,14 +311,17 @@ class Asker:
     nothing about a user's, so a sample of the questions is asked once more, alone.
     """
 
-    def __init__(self, workplaces: Workplaces, compared: Sequence[Cell]) -> None:
+    def __init__(
+        self, workplaces: Workplaces, compared: Sequence[Cell], kept: Path | None = None
+    ) -> None:
         """Answer there.
 
         Args:
             workplaces: Engines of the model.
             compared: All cells, if first tokens are compared between them, else none.
+            kept: Folder for the distributions that others are compared with; None keeps none.
         """
-        self._workplaces, self._compared = workplaces, compared
+        self._workplaces, self._compared, self._kept = workplaces, compared, kept
         self._warm: set[Cell] = set()
 
     def ask(
@@ -301,7 +339,7 @@ class Asker:
         """
         references = {cell: reference_of(cell, self._compared) for cell in todo if self._compared}
         used = dict.fromkeys((*todo, *filter(None, references.values())))
-        places = {cell: self._workplaces.get(cell.codec, task.instruction) for cell in used}
+        places = {cell: self._place(cell, task) for cell in used}
         reused = dict.fromkeys(cell.codec for cell in used if not cell.policy.is_full)
         shelves = [self._workplaces.get(codec, task.instruction) for codec in reused]
         texts = [text for items in todo.values() for item in items for text in item.question.chunks]
@@ -312,14 +350,23 @@ class Asker:
             for cell, items in todo.items():
                 places[cell].prepare_joint(cell.policy, [item.question for item in items])
             times = self._times(todo, places, timed)
-            first = _FirstTokens(places)
-            records = []
-            for cell, items in todo.items():
-                answers = _answers(task, cell, items, places[cell])
-                for item, answer in zip(items, answers, strict=True):
-                    seconds = times.get((cell, item.question.id))
-                    divergence = first.divergence(cell, references.get(cell), item.question)
-                    records.append(_record(task, cell, item, answer, seconds, divergence))
+            first = _FirstTokens(places, self._kept, frozenset(references.values()))
+            answered = {
+                cell: _answers(task, cell, items, places[cell], first if references else None)
+                for cell, items in todo.items()
+            }
+            records = [
+                _record(
+                    task,
+                    cell,
+                    item,
+                    answer,
+                    times.get((cell, item.question.id)),
+                    first.divergence(cell, references.get(cell), item),
+                )
+                for cell, items in todo.items()
+                for item, answer in zip(items, answered[cell], strict=True)
+            ]
         except ContextTooLongError as error:
             raise ContextTooLongError(
                 f"a question of {task.name} does not fit: {error}; or ask with fewer documents"
@@ -328,6 +375,31 @@ class Asker:
             for shelf, keys in shelf_keys:
                 shelf.clear(keys)
         return records
+
+    def times(
+        self, task: Task, cells: Sequence[Cell], items: Sequence[Asked]
+    ) -> dict[tuple[Cell, str], dict[str, float]]:
+        """Ask questions alone, each in every cell, cells in turns, and only for their times.
+
+        Args:
+            task: Whose questions these are.
+            cells: Ways to answer, over chunks in memory.
+            items: The questions.
+
+        Returns:
+            Seconds by cell and the question's id, as in a `Record`.
+        """
+        places = {cell: self._place(cell, task) for cell in cells}
+        texts = [text for item in items for text in item.question.chunks]
+        for place in {id(place): place for place in places.values()}.values():
+            place.prepare(texts)
+        self._prepare_scorers(cells, texts)
+        wanted = [item.question.id for item in items]
+        return self._times(dict.fromkeys(cells, items), places, wanted)
+
+    def _place(self, cell: Cell, task: Task) -> Workplace:
+        closed = task.closed_instruction if cell.is_closed else ""
+        return self._workplaces.get(cell.codec, closed or task.instruction)
 
     def _prepare_scorers(self, cells: Iterable[Cell], texts: Sequence[str]) -> None:
         """An auxiliary model has its chunks cached too, as after ingestion."""
@@ -349,7 +421,8 @@ class Asker:
         for cell, items in todo.items():
             for item in items:
                 if item.question.id in timed:
-                    sampled.setdefault(item.question.id, []).append((cell, item.question))
+                    question = _put(cell, item.question)
+                    sampled.setdefault(question.id, []).append((cell, question))
         times = {}
         for turn, pairs in enumerate(sampled.values()):
             for cell, question in rotated(pairs, turn):
@@ -361,25 +434,77 @@ class Asker:
 
 
 class _FirstTokens:
-    """Distributions of the first token of answers; those compared with are computed once."""
+    """Scores that the first token of answers was chosen from, `(vocabulary,)` float32.
 
-    def __init__(self, places: Mapping[Cell, Workplace]) -> None:
-        self._places = places
-        self._kept: dict[tuple[Cell, str], Tensor] = {}
+    What was answered has shown its own; only where a reference was answered in an earlier run, and
+    is in no folder, is a prompt computed for it.
+    """
 
-    def divergence(self, cell: Cell, reference: Cell | None, question: Question) -> float | None:
+    def __init__(
+        self,
+        places: Mapping[Cell, Workplace],
+        folder: Path | None,
+        references: frozenset[Cell | None],
+    ) -> None:
+        self._places, self._folder, self._references = places, folder, references
+        self._found: dict[tuple[Cell, str], Tensor] = {}
+
+    def note(self, cell: Cell, items: Sequence[Asked], scores: Tensor) -> None:
+        """Keep what an answer began from, a row of `scores` each."""
+        for item, row in zip(items, scores.float().cpu(), strict=True):
+            self._found[cell, item.digest] = row
+            file = self._file(cell, item)
+            if file is not None and cell in self._references:
+                aside = file.with_suffix(".new")  # a run that is killed leaves no half of one
+                aside.write_bytes(row.numpy().tobytes())
+                aside.replace(file)
+
+    def divergence(self, cell: Cell, reference: Cell | None, item: Asked) -> float | None:
         """Kullback-Leibler divergence from the reference's, in nats; None without one."""
         if reference is None:
             return None
-        nats = divergences(self._of(reference, question), self._of(cell, question))
-        return max(0.0, float(nats))
+        expected, found = (
+            self._of(one, item).double().log_softmax(-1) for one in (reference, cell)
+        )
+        return max(0.0, float(divergences(expected, found)))
 
-    def _of(self, cell: Cell, question: Question) -> Tensor:
-        place = (cell, question.id)
-        if place not in self._kept:
-            engine = self._places[cell].reader
-            self._kept[place] = log_probabilities(engine, question, cell.policy)[-1]
-        return self._kept[place]
+    def _of(self, cell: Cell, item: Asked) -> Tensor:
+        place = (cell, item.digest)
+        if place not in self._found:
+            file = self._file(cell, item)
+            if file is not None and file.is_file():
+                self._found[place] = torch.frombuffer(
+                    bytearray(file.read_bytes()), dtype=torch.float32
+                )
+            else:
+                question, engine = _put(cell, item.question), self._places[cell].reader
+                scores = log_probabilities(engine, question, cell.policy)
+                self.note(cell, [item], scores[-1:])
+        return self._found[place]
+
+    def _file(self, cell: Cell, item: Asked) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{_digest([*map(str, cell.place('', item.digest))])}.float32"
+
+
+class _Begun:
+    """A logits processor that changes nothing and remembers what the first token is chosen from."""
+
+    def __init__(self) -> None:
+        self.scores: Tensor | None = None
+        self._tokens = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        # A context that could not be loaded ahead is read once more, from its first token on.
+        if self.scores is None or ids.shape[1] <= self._tokens:
+            self.scores, self._tokens = scores.clone(), ids.shape[1]
+        return scores
+
+
+def _put(cell: Cell, question: Question) -> Question:
+    """The question as a cell asks it."""
+    return replace(question, chunks=(), relevant=()) if cell.is_closed else question
 
 
 def rotated(ways: Sequence[T], turn: int) -> tuple[T, ...]:
@@ -410,11 +535,20 @@ def _alone(cell: Cell, question: Question, place: Workplace) -> dict[str, float]
     return {name: getattr(answer.metrics, name) for name in _TIMES}
 
 
-def _answers(task: Task, cell: Cell, left: Sequence[Asked], place: Workplace) -> list[Answer]:
-    batch = [(item.question.question, item.question.chunks) for item in left]
-    return place.reader.generate_batch(
-        batch, policy=cell.policy, max_new_tokens=task.max_new_tokens
+def _answers(
+    task: Task, cell: Cell, left: Sequence[Asked], place: Workplace, first: _FirstTokens | None
+) -> list[Answer]:
+    begun = _Begun()
+    questions = [_put(cell, item.question) for item in left]
+    answers = place.reader.generate_batch(
+        [(question.question, question.chunks) for question in questions],
+        policy=cell.policy,
+        max_new_tokens=task.max_new_tokens,
+        **({} if first is None else {"logits_processor": [begun]}),
     )
+    if first is not None and begun.scores is not None:
+        first.note(cell, left, begun.scores)
+    return answers
 
 
 def _record(
@@ -435,7 +569,7 @@ def _record(
         answer=text,
         chunk_tokens=chunk_tokens,
         reused_tokens=metrics.reused_tokens,
-        recomputed_tokens=chunk_tokens if cell.policy.is_full else metrics.recomputed_tokens,
+        recomputed_tokens=chunk_tokens if cell.is_baseline else metrics.recomputed_tokens,
         generated_tokens=metrics.generated_tokens,
         times=times,
         divergence=divergence,
@@ -499,12 +633,14 @@ class Records:
         metrics: Headline metric of each task.
         policies: Each label's policy, as it can be pasted back.
         baseline: Label of the full prefill, None if it was not asked.
+        closed: Label of the questions without documents, None if they were not asked.
     """
 
     rows: tuple[Record, ...]
     metrics: Mapping[str, str] = field(default_factory=dict)
     policies: Mapping[str, str] = field(default_factory=dict)
     baseline: str | None = None
+    closed: str | None = None
 
 
 class RecordFile:

@@ -7,6 +7,7 @@
 | `f1_chinese` | LongBench `qa_f1_zh_score` | words that jieba cuts |
 | `rouge_l`, `rouge_l_chinese` | LongBench `rouge_score`, `rouge_zh_score` | sets of words |
 | `substring_match` | RGB `checkanswer`; lost-in-the-middle | lower-cased substrings, groups |
+| `containment` | our own, for answers in sentences | whole words; yes and no come first |
 | `is_rejection` | RGB `predict` | "insufficient information", "信息不足" |
 | `reference_coverage` | RULER `string_match_all` | share of lower-cased substrings |
 | `any_reference` | RULER `string_match_part` | one of them |
@@ -47,6 +48,8 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _CLOSED_ANSWERS: Final = frozenset({"yes", "no", "noanswer"})
 
 _REJECTIONS: Final = ("信息不足", "insufficient information")
+
+_YES_NO: Final = frozenset({"yes", "no"})
 
 # Of the package that LongBench computes ROUGE with: keeps 0 / 0 at 0.
 _ROUGE_GUARD: Final = 1e-8
@@ -141,6 +144,34 @@ def substring_match(
         raise InvalidInputError("there is no right answer to look for; give at least one group")
     text = (answer.replace(" ", "") if language == "zh" else answer).lower()
     return float(all(any(phrase.lower() in text for phrase in group) for group in groups))
+
+
+def containment(answer: str, groups: Sequence[Sequence[str]], language: Language = "en") -> float:
+    """Whether every group has a right answer whose words stand in the answer, side by side.
+
+    Both are `normalised` first.  Words are whole, because "us" stands in "because"; a right answer
+    of which nothing is left is looked for as it is.  Where every right answer is "yes" or "no" it
+    has to be the first word of the answer: "no" stands in half of all sentences, and a model that
+    answers in sentences says nothing but the word only by chance.  Chinese is `substring_match`.
+
+    Raises:
+        InvalidInputError: If there is no group.
+    """
+    if not groups:
+        raise InvalidInputError("there is no right answer to look for; give at least one group")
+    if language == "zh":
+        return substring_match(answer, groups, language)
+    said = normalised(answer)
+    if {normalised(phrase) for group in groups for phrase in group} <= _YES_NO:
+        first = said.split(" ", 1)[0]
+        return float(all(first in map(normalised, group) for group in groups))
+    return float(all(any(_says(answer, said, phrase) for phrase in group) for group in groups))
+
+
+def _says(answer: str, said: str, phrase: str) -> bool:
+    """Whether an answer, which is `said` when normalised, has the words of a phrase."""
+    wanted = normalised(phrase)
+    return f" {wanted} " in f" {said} " if wanted else phrase.lower() in answer.lower()
 
 
 def is_rejection(answer: str, language: Language = "en") -> bool:

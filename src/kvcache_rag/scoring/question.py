@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from kvcache_rag.errors import InvalidInputError
@@ -99,6 +100,7 @@ class Task:
         max_new_tokens: Tokens that the benchmark allows an answer.
         draw: Gives the questions; use `questions`.
         measure: Gives the scores in the order of `metrics`; use `score`.
+        closed_instruction: Instead of `instruction` where no documents are given; empty: the same.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Task:
     max_new_tokens: int
     draw: Draw
     measure: Measure
+    closed_instruction: str = ""
 
     @property
     def metric(self) -> str:
@@ -138,6 +141,16 @@ class Task:
             raise InvalidInputError(f"seed must be at least 0, not {seed}")
         return self.draw(n, seed, k)
 
+    def in_order(self) -> Task:
+        """The same, but `n` questions of a data set are its first ones, whatever the seed."""
+        return replace(self, draw=partial(_first, self.draw))
+
     def score(self, answer: str, question: Question) -> dict[str, float]:
         """How right `answer` is: a number from 0 to 1 for each of `metrics`."""
         return dict(zip(self.metrics, self.measure(answer, question), strict=True))
+
+
+def _first(draw: Draw, n: int | None, seed: int, k: int | None) -> list[Question]:
+    every = draw(None, seed, k)
+    # A generator gives 200 unless it is asked for more.
+    return every[:n] if n is None or n <= len(every) else draw(n, seed, k)

@@ -5,6 +5,7 @@
 | a count of successes | `wilson`, `Share` | Wilson's score interval |
 | a mean score | `mean_interval` | Wilson's where every score is 0 or 1, else a bootstrap |
 | a difference of scores | `paired_bootstrap` | bootstrap; Wilson's beside it where few differ |
+| a mean over sets, or of differences | `macro_interval`, `macro_difference` | drawn within sets |
 | a difference of losses | `mean_change` | normal approximation |
 | a ratio of mean scores | `paired_ratio`, `kept_ratio`, `least_kept` | the same |
 | a median of times | `median_interval` | bootstrap |
@@ -273,6 +274,58 @@ def mean_interval(
         totals, counts = _resampled(np.stack([sums, sizes]), seed, resamples)
         low, high = percentiles(totals / counts)
     return Interval(mean, low, high, n)
+
+
+def macro_interval(
+    sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
+    """Mean of the mean scores of several sets, each of which counts alike however large it is.
+
+    The bootstrap draws the rows of each set anew within it, and never sets: these are the ones that
+    were asked, not a sample of all there could be.
+
+    Raises:
+        InvalidInputError: If there is no set, or one without a score.
+    """
+    return _macro([_paired(scores, [0.0] * len(scores), None) for scores in sets], seed, resamples)
+
+
+def macro_difference(
+    first: Sequence[Sequence[float]],
+    second: Sequence[Sequence[float]],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Comparison:
+    """`macro_interval` of `first - second`, row by row of each set.
+
+    Where fewer than `LEAST_DIFFERING` rows went differently, the interval reaches at least as far
+    as Wilson's for the share of rows that may be lost, or won, as in `paired_bootstrap`.
+
+    Raises:
+        InvalidInputError: If the rows of a set are not the same, or there are none.
+    """
+    pairs = list(zip(first, second, strict=True))
+    differences = [_paired(mine, theirs, None) for mine, theirs in pairs]
+    found = _macro(differences, seed, resamples)
+    low, high = found.low, found.high
+    differing, bounds = _few(np.concatenate(differences), None)
+    if bounds is not None:
+        low, high = min(low, bounds[0]), max(high, bounds[1])
+    return Comparison(found.value, low, high, found.n, differing)
+
+
+def _macro(sets: Sequence[Array], seed: int, resamples: int) -> Interval:
+    if not sets:
+        raise InvalidInputError("there is no set to take a mean of; ask at least one")
+    # A seed for each, or sets of one size would draw the same rows.
+    drawn = [
+        _resampled(values[None], seed + number, resamples)[0] / len(values)
+        for number, values in enumerate(sets)
+    ]
+    low, high = percentiles(np.mean(drawn, axis=0))
+    value = float(np.mean([values.mean() for values in sets]))
+    return Interval(value, low, high, sum(map(len, sets)))
 
 
 def median_interval(

@@ -1,0 +1,41 @@
+"""docs/quality.md has parts that different programs write; each replaces its own and no other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READER: Final = "the packaged reader: python -m benchmarks.quality"
+REAL_TEXT: Final = "real text: python -m benchmarks.real_text_page"
+PARTS: Final = (REAL_TEXT, READER)
+
+_TITLE: Final = "# Quality\n\n"
+
+
+def put(page: Path, part: str, text: str) -> None:
+    """Write a part of the page, whose headings go down a level."""
+    found = parts(page)
+    found[part] = lowered(text)
+    page.write_text(
+        _TITLE + "\n".join(f"<!-- {name} -->\n\n{found.get(name, '')}" for name in PARTS),
+        encoding="utf-8",
+    )
+
+
+def parts(page: Path) -> dict[str, str]:
+    """The parts of the page as they stand there."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    found = {}
+    for number, name in enumerate(PARTS):
+        _, _, rest = text.partition(f"<!-- {name} -->\n\n")
+        end = f"\n<!-- {PARTS[number + 1]} -->" if number + 1 < len(PARTS) else None
+        found[name] = rest if end is None else rest.partition(end)[0]
+    return found
+
+
+def lowered(text: str) -> str:
+    """The same with every heading a level lower."""
+    lines = text.splitlines(keepends=True)
+    return "".join(f"#{line}" if line.startswith("#") else line for line in lines)
