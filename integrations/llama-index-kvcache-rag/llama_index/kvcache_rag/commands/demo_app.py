@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store
+from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store, quiet
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class DemoApp:
             embed=embed,
             collection=collection,
         )
+        quiet()
         self.llm = KVCacheLLM(
             model_name=model,
             adapter=adapter,
