@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 # Parallel test processes; two on two cores gain little, as each loads torch again.
 WORKERS ?= 0
-# Arguments of `kvcache-rag demo`, such as --dir.
+# Further arguments of `kvcache-rag demo`, such as --questions 6.
 DEMO ?=
 # Arguments of `make bench-serving`, such as --corpus FILE.
 SERVING ?=
@@ -37,8 +37,8 @@ export ANONYMIZED_TELEMETRY ?= False
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.installed-demo ## Answer questions from cached chunks, and say how much sooner
-	$(BIN)/kvcache-rag demo $(DEMO)
+demo: $(VENV)/.installed-demo ## Ask SmolLM2 about forty articles, by full prefill and from cached chunks
+	$(BIN)/kvcache-rag demo --threads 1 $(DEMO)
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import forks
 import pytest
+
+from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +24,12 @@ BLOCKS = [match.groups() for match in BLOCK.finditer(README)]
 def test_readme_block_runs_and_prints_what_it_says(
     code: str, output: str | None, tmp_path: Path
 ) -> None:
+    for name, model in PACKAGED.items():
+        if f'"{name}"' in code:
+            try:
+                importlib.metadata.version(model.package)
+            except importlib.metadata.PackageNotFoundError:
+                pytest.skip(model.install)
     status, printed, errors = forks.run(code, tmp_path)
     assert status == 0, errors
     if output is not None:

