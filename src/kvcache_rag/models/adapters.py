@@ -199,6 +199,28 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
     return adapted
 
 
+def merged(model: Any) -> Any:
+    """A PEFT model's own model with the adapter in its weights: no layer is computed twice.
+
+    The products are summed in float64, so that every machine rounds to the same weights and finds the
+    chunks of the others.  An adapter that cannot be merged, or a quantised model, stays as it is.
+    """
+    if getattr(model.config, "quantization_config", None) is not None or model.device.type == "mps":
+        return model  # MPS has no float64
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.data = weight.data.double()
+            found = model.merge_and_unload()
+    except (AttributeError, NotImplementedError, ValueError):  # as PEFT says it
+        return model
+    # As it was loaded.  On CPUs torch 2.13 takes twice the time for a few tokens in low precision
+    # where weights want no gradient, even in inference mode.
+    return found.requires_grad_(requires_grad=True)
+
+
 def _compare_base(model: Any, folder: Path, name: str) -> None:
     """Warn once of a model that is not known to be the one on which an adapter was trained."""
     from kvcache_rag.models.gguf import SUFFIX, file_digest

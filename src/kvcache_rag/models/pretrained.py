@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
-from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, with_adapter
+from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, merged, with_adapter
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.prompt.template import PromptTemplate
 
@@ -149,7 +149,7 @@ def load(
             loaded = _plain(resolved, os.fspath(name), dtype, device, options, tokenizer)
         model, tokenizer = loaded
         if adapter is not None:
-            model = with_adapter(model, adapter, os.fspath(name))
+            model = merged(with_adapter(model, adapter, os.fspath(name)))
     return model, tokenizer, brought_template(resolved, adapter)
 
 
@@ -163,7 +163,7 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
             f"{folder} is an adapter for {base!r}, which cannot be loaded: {error}; name its "
             "model, and this folder as adapter="
         ) from error
-    return with_adapter(model, folder, base), tokenizer
+    return merged(with_adapter(model, folder, base)), tokenizer
 
 
 def brought_template(
