@@ -23,10 +23,12 @@ from kvcache_rag.scoring.statistics import (
     mean_change,
     mean_interval,
     median_interval,
+    most_provable,
     paired_bootstrap,
     paired_ratio,
     percentiles,
     quotient,
+    trials_to_keep,
     trials_without_loss,
     wilson,
 )
@@ -302,6 +304,67 @@ def test_a_kept_share_is_no_surer_than_the_difference() -> None:
     assert least_kept(lost, alike) == 1
     assert math.isnan(kept_ratio([0.0], [0.0]).value)
     assert math.isnan(least_kept([0.0], [0.0]))
+
+
+@pytest.mark.parametrize("score", [1.0, 0.5, 0.18])
+@pytest.mark.parametrize("share", [0.9, 0.95])
+def test_the_fewest_questions_are_a_formula_of_score_and_share(score: float, share: float) -> None:
+    """n >= z² (1 / ((1 - share) score) - 1), and that is where the proof itself turns over."""
+    formula = Z**2 * (1 / ((1 - share) * score) - 1)
+    fewest = trials_without_loss((1 - share) * score)
+    assert fewest == math.ceil(formula)
+    assert most_provable(score, fewest) >= share > most_provable(score, fewest - 1)
+    known = least_kept([score] * fewest, [score] * fewest)
+    assert known == pytest.approx(most_provable(score, fewest))
+
+
+def test_the_formula_by_hand() -> None:
+    assert trials_without_loss(0.05 * 1.0) == 73
+    assert trials_without_loss(0.05 * 0.5) == 150  # 3.8416 x 39 = 149.8
+    assert trials_without_loss(0.1 * 1.0) == 35  # 3.8416 x 9 = 34.6
+    assert math.isnan(most_provable(0.0, 100))
+
+
+def scores(right: int, lost: int, won: int, total: int) -> tuple[list[float], list[float]]:
+    """Of a policy and of full prefill."""
+    full = [1.0] * right + [0.0] * (total - right)
+    mine = [0.0] * lost + [1.0] * (right - lost + won) + [0.0] * (total - right - won)
+    return mine, full
+
+
+@pytest.mark.parametrize(
+    ("right", "lost", "won", "share"),
+    [
+        (100, 0, 0, 0.99),
+        (30, 0, 0, 0.9),
+        (100, 2, 0, 0.95),
+        (100, 0, 2, 0.98),
+        (100, 8, 8, 0.95),
+        (40, 12, 14, 0.9),
+    ],
+)
+def test_as_many_questions_as_are_said_prove_what_is_kept(
+    right: int, lost: int, won: int, share: float
+) -> None:
+    """The same questions over and over: from the estimate on they prove it, well below not."""
+    mine, full = scores(right, lost, won, 120)
+    needed = trials_to_keep(mine, full, share)
+
+    def proved(times: int) -> float:
+        many = mine * times, full * times
+        return min(paired_ratio(*many).low, least_kept(*many))
+
+    assert proved(math.ceil(1.1 * needed / 120)) >= share
+    below = math.floor(0.8 * needed / 120)
+    assert below >= 1
+    assert proved(below) < share
+
+
+def test_what_is_not_kept_is_proved_by_no_number() -> None:
+    assert math.isnan(trials_to_keep(*scores(100, 10, 0, 120), share=0.95))
+    assert math.isnan(trials_to_keep(*scores(100, 0, 0, 120), share=1.0))
+    assert math.isnan(trials_to_keep([0.0], [0.0], 0.5))
+    assert math.isnan(trials_to_keep(*scores(100, 5, 0, 120), share=0.95)), "just as much"
 
 
 def test_percentiles_leave_a_fortieth_on_either_side() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_what_is_not_known_is_null_in_the_file(verdict: Verdict) -> None:
         ]
         is None
     )
+
+
+def test_what_files_of_earlier_lack_is_not_known(verdict: Verdict) -> None:
+    assert "needed" not in verdict.to_json()
+    assert math.isnan(Verdict.from_json(verdict.to_json()).full.needed)
+    full = replace(verdict.full, needed=73.0, same_answer=1.0)
+    known = replace(verdict, full=full)
+    again = Verdict.from_json(known.to_json())
+    assert (again.full.needed, again.full.same_answer) == (73.0, 1.0)
+    assert again.to_json() == known.to_json()
 
 
 def test_an_auxiliary_comes_back_too(verdict: Verdict) -> None:

@@ -26,6 +26,7 @@ from kvcache_rag import (
     Reuse,
 )
 from kvcache_rag.evaluation.verification import (
+    Outcome,
     Verification,
     check_numerics,
     notes,
@@ -260,10 +261,71 @@ def test_few_losses_prove_little() -> None:
     assert math.isnan(least_kept([0.0], [0.0]))
 
 
+def outcome(score: float, measure: str = "f1", *, same: bool = True) -> Outcome:
+    return Outcome({measure: score}, same, same, 0.0, 0.0, 1.0, 0.0, 0.1)
+
+
+def rows_of(
+    full: list[float], mine: list[float], *, keep: float, measure: str = "f1"
+) -> tuple[PolicyScore, PolicyScore]:
+    """What the check makes of such answers: full prefill's row and a policy's."""
+    asked = [Question(f"q{i}", "?", (f"text {i}",), ("a",)) for i in range(len(full))]
+    check = Verification(asked, measure=measure, threshold=keep)
+    truth, found = ([outcome(score, measure) for score in scores] for scores in (full, mine))
+    return check._row(FULL, "", truth, truth, asked), check._row(REUSE, "", found, truth, asked)
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.95])
+@pytest.mark.parametrize("right", [9, 20, 36])
+def test_the_formula_says_when_the_check_itself_decides(keep: float, right: int) -> None:
+    """Full prefill is right in `right` of 40 and no answer is lost: more, until it passes."""
+    for questions in range(40, 1000, 40):
+        answers = [1.0] * (right * questions // 40)
+        answers += [0.0] * (questions - len(answers))
+        full, mine = rows_of(answers, answers, keep=keep)
+        formula = 3.8416 * (1 / ((1 - keep) * right / 40) - 1)
+        assert full.needed == math.ceil(formula) == mine.needed
+        passes = recommended(full, [replace(mine, ttft_ratio=0.1)], keep) == REUSE
+        assert passes == (questions >= full.needed)
+
+
+def test_common_words_are_no_answers_that_could_be_kept() -> None:
+    """F1 of 0.2 everywhere is right nowhere: neither kept nor lost, however many there are."""
+    crumbs = [0.2] * 600
+    full, mine = rows_of(crumbs, crumbs, keep=0.9)
+    assert full.score == pytest.approx(0.2)
+    assert math.isnan(full.needed)
+    assert math.isnan(mine.kept_low)
+    some = [1.0] * 30 + [0.15] * 570  # enough by their mean of 0.19, too few that are right
+    full, mine = rows_of(some, [*some[:594], *[0.2] * 6], keep=0.9)
+    assert full.needed == math.ceil(3.8416 * (1 / (0.1 * 0.05) - 1)) == 765
+    assert mine.kept_low < 0.9 <= mine.kept
+    graded = rows_of(crumbs, crumbs, keep=0.9, measure="rouge_l")
+    assert graded[1].kept_low > 0.9, "a summary has no right or wrong"
+
+
+def test_answers_are_the_same_but_for_case_and_articles(engine: Engine) -> None:
+    from types import SimpleNamespace
+
+    cost = SimpleNamespace(prompt_tokens=2, query_tokens=1, recomputed_tokens=0, ttft=0.1)
+    mine, theirs = (
+        SimpleNamespace(text=text, metrics=cost) for text in ("The cat.", " a CAT sat".strip())
+    )
+    logits = torch.zeros(1, 2, dtype=torch.float64).log_softmax(-1)
+    (asked,) = make_questions(1)
+    check: Any = Verification([asked])
+    found = check._outcome(asked, mine, theirs, logits, logits)
+    assert (found.agrees, found.same) == (False, False)
+    theirs.text = "cat"
+    found = check._outcome(asked, mine, theirs, logits, logits)
+    assert (found.agrees, found.same) == (False, True)
+
+
 def test_notes_say_what_weakens_a_verdict() -> None:
     assert notes(_row(FULL, 1, 1, 0.9), 200, 200, "f1") == ()
     (low,) = notes(_row(FULL, 1, 1, 0.3), 200, 200, "f1")
     assert low.startswith("Full prefill itself scores 30.0 %")
+    assert notes(_row(FULL, 1, 1, 0.3), 200, 200, "f1", is_blurred=True) == (), "said elsewhere"
 
 
 def test_the_packaged_reader_tells_policies_apart() -> None:

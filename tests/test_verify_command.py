@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +22,8 @@ from kvcache_rag.evaluation.datasets import read_own_questions
 from kvcache_rag.evaluation.tasks import own_score
 from kvcache_rag.reader import make_example
 from kvcache_rag.scoring.question import Question
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from kvcache_rag.scoring.statistics import trials_without_loss
+from kvcache_rag.verdict import PolicyScore
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -189,6 +191,149 @@ def test_the_sentence_says_why(tmp_path: Path) -> None:
     chosen = sentence(replace(good, recommended=REUSE))
     assert chosen.startswith(f"Recommended: {REUSE}, which keeps 99.0 %")
     assert "0.40 times its time" in chosen
+
+
+def weak(score: float, questions: int, keep: float, *rows: PolicyScore) -> Verdict:
+    """A verdict on a model that is right in so many questions."""
+    from dataclasses import replace
+
+    from test_verdict import IDENTITY
+    from verdicts import make_verdict
+
+    needed = float(trials_without_loss((1 - keep) * score)) if score and keep < 1 else math.nan
+    plain = make_verdict(IDENTITY, {}, questions=questions)
+    full = replace(plain.full, score=score, needed=needed, kept=1.0 if score else math.nan)
+    return replace(plain, threshold=keep, full=full, policies=rows, notes=())
+
+
+def policy(name: str, kept: float, low: float, high: float, **more: float) -> PolicyScore:
+    known = {"first_divergence": 0.5, "same_answer": 0.25, "ttft_ratio": 0.2, **more}
+    return PolicyScore(name, kept=kept, kept_low=low, kept_high=high, **known)
+
+
+NEAR = {"first_divergence": 0.0125, "same_answer": 0.875}
+
+
+def told(verdict: Verdict) -> tuple[str, list[str]]:
+    """The sentence, and what stands between it and where the file is."""
+    printed = list(lines(verdict, "v.json"))
+    (start,) = (i for i, line in enumerate(printed) if line.startswith("Recommended"))
+    return printed[start], printed[start + 1 : -1]
+
+
+def test_a_model_that_is_right_too_rarely_is_told_so_in_one_sentence() -> None:
+    rows = (policy("far", 1.0, 0.1, 1.0), policy("near", 1.0, 0.1, 1.0, **NEAR))
+    verdict = weak(0.08, 40, 0.9, *rows)
+    assert verdict.is_blurred
+    sentence, table = told(verdict)
+    assert sentence == (
+        "Recommended: FullRecompute(), because it scores too low itself (8.0 % on 40 questions) to "
+        "judge others by: proving that 90 % is kept takes at least 477 questions like these, none "
+        "of them lost, so go by how near each policy comes to it, in KL of the first answer token "
+        "and in answers that are the same:"
+    )
+    assert [line.split() for line in table] == [
+        ["KL", "first", "same", "answer", "policy"],
+        ["0.013", "87.5", "near"],
+        ["0.5", "25.0", "far"],
+    ]
+    sure, table = told(weak(0.08, 477, 0.9, policy("sure", 1.0, 0.91, 1.1)))
+    assert "because no policy that passes is sooner" in sure
+    assert not table
+
+
+def test_a_weak_model_whose_answers_come_and_go_is_told_how_many_would_tell() -> None:
+    rows = (policy("wide", 0.8, 0.4, 1.2), policy("less", 1.02, 0.82, 1.2, **NEAR))
+    verdict = weak(0.183, 500, 0.9, *rows)
+    assert verdict.questions > verdict.full.needed
+    sentence, table = told(verdict)
+    assert "not even a policy that keeps all of it could prove 90 %" in sentence
+    assert "before about 2,000 questions like these, so go by how near" in sentence  # 500 x 2²
+    assert len(table) == 3
+
+
+def test_a_weak_model_is_judged_where_it_can_be() -> None:
+    failed = weak(0.29, 500, 0.9, policy("a", 0.74, 0.66, 0.82))
+    assert not failed.is_blurred
+    assert told(failed) == (
+        "Recommended: FullRecompute(), because no policy keeps 90 % of its score; the closest, a, "
+        "keeps 74.0 %.",
+        [],
+    )
+    below = weak(0.29, 500, 0.9, policy("a", 0.85, 0.78, 0.92))
+    assert "do not rule out 92.0 %: about 980 like these would." in told(below)[0]  # 1.4² x 500
+    above = weak(0.29, 500, 0.9, policy("a", 0.95, 0.87, 1.03, needed=1234.0))
+    assert "prove only 87.0 % where 90 % is asked" in told(above)[0]
+    assert "give more questions (about 1,300 like these)" in told(above)[0]
+
+
+def test_no_number_of_questions_is_promised_where_none_is_enough() -> None:
+    from dataclasses import replace
+
+    rows = (policy("a", 1.0, 0.5, 1.1),)
+    assert "no number of questions proves 100 % (ask less" in told(weak(0.2, 99, 1.0, *rows))[0]
+    none = weak(0.2, 99, 0.9, policy("a", 1.0, math.nan, 1.1))
+    none = replace(none, full=replace(none.full, needed=math.nan))
+    # Of 99 it may be right in 3.74 %: 3.8416 x (1 / 0.00374 - 1).
+    assert "it is right in none of them, so 90 % takes at least 1,025 like these" in told(none)[0]
+    assert "100.0 (0.0-110.0)" in next(line for line in lines(none, "v.json") if "(0.0-" in line)
+    zero, table = told(weak(0.0, 99, 0.9, policy("a", math.nan, math.nan, math.nan)))
+    assert "because it scores nothing itself" in zero
+    assert zero.endswith("in answers that are the same:")
+    assert len(table) == 2
+    endless = weak(0.3, 500, 0.9, policy("a", 0.8999, 0.85, 0.95))
+    assert "more than 100,000 like these would" in told(endless)[0]
+
+
+def test_a_model_that_reads_is_never_called_too_weak() -> None:
+    strong = weak(0.7, 20, 0.95, policy("a", 1.0, 0.5, 1.0))
+    assert not strong.is_blurred
+    assert "20 questions prove only 50.0 %" in told(strong)[0]
+    from dataclasses import replace
+
+    from kvcache_rag.verdict import NumericsCheck
+
+    broken = replace(
+        weak(0.08, 40, 0.9, policy("a", 1.0, 0.1, 1.0)), checks=(NumericsCheck("x", 1.0, 1e-3),)
+    )
+    sentence, table = told(broken)
+    assert "do not give the numbers" in sentence
+    assert not table
+
+
+def test_the_docs_have_the_formulas_numbers() -> None:
+    root = Path(__file__).parent.parent
+    table = (root / "docs" / "verify.md").read_text("utf-8")
+    rows = [line.strip("|").split("|") for line in table.splitlines() if re.match(r"\| [01]", line)]
+    assert len(rows) == 4
+    for score, *counts in ([float(cell) for cell in row] for row in rows):
+        assert counts == [trials_without_loss((1 - keep) * score) for keep in (0.9, 0.95)]
+    readme = (root / "README.md").read_text("utf-8")
+    assert "73 for 95 % of a model that is always right, 150 of one that is right in half" in readme
+    assert [trials_without_loss(0.05 * score) for score in (1, 0.5)] == [73, 150]
+
+
+def test_a_weak_reader_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        row if index % 5 == 0 else {**row, "answers": ["no such thing"]}
+        for index, row in enumerate(reader_rows(2))
+    ]
+    out = tmp_path / "v.json"
+    options = ("--policies", "reordered", "--max-new-tokens", "6", "--out", out)
+    assert run("tiny", "--questions", write(tmp_path / "q.jsonl", rows), *options) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("scores too low itself") == 1
+    assert "shares of its score say little" not in printed
+    assert "KL first  same answer  policy" in printed
+    assert "questions like these, none of them lost" in printed
+    verdict = Verdict.load(out)
+    assert verdict.is_blurred
+    assert verdict.recommended == "FullRecompute()"
+    assert verdict.full.same_answer == 1
+    assert verdict.full.needed > verdict.questions
+    assert 0 <= verdict.policies[0].agreement <= verdict.policies[0].same_answer <= 1
 
 
 def test_both_forms_of_documents_are_read(tmp_path: Path) -> None:

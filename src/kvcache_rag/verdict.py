@@ -31,6 +31,12 @@ WEAK_BELOW: Final = 30
 THRESHOLD: Final = 0.95
 """Share of full prefill's score that `verify` asks a policy to keep, unless it is told another."""
 
+LEAST_FULL_SCORE: Final = 0.6
+"""Below it, full prefill itself is why shares of its score say little."""
+
+# Files written before these fields were there lack them; they are left out where not known.
+_ADDED: Final = frozenset({"same_answer", "needed"})
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -98,6 +104,10 @@ class PolicyScore:
         recomputed: Share of context tokens computed again.
         ttft: Median seconds to the first token.
         ttft_ratio: Median over the questions of that to full prefill's.
+        same_answer: Share of answers that equal full prefill's but for case, punctuation and
+            articles.
+        needed: How many questions like these would prove the verdict's threshold, NaN if none
+            would.  Of full prefill: how many of any policy that loses none.
     """
 
     policy: str
@@ -115,6 +125,8 @@ class PolicyScore:
     recomputed: float = math.nan
     ttft: float = math.nan
     ttft_ratio: float = math.nan
+    same_answer: float = field(default=math.nan, repr=False)
+    needed: float = field(default=math.nan, repr=False)
 
 
 @dataclass(frozen=True)
@@ -201,15 +213,20 @@ def row(cls: type[_Row], values: Any) -> _Row:
     arguments = {
         member.name: simple(str(member.type), member.name, values[member.name])
         for member in fields(cls)
+        if member.name in values
     }
     return cls(**arguments)
 
 
 def check_names(cls: type[Any], values: Any) -> None:
-    """Raise `TypeError` or `KeyError` unless `values` has exactly the fields of a dataclass."""
+    """Raise `TypeError` or `KeyError` unless `values` has exactly the fields of a dataclass.
+
+    Those that were added later may be missing.
+    """
     if not isinstance(values, dict):
         raise TypeError(f"{cls.__name__} is not an object")
-    wrong = {member.name for member in fields(cls)} ^ set(values)
+    names = {member.name for member in fields(cls)}
+    wrong = (names ^ set(values)) - (names & _ADDED)
     if wrong:
         raise KeyError(f"{cls.__name__}.{min(wrong)} is missing or unknown")
 
@@ -256,6 +273,25 @@ class Verdict:
         """Whether there were too few questions to rely on it."""
         return self.questions < WEAK_BELOW
 
+    @property
+    def is_blurred(self) -> bool:
+        """Whether full prefill scores too low to judge policies by, with so many questions.
+
+        Not even a policy that keeps all of its score could have proved the threshold: there are
+        too few questions that full prefill gets right, or answers come and go by chance as much as
+        that.  False where a policy passes, or all of them surely fail.
+        """
+        if self.full.score >= LEAST_FULL_SCORE:
+            return False  # then it is the questions that are too few
+        if any(row.kept_low >= self.threshold for row in self.policies):
+            return False
+        if self.questions < self.full.needed or all(math.isnan(r.kept_low) for r in self.policies):
+            return True
+        undecided = [row for row in self.policies if row.kept_high >= self.threshold]
+        return bool(undecided) and all(
+            row.kept - row.kept_low > 1 - self.threshold for row in undecided
+        )
+
     def objection(self, policy: str, threshold: float | None = None, auxiliary: str = "") -> str:
         """Why a policy does not pass, or "".
 
@@ -295,8 +331,12 @@ class Verdict:
 
     def to_json(self) -> str:
         """Canonical JSON: the same text for the same verdict."""
-        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps(finite(values), indent=1, sort_keys=True, allow_nan=False) + "\n"
+        values = finite({"format": FORMAT, "version": VERSION, **asdict(self)})
+        for score in (values["full"], *values["policies"]):
+            for name in _ADDED:
+                if score[name] is None:
+                    del score[name]
+        return json.dumps(values, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all.

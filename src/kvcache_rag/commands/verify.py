@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.listing import ADAPTER, MODEL, plural, table
-from kvcache_rag.scoring.statistics import trials_without_loss
+from kvcache_rag.scoring.statistics import trials_without_loss, wilson
 
 if TYPE_CHECKING:
     import argparse
@@ -34,6 +34,8 @@ READER = "reader"
 
 # Questions of a task; a file is asked as a whole.
 QUESTIONS = 200
+
+_COUNTLESS = 100_000  # more than anybody asks
 
 FAILED = 1
 
@@ -287,17 +289,20 @@ def lines(verdict: Verdict, file: str) -> Iterator[str]:
     yield ""
     yield from verdict.notes
     yield _sentence(verdict)
+    if verdict.is_blurred and _stitches(verdict):
+        yield from _nearness(verdict.policies)
     yield f'Wrote {file}; use it with Engine(..., gate="{file}").'
 
 
 def _cells(row: PolicyScore) -> list[str]:
-    kept, *ends = map(_percent, (row.kept, row.kept_low, row.kept_high))
+    low = row.kept_low if row.kept_low > 0 else 0.0  # nothing is proved; a NaN, too
+    kept, *ends = map(_percent, (row.kept, low, row.kept_high))
     interval = kept if math.isnan(row.kept) else f"{kept} ({'-'.join(ends)})"
     name = row.policy + (f" by {row.auxiliary}" if row.auxiliary else "")
     return [
         _percent(row.score),
         interval,
-        _percent(row.agreement),
+        _percent(row.same_answer),
         _number(row.first_divergence),
         _number(row.answer_divergence),
         _percent(row.top1),
@@ -306,11 +311,6 @@ def _cells(row: PolicyScore) -> list[str]:
         f"{row.ttft_ratio:.2f}x",
         name,
     ]
-
-
-def _needed(verdict: Verdict) -> int:
-    """Questions that prove the threshold if none is lost."""
-    return trials_without_loss((1 - verdict.threshold) * verdict.full.score)
 
 
 def _percent(share: float) -> str:
@@ -330,6 +330,13 @@ def _auxiliary_line(found: AuxiliaryAgreement) -> str:
     )
 
 
+# What says something where full prefill is mostly wrong: it needs no right answers.
+_INSTEAD = (
+    "go by how near each policy comes to it, in KL of the first answer token and in answers that "
+    "are the same:"
+)
+
+
 def _sentence(verdict: Verdict) -> str:
     share = f"{100 * verdict.threshold:g} %"
     rows: Sequence[PolicyScore] = verdict.policies
@@ -340,28 +347,95 @@ def _sentence(verdict: Verdict) -> str:
             f"prefill's score (surely {_percent(chosen[0].kept_low)} %, {share} asked) at "
             f"{chosen[0].ttft_ratio:.2f} times its time to the first token."
         )
-    if not all(check.passed for check in verdict.checks):
+    full = f"Recommended: {verdict.full.policy}"
+    if not _stitches(verdict):
         return (
-            f"Recommended: {verdict.full.policy}, because cached chunks do not give the numbers "
-            "that they should on this model."
+            f"{full}, because cached chunks do not give the numbers that they should on this model."
         )
     if any(row.kept_low >= verdict.threshold for row in rows):
-        return f"Recommended: {verdict.full.policy}, because no policy that passes is sooner."
+        return f"{full}, because no policy that passes is sooner."
     if math.isnan(verdict.full.kept):
         return (
-            f"Recommended: {verdict.full.policy}, because it scores nothing itself on these "
-            "questions, so there is nothing to compare with; check questions, answers and "
-            "--max-new-tokens."
+            f"{full}, because it scores nothing itself on these questions, so there is nothing to "
+            f"compare with; check questions, answers and --max-new-tokens, or {_INSTEAD}"
         )
-    close = max(rows, key=lambda row: (row.kept >= verdict.threshold, row.kept_low))
-    if close.kept >= verdict.threshold:
+    if verdict.is_blurred:
         return (
-            f"Recommended: {verdict.full.policy}; {close.policy} kept {_percent(close.kept)} % of "
-            f"its score, but {verdict.questions} questions prove only {_percent(close.kept_low)} % "
-            f"where {share} is asked: give more questions ({_needed(verdict)} if none is lost), or "
-            "accept less with --keep."
+            f"{full}, because it scores too low itself ({_percent(verdict.full.score)} % on "
+            f"{plural(verdict.questions, 'question')}) to judge others by: "
+            f"{_enough(verdict, share)}, so {_INSTEAD}"
         )
+    return _undecided(verdict, full, share)
+
+
+def _stitches(verdict: Verdict) -> bool:
+    return all(check.passed for check in verdict.checks)
+
+
+def _enough(verdict: Verdict, share: str) -> str:
+    """Which number of questions would do where full prefill scores too low."""
+    full, open_share = verdict.full, 1 - verdict.threshold
+    if not open_share:
+        return f"no number of questions proves {share} (ask less with --keep)"
+    if math.isnan(full.needed):
+        most = wilson(0, verdict.questions)[1]  # that it may be right in, for all that is known
+        least = trials_without_loss(open_share * most)
+        return f"it is right in none of them, so {share} takes at least {least:,} like these"
+    if verdict.questions < full.needed:
+        return (
+            f"proving that {share} is kept takes at least {full.needed:,.0f} questions like these, "
+            "none of them lost"
+        )
+    undecided = [row for row in verdict.policies if row.kept_high >= verdict.threshold]
+    width = min(row.kept - row.kept_low for row in undecided)
+    count = _about(verdict.questions * (width / open_share) ** 2)
     return (
-        f"Recommended: {verdict.full.policy}, because no policy keeps {share} of its score; the "
-        f"closest, {close.policy}, keeps {_percent(close.kept)} %."
+        f"answers differ so much that not even a policy that keeps all of it could prove {share}, "
+        f"before {count} questions like these"
     )
+
+
+def _undecided(verdict: Verdict, full: str, share: str) -> str:
+    """No policy passes, though full prefill reads: what is missing."""
+    asked, rows = verdict.threshold, verdict.policies
+    close = max(rows, key=lambda row: (row.kept >= asked, row.kept_low))
+    kept = f"{_percent(close.kept)} %"
+    if close.kept >= asked:
+        return (
+            f"{full}; {close.policy} kept {kept} of its score, but {verdict.questions} questions "
+            f"prove only {_percent(close.kept_low)} % where {share} is asked: give more questions "
+            f"({_needed(verdict, close)}), or accept less with --keep."
+        )
+    said = f"{full}, because no policy keeps {share} of its score; the closest, {close.policy}, "
+    if close.kept_high < asked:
+        return f"{said}keeps {kept}."
+    count = _about(verdict.questions * ((close.kept_high - close.kept) / (asked - close.kept)) ** 2)
+    return (
+        f"{said}keeps {kept}, and {verdict.questions} questions do not rule out "
+        f"{_percent(close.kept_high)} %: {count} like these would."
+    )
+
+
+def _needed(verdict: Verdict, close: PolicyScore) -> str:
+    """Which questions would prove what a policy seems to keep."""
+    if close.needed > verdict.questions:
+        return f"{_about(close.needed)} like these"
+    without_loss = trials_without_loss((1 - verdict.threshold) * verdict.full.score)
+    return f"{without_loss} if none is lost"
+
+
+def _about(count: float) -> str:
+    """An estimate of a number of questions: two digits that count, and no end of them."""
+    if count > _COUNTLESS:
+        return f"more than {_COUNTLESS:,}"
+    step = 10 ** max(0, math.floor(math.log10(max(1, count))) - 1)
+    return f"about {math.ceil(round(count / step, 6)) * step:,}"  # 2,000.0001 is 2,000
+
+
+def _nearness(rows: Sequence[PolicyScore]) -> Iterator[str]:
+    """How near each policy comes to full prefill, the nearest first."""
+    cells = [
+        [_number(row.first_divergence), _percent(row.same_answer), row.policy]
+        for row in sorted(rows, key=lambda row: row.first_divergence)
+    ]
+    yield from table([["KL first", "same answer", "policy"], *cells], right=frozenset({0, 1}))

@@ -17,7 +17,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -41,9 +41,22 @@ from kvcache_rag.scoring.ask import (
     questions_digest,
     rotated,
 )
-from kvcache_rag.scoring.metrics import f1, f1_chinese
-from kvcache_rag.scoring.statistics import least_kept, paired_ratio
-from kvcache_rag.verdict import THRESHOLD, WEAK_BELOW, NumericsCheck, PolicyScore, Verdict
+from kvcache_rag.scoring.metrics import f1, f1_chinese, normalised
+from kvcache_rag.scoring.statistics import (
+    least_kept,
+    most_provable,
+    paired_ratio,
+    trials_to_keep,
+    trials_without_loss,
+)
+from kvcache_rag.verdict import (
+    LEAST_FULL_SCORE,
+    THRESHOLD,
+    WEAK_BELOW,
+    NumericsCheck,
+    PolicyScore,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
@@ -55,8 +68,11 @@ if TYPE_CHECKING:
 AGREEMENT: Final = "agreement_f1"
 """The measure where questions have no answers: word F1 of the answer and full prefill's."""
 
-# Full prefill itself has to read the documents, or a share of its score says little.
-LEAST_FULL_SCORE: Final = 0.6
+# What an answer must score to be one that can be lost: less is a few common words, which a policy
+# that reads nothing keeps, too.  Summaries have no right or wrong; there the mean score counts.
+RIGHT: Final = 0.5
+
+GRADED: Final = frozenset({"rouge_l", "rouge_l_chinese"})
 
 # Costs that differ by less are the same, and the better score decides.
 EQUAL_COST: Final = 1.2
@@ -72,6 +88,7 @@ class Outcome:
     Attributes:
         metrics: What the task measures, and `agreement_f1`.
         agrees: Whether the answer is full prefill's to the letter.
+        same: Whether it is but for case, punctuation and articles.
         first: Divergence from full prefill at the answer's first token.
         mean: Mean divergence over the tokens of full prefill's answer.
         top1: Share of these tokens at which both rank the same first.
@@ -81,6 +98,7 @@ class Outcome:
 
     metrics: Mapping[str, float]
     agrees: bool
+    same: bool
     first: float
     mean: float
     top1: float
@@ -154,7 +172,7 @@ class Verification:
             for name, policy in compared.items()
         )
         sound = all(check.passed for check in checks)
-        return Verdict(
+        verdict = Verdict(
             identity=engine.identity,
             created=datetime.date.today().isoformat(),
             source=self.source,
@@ -168,8 +186,11 @@ class Verification:
             checks=checks,
             auxiliary=auxiliary,
             packages=_packages(),
-            notes=notes(full, len(asked), len(self.questions), self.measure),
         )
+        told = notes(
+            full, len(asked), len(self.questions), self.measure, is_blurred=verdict.is_blurred
+        )
+        return replace(verdict, notes=told)
 
     def _ask(
         self, engine: Engine, compared: Mapping[str, ReusePolicy], show: bool
@@ -244,6 +265,7 @@ class Verification:
         return Outcome(
             metrics=metrics,
             agrees=same,
+            same=normalised(text) == normalised(theirs),
             first=float(apart[0]),
             mean=float(apart.mean()),
             top1=float((expected.argmax(-1) == found.argmax(-1)).double().mean()),
@@ -261,10 +283,9 @@ class Verification:
     ) -> PolicyScore:
         mine = [outcome.metrics[self.measure] for outcome in found]
         theirs = [outcome.metrics[self.measure] for outcome in full]
-        kept = paired_ratio(
-            mine, theirs, [cluster_of(question) for question in asked], seed=self.seed
-        )
-        low = kept.low if found is full else min(kept.low, least_kept(mine, theirs))
+        clusters = [cluster_of(question) for question in asked]
+        kept = paired_ratio(mine, theirs, clusters, seed=self.seed)
+        low, needed = self._proved(mine, theirs, kept.low, clusters, is_full=found is full)
         ratios = [a.ttft / max(b.ttft, 1e-9) for a, b in zip(found, full, strict=True)]
 
         def mean(values: Sequence[float]) -> float:
@@ -290,7 +311,45 @@ class Verification:
             recomputed=mean([outcome.recomputed for outcome in found]),
             ttft=statistics.median([outcome.ttft for outcome in found]),
             ttft_ratio=statistics.median(ratios),
+            same_answer=mean([float(outcome.same) for outcome in found]),
+            needed=needed,
         )
+
+    def _proved(
+        self,
+        mine: Sequence[float],
+        theirs: Sequence[float],
+        drawn: float,
+        clusters: Sequence[str],
+        *,
+        is_full: bool,
+    ) -> tuple[float, float]:
+        """Share of full prefill's score that is proved, and questions that prove the threshold.
+
+        Args:
+            mine: Scores of a policy.
+            theirs: Of full prefill.
+            drawn: Lower end of the bootstrap's interval.
+            clusters: Of the questions.
+            is_full: Whether the policy is full prefill, which keeps all of it.
+        """
+        basis = self._basis(theirs)
+        open_share = (1 - self.threshold) * basis
+        without_loss = float(trials_without_loss(open_share)) if open_share > 0 else math.nan
+        if is_full:
+            return drawn, without_loss
+        # min() with a nan depends on the order, and nothing is proved where full prefill scores 0.
+        proved = (drawn, least_kept(mine, theirs), most_provable(basis, len(theirs)))
+        low = math.nan if any(map(math.isnan, proved)) else min(proved)
+        estimate = trials_to_keep(mine, theirs, self.threshold, clusters, seed=self.seed)
+        return low, max(estimate, without_loss)
+
+    def _basis(self, scores: Sequence[float]) -> float:
+        """What can be lost of full prefill's scores: their mean, or the share that is right."""
+        mean = statistics.fmean(scores)
+        if self.measure in GRADED:
+            return mean
+        return min(mean, statistics.fmean(float(score >= RIGHT) for score in scores))
 
 
 def _packages() -> dict[str, str]:
@@ -313,7 +372,9 @@ def recommended(full: PolicyScore, rows: Sequence[PolicyScore], threshold: float
     return max(equal, key=lambda row: (row.score, -row.answer_divergence)).policy
 
 
-def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str, ...]:
+def notes(
+    full: PolicyScore, asked: int, given: int, measure: str, *, is_blurred: bool = False
+) -> tuple[str, ...]:
     """What to bear in mind about a verdict, a sentence each.
 
     Args:
@@ -321,6 +382,7 @@ def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str,
         asked: How many questions were asked.
         given: How many there were.
         measure: What decides.
+        is_blurred: Whether the verdict says itself that full prefill scores too low.
     """
     sentences = []
     if asked < WEAK_BELOW:
@@ -332,7 +394,7 @@ def notes(full: PolicyScore, asked: int, given: int, measure: str) -> tuple[str,
         sentences.append(
             f"{given - asked} questions were left out, because they do not fit the context window."
         )
-    if full.score < LEAST_FULL_SCORE:
+    if full.score < LEAST_FULL_SCORE and not is_blurred:
         sentences.append(
             f"Full prefill itself scores {100 * full.score:.1f} %, so shares of its score say "
             "little about reading."

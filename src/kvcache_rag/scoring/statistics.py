@@ -7,7 +7,8 @@
 | a difference of scores | `paired_bootstrap` | bootstrap; Wilson's beside it where few differ |
 | a mean over sets, or of differences | `macro_interval`, `macro_difference` | drawn within sets |
 | a difference of losses | `mean_change` | normal approximation |
-| a ratio of mean scores | `paired_ratio`, `kept_ratio`, `least_kept` | the same |
+| a ratio of mean scores | `paired_ratio`, `kept_ratio`, `least_kept`, `most_provable` | the same |
+| how many questions it takes | `trials_without_loss`, `trials_to_keep` | these, solved for n |
 | a median of times | `median_interval` | bootstrap |
 | a quotient of two of these | `quotient` | their errors in quadrature, on a log scale |
 | draws of anything | `percentiles` | 2.5 % and 97.5 % of them |
@@ -126,7 +127,8 @@ def wilson(successes: float, trials: float, z: float = Z) -> tuple[float, float]
 
 def trials_without_loss(share: float, most: int = 100_000) -> int:
     """How many trials, none of them lost, leave at most `share` of losses open; at most `most`."""
-    return next((n for n in range(1, most) if wilson(0, n)[1] <= share), most)
+    # Wilson's upper bound of none in n is z² / (n + z²).
+    return min(most, max(1, math.ceil(Z * Z * (1 / share - 1)))) if share > 0 else most
 
 
 def paired_bootstrap(
@@ -248,6 +250,52 @@ def least_kept(first: Sequence[float], second: Sequence[float]) -> float:
     if mean <= 0:
         return math.nan
     return 1.0 if bounds is None else 1 + bounds[0] / mean
+
+
+def most_provable(score: float, questions: int) -> float:
+    """Share of a mean score that is proved if none of the questions is lost.
+
+    It is 1 - z² / ((n + z²) score), so `share` takes n >= z² (1 / ((1 - share) score) - 1).
+
+    Returns:
+        nan where there is no score.
+    """
+    return 1 - wilson(0, questions)[1] / score if score > 0 else math.nan
+
+
+def trials_to_keep(
+    first: Sequence[float],
+    second: Sequence[float],
+    share: float,
+    clusters: Sequence[Hashable] | None = None,
+    *,
+    seed: int = 0,
+) -> float:
+    """How many questions like these would prove that the first keeps `share`: an estimate.
+
+    What `paired_ratio` leaves open shrinks with the root of their number.  What `least_kept` does
+    is Wilson's bound of the part that is lost, p, which is at most u from n = z² u (1 - u) /
+    (u - p)² on; with `LEAST_DIFFERING` that differ it says no more.
+
+    Returns:
+        nan if none would: the first does not keep as much, or all of it is asked.
+    """
+    ratio = paired_ratio(first, second, clusters, seed=seed)
+    questions, most_lost = len(first), (1 - share) * math.fsum(second) / len(second)
+    if not ratio.value > share or most_lost <= 0:
+        return math.nan
+    drawn = questions * ((ratio.value - ratio.low) / (ratio.value - share)) ** 2
+    lost, won = (
+        sum(a < b for a, b in pairs)
+        for pairs in (zip(first, second, strict=True), zip(second, first, strict=True))
+    )
+    part = lost / questions
+    few = math.inf
+    if part < most_lost:
+        few = Z**2 * most_lost * (1 - most_lost) / (most_lost - part) ** 2
+    if lost + won:
+        few = min(few, LEAST_DIFFERING * questions / (lost + won))
+    return float(math.ceil(max(drawn, few, 1)))
 
 
 def mean_interval(

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", help='what is reused of cached chunks, such as "legolink:16"')
     parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
-    parser.add_argument("--top-k", type=int, help="chunks per question (default: 4; tiny: 8)")
+    parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
     parser.add_argument("--seed", type=int, help="decides the facts for tiny (default: 1)")
     parser.add_argument("--threads", type=int, help="processor threads (default: torch's own)")
     parser.add_argument(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llama_index.kvcache_rag.articles import ArticleQuestion
     from llama_index.kvcache_rag.commands.demo_app import DemoApp, Exchange, Filling
 
-TOP_K: Final = 4
+TOP_K: Final = 3
 MAX_NEW_TOKENS: Final = 48
 WIDTH: Final = 88
 LINES: Final = 3
