@@ -21,7 +21,7 @@ from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.integration import lasting_adapter, open_engine
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import adapters
-from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder
+from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import brought_template, load
 from kvcache_rag.prompt.template import FILE_NAME
@@ -132,6 +132,53 @@ def test_one_package_may_hold_several_in_folders_of_its_own(
 ) -> None:
     folder = install("novel", saved, inner="first")
     assert adapter_folder("novel") == folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_merged_where_it_is_loaded_to_the_same_weights_each_time(
+    base: Path, saved: Path, dtype: torch.dtype
+) -> None:
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.arange(3, 40)[None]).logits.float()
+
+    wide, _, _ = load(base, dtype=torch.float32, device="cpu", options={})
+    before = logits(wide)
+    exact = logits(with_adapter(wide, saved, "base"))
+    plain, _, _ = load(base, dtype=dtype, device="cpu", options={})
+
+    def error(model: Any) -> float:
+        return float((logits(model) - exact).abs().max() / exact.std())
+
+    beside = error(with_adapter(plain, saved, "base"))
+    assert float((before - exact).abs().max() / exact.std()) > 3 * beside
+    for folder, adapter in ((base, saved), (saved, None)):
+        engine, again = (
+            Engine.from_pretrained(folder, adapter=adapter, dtype=dtype) for _ in range(2)
+        )
+        model: Any = engine.model
+        assert not any("lora" in name for name, _ in model.named_parameters())
+        assert all(weight.requires_grad for weight in model.parameters())
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        assert error(model) < max(1e-5, 2 * beside)  # in low precision as far from exact as beside
+        assert engine.spec == again.spec
+        assert engine.spec != Engine.from_pretrained(base, dtype=dtype).spec
+
+
+def test_what_cannot_be_merged_stays_beside_the_weights(base: Path, saved: Path) -> None:
+    adapted = with_adapter(load(base, dtype="auto", device="cpu", options={})[0], saved, "base")
+    adapted.config.quantization_config = {"quant_method": "of somebody"}
+    assert adapters.merged(adapted) is adapted
+    del adapted.config.quantization_config
+
+    class Refusing(torch.nn.Linear):
+        config, device = adapted.config, adapted.device
+
+        def merge_and_unload(self) -> Any:
+            raise NotImplementedError("as some adapters do")
+
+    refusing = Refusing(2, 2)
+    assert adapters.merged(refusing) is refusing
 
 
 def test_chunks_of_an_adapter_are_others_than_those_of_the_base(

@@ -325,7 +325,6 @@ def test_the_adapter_of_this_checkout_is_whole() -> None:
     assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == facts["sha256"]
     assert AdapterBase.read(place) == AdapterBase("smollm2", PACKAGED["smollm2"].sha256)
     assert (PROJECT / "README.md").read_text(encoding="utf-8") == model_card(facts)
-    assert facts["confirmation"], "the card has the figures that let it ship"
     by_name = Engine.from_pretrained("smollm2", adapter="block")
     assert by_name.spec == Engine.from_pretrained("smollm2", adapter=place).spec
     assert by_name.spec != Engine.from_pretrained("smollm2").spec

@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcache_rag.scoring.ask import Place, Record, Records
-from training.smollm2.confirm import CLOSED, CONFIRM, FULL, STITCHED, questions, results, task
+from training.smollm2.confirm import (
+    CLOSED,
+    CONFIRM,
+    FULL,
+    STITCHED,
+    Kept,
+    Way,
+    questions,
+    results,
+    task,
+)
 from training.smollm2.data import REFUSAL, Squad, is_apart, write
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ARTICLES = 12
@@ -132,23 +142,22 @@ def test_scores_are_of_normalised_texts(data: Path) -> None:
 
 def test_bars_are_paired_and_resampled_by_paragraph() -> None:
     """Ten paragraphs of four questions; by hand."""
+    names = [str(number) for number in range(40)]
+    paragraphs = {name: f"p{int(name) // 4}" for name in names}
 
-    def row(name: str, model: str, policy: str, number: int, score: float) -> Record:
-        place = Place(name, str(number), model, policy, "", None)
-        scores = {"f1": score, "contains": score}
-        cluster = f"p{number // 4}" if name == CONFIRM else "none"
-        return Record(place, "", cluster, scores, "", 0, 0, 0, 0)
+    def scores(value: Callable[[int], float]) -> dict[str, list[float]]:
+        return {name: [value(int(name)), value(int(name))] for name in names}
 
-    made = []
-    for number in range(40):
-        good = float(number // 4 < 8)  # whole paragraphs fare alike
-        made += [
-            row(CONFIRM, "block", STITCHED, number, good),
-            row(CONFIRM, "base", STITCHED, number, 0.0),
-            row(CONFIRM, "control", FULL, number, 1.0),
-            row(CLOSED, "control", FULL, number, 0.0),
-        ]
-    bars = results(Records(tuple(made)))["bars"]
+    bars = results(
+        {
+            # Whole paragraphs fare alike.
+            Way(CONFIRM, "block", STITCHED): scores(lambda number: float(number // 4 < 8)),
+            Way(CONFIRM, "base", STITCHED): scores(lambda _: 0.0),
+            Way(CONFIRM, "control", FULL): scores(lambda _: 1.0),
+            Way(CLOSED, "control", FULL): scores(lambda _: 0.0),
+        },
+        paragraphs,
+    )["bars"]
     assert bars["a"]["holds"]
     assert bars["a"]["f1"][0] == pytest.approx(0.8)
     assert bars["a"]["n"] == 40
@@ -157,3 +166,12 @@ def test_bars_are_paired_and_resampled_by_paragraph() -> None:
     assert bars["b"]["f1"][0] == pytest.approx(-0.2)
     assert not bars["b"]["holds"]
     assert bars["c"]["holds"]
+
+
+def test_scores_of_whole_ways_outlast_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    way, other = Way(CONFIRM, "block", STITCHED), Way(CLOSED, "base", FULL)
+    Kept(path).add(way, "digest", {"q": [0.5, 1.0]})
+    Kept(path).add(other, "", {"q": [0.0, 0.0]})
+    found = Kept(path).scores
+    assert found == {way: ("digest", {"q": [0.5, 1.0]}), other: ("", {"q": [0.0, 0.0]})}

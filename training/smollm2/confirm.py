@@ -1,7 +1,8 @@
 """Whether fine-tuning for stitching held: asked once, of the adapter as it is published.
 
     python -m training.smollm2.confirm --data DATA --block FOLDER --control FOLDER \
-        --work build/smollm2/confirm --out benchmarks/results/smollm2_confirmation.json
+        --work build/smollm2/confirm --scores benchmarks/results/smollm2_scores.json \
+        --out benchmarks/results/smollm2_confirmation.json
 
 The set: the 4,143 questions of `squad_queries` (SQuAD v1.1's development half), each with its
 paragraph of `squad_corpus` and four distractors, two of the same article and two of others, none of
@@ -18,7 +19,8 @@ paragraphs.  Bars, in points of F1:
 - stitched after - the control's full prefill: lower bound above -3,
 - the control's full prefill - the control without documents: interval above 0.
 
-Answers are kept in `--work` as they come, so a stopped run goes on.
+Answers are kept in `--work` as they come, so a stopped run goes on; scores of each way that is
+whole in `--scores`, which holds no text: ids of questions and numbers.
 """
 
 from __future__ import annotations
@@ -29,26 +31,26 @@ import json
 import random
 import re
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from benchmarks.machine import described
 from kvcache_rag.engine import Engine
 from kvcache_rag.evaluation.runner import evaluate, make_cells
+from kvcache_rag.models.adapters import WEIGHTS
 from kvcache_rag.policies import Combination, LegoLink, Reuse
-from kvcache_rag.scoring.ask import Records
+from kvcache_rag.scoring.ask import cluster_of
 from kvcache_rag.scoring.metrics import best, f1_longbench, normalised, substring_match
 from kvcache_rag.scoring.question import Question, Task
-from kvcache_rag.scoring.statistics import Comparison, mean_interval, paired_bootstrap
+from kvcache_rag.scoring.statistics import mean_interval, paired_bootstrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvcache_rag.scoring.ask import Cell, Record
+    from kvcache_rag.scoring.ask import Cell
 
 SAME, OTHER = 2, 2
 MAX_NEW_TOKENS: Final = 32
@@ -150,62 +152,81 @@ BARS: Final = {
     "c": (Way(CONFIRM, "control", FULL), Way(CLOSED, "control", FULL), 0.0),
 }
 
+Scores: TypeAlias = "dict[str, list[float]]"
+"""Of each question by its id, in the order of `METRICS`."""
 
-def results(records: Records) -> dict[str, Any]:
-    """Scores of each way, the bars, and every difference that the bars are about."""
-    ways: dict[Way, dict[str, Record]] = {}
-    for row in records.rows:
-        way = Way(row.place.task, row.place.model, row.place.policy)
-        ways.setdefault(way, {})[row.place.question] = row
-    clusters = {
-        row.place.question: row.cluster for row in records.rows if row.place.task == CONFIRM
-    }
-    scores = [
-        {**vars(way), "n": len(rows), **_means(rows.values(), clusters)}
-        for way, rows in ways.items()
+
+def results(scores: Mapping[Way, Scores], paragraphs: Mapping[str, str]) -> dict[str, Any]:
+    """Means of each way, and the differences that the bars are about.
+
+    Args:
+        scores: Of each way that was asked.
+        paragraphs: Of each question the context that it shares with others.
+    """
+    means = [
+        {**asdict(way), "n": len(found), **_means(found, paragraphs)}
+        for way, found in scores.items()
     ]
     bars = {
-        name: _bar(ways[first], ways[second], least, clusters)
+        name: _bar(scores[first], scores[second], least, paragraphs)
         for name, (first, second, least) in BARS.items()
-        if first in ways and second in ways
+        if first in scores and second in scores
     }
-    return {"scores": scores, "bars": bars}
+    return {"scores": means, "bars": bars}
 
 
-def _means(rows: Any, clusters: Mapping[str, str]) -> dict[str, Any]:
-    rows = list(rows)
-    groups = [clusters.get(row.place.question, "") for row in rows]
+def _means(scores: Scores, paragraphs: Mapping[str, str]) -> dict[str, list[float]]:
+    groups = [paragraphs[name] for name in scores]
     found = {}
-    for metric in METRICS:
-        interval = mean_interval([row.scores[metric] for row in rows], groups)
+    for index, metric in enumerate(METRICS):
+        interval = mean_interval([each[index] for each in scores.values()], groups)
         found[metric] = [interval.value, interval.low, interval.high]
     return found
 
 
 def _bar(
-    first: Mapping[str, Record],
-    second: Mapping[str, Record],
-    least: float,
-    clusters: Mapping[str, str],
+    first: Scores, second: Scores, least: float, paragraphs: Mapping[str, str]
 ) -> dict[str, Any]:
     both = [name for name in first if name in second]
     found: dict[str, Any] = {"n": len(both), "least": least}
-    for metric in METRICS:
-        compared = difference(
-            [first[name].scores[metric] for name in both],
-            [second[name].scores[metric] for name in both],
-            [clusters[name] for name in both],
+    for index, metric in enumerate(METRICS):
+        compared = paired_bootstrap(
+            [first[name][index] for name in both],
+            [second[name][index] for name in both],
+            [paragraphs[name] for name in both],
         )
         found[metric] = [compared.difference, compared.low, compared.high]
     found["holds"] = found["f1"][1] > least
     return found
 
 
-def difference(
-    first: Sequence[float], second: Sequence[float], paragraphs: Sequence[str]
-) -> Comparison:
-    """Paired, resampled by paragraph."""
-    return paired_bootstrap(first, second, paragraphs)
+class Kept:
+    """Scores of whole ways in one file, which has no texts and may be published.
+
+    Attributes:
+        scores: Of each way, with the digest of the adapter's weights that gave them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        self.scores: dict[Way, tuple[str, Scores]] = {
+            Way(*row["way"]): (row["adapter"], row["scores"]) for row in known
+        }
+
+    def add(self, way: Way, adapter: str, scores: Scores) -> None:
+        """Keep a way, and write all of them."""
+        self.scores[way] = (adapter, scores)
+        rows = [
+            {"way": list(asdict(way).values()), "adapter": adapter, "scores": scores}
+            for way, (adapter, scores) in self.scores.items()
+        ]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        self._path.write_text(f"[{lines}]\n", encoding="utf-8")
+
+
+def _digest(adapter: Path | None) -> str:
+    return "" if adapter is None else hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest()
 
 
 def _opened(adapter: Path | None) -> Callable[[], Engine]:
@@ -221,41 +242,42 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=["block", "base", "control"])
     parser.add_argument("--policies", nargs="*", help="of all ways these (all)")
     parser.add_argument("--work", type=Path, required=True, help="answers, as they come")
+    parser.add_argument("--scores", type=Path, required=True, help="of each question, no texts")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--n", type=int, help="questions (all); fewer for a trial")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    models = {
-        "base": _opened(None),
-        "block": _opened(arguments.block),
-        "control": _opened(arguments.control),
-    }
-    rows = questions(arguments.data)
+    folders = {"base": None, "block": arguments.block, "control": arguments.control}
+    rows = questions(arguments.data)[: arguments.n]
+    paragraphs = {row.id: cluster_of(row) for row in rows}
     closed = [Question(row.id, row.question, (), row.answers) for row in rows]
     arguments.work.mkdir(parents=True, exist_ok=True)
-    gathered: list[Record] = []
-    started = time.time()
+    kept = Kept(arguments.scores)
     for part, ways in cells(arguments.parts).items():
+        digest = _digest(folders[part])
         closed_book = (CLOSED, closed, make_cells({FULL: Reuse()}, (part,)))
         # One way at a time, so that a run that is stopped has some that are whole.
         for name, asked, how in (*((CONFIRM, rows, (way,)) for way in ways), closed_book):
-            if arguments.policies and how[0].label not in arguments.policies:
+            way = Way(name, part, how[0].label)
+            wanted = not arguments.policies or way.policy in arguments.policies
+            known = kept.scores.get(way, ("", {}))
+            if not wanted or (known[0] == digest and known[1].keys() >= paragraphs.keys()):
                 continue
             records = evaluate(
                 [task(name, asked)],
                 how,
-                models=models,
-                n=arguments.n,
+                models={part: _opened(folders[part])},
                 file=arguments.work / f"{part}-{name.replace(' ', '-')}.jsonl",
                 timed=0,
                 show_progress=sys.stderr.isatty(),
             )
-            gathered.extend(records.rows)
+            scores = {row.place.question: list(row.scores.values()) for row in records.rows}
+            kept.add(way, digest, scores)
     found = {
         **described("cpu", arguments.threads),
-        "seconds": round(time.time() - started),
-        **results(Records(tuple(gathered))),
+        "adapters": {way.model: digest for way, (digest, _) in kept.scores.items()},
+        **results({way: scores for way, (_, scores) in kept.scores.items()}, paragraphs),
     }
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(found["bars"], indent=1) + "\n")

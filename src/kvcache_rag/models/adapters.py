@@ -203,7 +203,8 @@ def merged(model: Any) -> Any:
     """A PEFT model's own model with the adapter in its weights: no layer is computed twice.
 
     The products are summed in float64, so that every machine rounds to the same weights and finds
-    the chunks of the others.  An adapter that cannot be merged, or a quantised model, stays as it is.
+    the chunks of the others.  What cannot be merged stays as it is: some adapters, and any adapter
+    of a quantised model.
     """
     if getattr(model.config, "quantization_config", None) is not None or model.device.type == "mps":
         return model  # MPS has no float64
