@@ -389,7 +389,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, help="rows a set at most (default: 200, of Gemma 100)")
     parser.add_argument("--timed", type=int, default=TIMED, help="rows a set for times")
     parser.add_argument("--adapter", type=Path, help="PEFT folder; figures go to files of its own")
-    parser.add_argument("--batch", type=int, default=8, help="rows answered at a time")
+    parser.add_argument("--batch", type=int, default=16, help="rows answered at a time")
     parser.add_argument("--threads", type=int, help="of torch (default: 2, for times 1)")
     parser.add_argument("--dtype", default="auto", help="as of the file: bfloat16")
     parser.add_argument("--device", help="cpu, cuda (default: CUDA if there is one)")

@@ -409,8 +409,8 @@ def test_a_verdict_and_an_evaluation_say_the_same_of_the_same_questions(
         assert row.agreement == Share.of(one.answer == full.answer for one, full in pairs).value
     for label in ("reordered", "composite"):
         divergences = [one.divergence or 0.0 for one in found[label]]
-        # Of float32 logits, beside other tokens of the same forward pass.
-        expected = pytest.approx(statistics.fmean(divergences), abs=1e-6)
+        # Rounded to bfloat16 on the way, in a batch and alone.
+        expected = pytest.approx(statistics.fmean(divergences), rel=0.2, abs=1e-6)
         assert scored[label].first_divergence == expected
 
 

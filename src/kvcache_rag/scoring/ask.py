@@ -350,7 +350,7 @@ class Asker:
             for cell, items in todo.items():
                 places[cell].prepare_joint(cell.policy, [item.question for item in items])
             times = self._times(todo, places, timed)
-            first = _FirstTokens(places, self._kept, frozenset(references.values()))
+            first = _FirstTokens(task.name, places, self._kept, frozenset(references.values()))
             answered = {
                 cell: _answers(task, cell, items, places[cell], first if references else None)
                 for cell, items in todo.items()
@@ -442,10 +442,12 @@ class _FirstTokens:
 
     def __init__(
         self,
+        task: str,
         places: Mapping[Cell, Workplace],
         folder: Path | None,
         references: frozenset[Cell | None],
     ) -> None:
+        self._task = task
         self._places, self._folder, self._references = places, folder, references
         self._found: dict[tuple[Cell, str], Tensor] = {}
 
@@ -485,7 +487,9 @@ class _FirstTokens:
     def _file(self, cell: Cell, item: Asked) -> Path | None:
         if self._folder is None:
             return None
-        return self._folder / f"{_digest([*map(str, cell.place('', item.digest))])}.float32"
+        # Two tasks may ask the same question behind instructions of their own.
+        place = map(str, cell.place(self._task, item.digest))
+        return self._folder / f"{_digest(list(place))}.float32"
 
 
 class _Begun:
