@@ -19,7 +19,7 @@ METADATA: Final = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-TIMEOUT: Final = 240
+TIMEOUT: Final = 600
 """Seconds that a cell may take."""
 
 

@@ -14,13 +14,14 @@ from notebooks.execute import FOLDER, METADATA, NAMES, execute, read
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+# A notebook is run by the first test that wants it.
+pytestmark = pytest.mark.timeout(1800)
+
 ANSWERS = {
-    "Who founded Drenko?": "Osha Grell",
-    "How much does the Fandel cost?": "377",
-    "On which river does the seat of Drenko lie?": "Lispan; Sarn",
-    "What is the population of the birthplace of Osha Grell?": "Tarvo; 90562",
-    "What is the badge number of Mira Toven?": "53017",
-    "Where was Jarno Belk born?": "not found",
+    "What material is the Eiffel Tower made of?": "wrought iron",
+    "In which town of Germany was Johannes Gutenberg born?": "Mainz",
+    "After which country did Marie Curie name polonium?": "Poland",
+    "What is the largest moon of Saturn?": "Titan",
 }
 REUSED = {"llamaindex": "reused_tokens", "langchain": "cache_read"}
 PREFILLED = {"llamaindex": "prefilled_tokens", "langchain": "cache_creation"}
@@ -83,15 +84,27 @@ def test_outputs_are_the_kept_ones(run: Run) -> None:
 
 
 def test_stock_and_stitched_answers_are_right(run: Run) -> None:
-    header, *rows = texts(run.new)["side-by-side"].strip().splitlines()
-    assert header.split() == ["question", "stock", "stitched"]
-    found = [re.split(r"  +", row.strip()) for row in rows]
-    assert found == [[question, answer, answer] for question, answer in ANSWERS.items()]
+    rows = texts(run.new)["side-by-side"].strip().splitlines()
+    questions, stock, stitched = rows[::3], rows[1::3], rows[2::3]
+    assert questions == list(ANSWERS)
+    for side, found in (("stock", stock), ("stitched", stitched)):
+        for row, answer in zip(found, ANSWERS.values(), strict=True):
+            assert row.split()[0] == side
+            assert answer in row
+
+
+def test_reading_more_again_mends_an_answer(run: Run) -> None:
+    reused, legolink, blended = texts(run.new)["dial"].strip().splitlines()
+    assert reused.split()[:2] == ["reuse", "0"]
+    assert "RuBisCO" not in reused + legolink
+    assert "RuBisCO" in blended
 
 
 def test_a_question_prefills_what_is_new_and_reuses_the_rest(run: Run) -> None:
     cost = counts(texts(run.new)["metrics"])
-    assert cost["misses"] == [3, 0]
+    missing, none = cost["misses"]
+    assert 0 < missing < 4
+    assert none == 0
     (first, again), (computed, nothing) = cost[REUSED[run.name]], cost[PREFILLED[run.name]]
     assert first > 0
     assert computed > 0
