@@ -118,11 +118,14 @@ def test_an_installed_adapter_is_meant_by_its_name_wherever_one_is_taken(
         Engine.from_pretrained(base, adapter="novel"),
         open_engine(str(base), adapter="novel"),
         EngineSettings(str(base), adapter="novel").open(),
-        EngineSettings(plain.model, plain.tokenizer, adapter="novel").open(),
         startup.open_engine(ServerSettings(str(base), adapter="novel")),
         BuildSettings(str(base), "kv", adapter="novel").open_engine(),
     ):
         assert engine.spec == adapted.spec
+    # Into a model that was brought it is put beside the weights, which are not ours to write.
+    brought = EngineSettings(plain.model, plain.tokenizer, adapter="novel").open()
+    beside = with_adapter(load(base, dtype="auto", device="cpu", options={})[0], saved, "base")
+    assert brought.spec == Engine(beside, plain.tokenizer).spec
     assert main(["models", "check", str(base), "--adapter", "novel"]) == 0
     assert "supported" in capsys.readouterr().out
 
