@@ -47,7 +47,7 @@ def one_set(scores: Scores, name: str, n: int, clusters: Sequence[str]) -> dict[
         if (column := scores.column(name, label, METRIC, n)) is not None
     }
     full, closed = columns.get(FULL), columns.get(CLOSED_BOOK)
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for label, mine in columns.items():
         apart = scores.column(name, label, "kl", n)
         rows[label] = {
