@@ -76,6 +76,7 @@ TIMED: Final = 16
 APE: Final = tuple(f"ape:{t},{s}" for t in (0.7, 0.85, 1.0) for s in (0.7, 0.85, 1.0))
 TUNING: Final = "squad_tuning"
 TUNING_ROWS: Final = 20
+STAGES: Final = ("base", *MAIN[2:], "places", "more", "tuning", "ape")
 # Rows between two writes of the records: what a kill costs at most.
 SLICE: Final = 32
 
@@ -310,12 +311,16 @@ def commit() -> str:
 def quality(options: argparse.Namespace) -> dict[str, Any]:
     """Ask every set under every policy."""
     study = Study(options, MODEL, "quality", options.records)
-    for name in ("base", *MAIN[2:], "places", "more", "tuning", "ape"):
-        if options.stages and name not in options.stages:
-            continue
+    for name in options.stages:
         for stage in stages(options.sets, study.ape()):
             if stage.name == name:
                 study.ask(stage)
+                keep(options, answers(options, study))  # what a run that is cut short leaves
+    return answers(options, study)
+
+
+def answers(options: argparse.Namespace, study: Study) -> dict[str, Any]:
+    """The figures of what was answered so far."""
     found = study.figures(options.sets, (*MAIN, CLOSED_BOOK))
     tuned = len(study.asked.get(TUNING, ()))
     every = task_of("squad", options.data, options.n).questions() if tuned else []
@@ -370,13 +375,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KVCacheRagError as error:
         print(error, file=sys.stderr)
         return 1
-    whole = (
-        json.loads(options.figures.read_text(encoding="utf-8")) if options.figures.is_file() else {}
-    )
-    whole[options.part] = {"n": options.n, **found}
-    options.figures.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    keep(options, found)
     print(f"wrote {options.figures}; python -m benchmarks.real_text_page writes the page")
     return 0
+
+
+def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write the figures of a part beside those of the others."""
+    file = options.figures
+    whole = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    whole[options.part] = {"n": options.n, **found}
+    file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -385,7 +394,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="answers, chunks; texts, too")
     parser.add_argument("--part", choices=RUN, default="quality")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--stages", nargs="+", metavar="STAGE", help="of quality (default: all)")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--n", type=int, help="rows a set at most (default: 200, of Gemma 100)")
     parser.add_argument("--timed", type=int, default=TIMED, help="rows a set for times")
     parser.add_argument("--adapter", type=Path, help="PEFT folder; figures go to files of its own")

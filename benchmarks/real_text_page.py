@@ -113,8 +113,10 @@ def page(whole: Mapping[str, Any], adapter: Mapping[str, Any] | None = None) -> 
 
 
 def _main(asked: Any, times: Any, names: Sequence[str]) -> str:
-    if not asked or not asked["summary"]["rows"]:
+    if not asked:
         return _MISSING
+    if not asked["summary"]["rows"]:
+        return "In no set that was measured does full prefill surely beat closed book.\n"
     rows = asked["summary"]["rows"]
     lines = [_FIRST]
     for label in (*MAIN, CLOSED_BOOK):
