@@ -356,7 +356,6 @@ def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapte
     for other in (
         open_engine(str(base), adapter=adapter),
         EngineSettings(str(base), adapter=str(adapter)).open(),
-        EngineSettings(plain.model, plain.tokenizer, adapter=adapter).open(),
         Engine(adapted.model, adapted.tokenizer),
         startup.open_engine(ServerSettings(str(base), adapter=str(adapter))),
         BuildSettings(str(base), str(base.parent / "kv"), adapter=str(adapter)).open_engine(),
@@ -364,6 +363,9 @@ def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapte
     ):
         assert other.spec == adapted.spec
         torch.testing.assert_close(other.logits("who?", ["abc"]), expected)
+    # Beside the weights of a model that was brought, which are not ours to write.
+    brought = EngineSettings(plain.model, plain.tokenizer, adapter=adapter).open()
+    torch.testing.assert_close(brought.logits("who?", ["abc"]), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_an_adapter_of_a_gguf_model(written: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.finetune.attention import use_tiled_attention
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
+from kvcache_rag.models.adapters import is_adapter
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
@@ -70,6 +71,10 @@ class Learner:
         """
         if config.lora:
             _need_peft()
+        if is_adapter(Path(resolve(config.model))):
+            raise InvalidInputError(
+                f"{config.model} is an adapter; merge it into its base model and name the result"
+            )
         low = (frozen or config.lora > 0) and config.precision == "bf16"
         options = {"attn_implementation": config.attention} if config.attention else {}
         model, tokenizer, brought = load(
@@ -82,10 +87,6 @@ class Learner:
             raise InvalidInputError(
                 f"{config.model} has quantised weights, which cannot be trained; name the model "
                 "that they were made from"
-            )
-        if getattr(model, "peft_config", None):
-            raise InvalidInputError(
-                f"{config.model} is an adapter; merge it into its base model and name the result"
             )
         adapter = TransformersModel(model, packed_attention=False)
         adapter.measured.ensure_movable()
