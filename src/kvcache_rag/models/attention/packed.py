@@ -12,7 +12,7 @@ no mask at all).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKED = "kvcache_rag_packed"
 
@@ -197,15 +200,26 @@ def mask_blocks(mask: Tensor) -> list[Block]:
 
 def use_packed_attention(model: Any) -> bool:
     """Switch a model from "sdpa" to the packed function; False for any other attention."""
+    return exchange_sdpa(model, PACKED, packed_attention)
+
+
+def exchange_sdpa(model: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> bool:
+    """Switch a model from "sdpa" to a function that takes the same masks; False if it stays.
+
+    Args:
+        model: A transformers model.
+        name: To register the function by.
+        function: As transformers calls them.
+    """
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return False
     can_change = getattr(model, "_can_set_attn_implementation", None)
     if can_change is not None and not can_change():
         return False  # Falcon and its like carry their own attention code
-    AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, sdpa_mask)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
     try:
-        model.set_attn_implementation(PACKED)
+        model.set_attn_implementation(name)
     except (ValueError, AttributeError):
         return False
     return True
