@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+
 from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store, quiet
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from llama_index.core.schema import NodeWithScore, QueryBundle
 
     from kvcache_rag import ReusePolicy
 
@@ -44,7 +48,7 @@ class Exchange:
 
     Attributes:
         question: As it was asked.
-        nodes: Ids of the retrieved nodes, best first.
+        nodes: Ids of the retrieved nodes, as they stand in the prompt: the best one last.
         full: By full prefill.
         cached: From cached chunks.
     """
@@ -81,6 +85,18 @@ class Filling:
     prefilled: int
     seconds: float
     nbytes: int
+
+
+class BestLast(BaseNodePostprocessor):
+    """Turns the order round, so that the best node stands beside the question.
+
+    Cached chunks are cached wherever they stand, so another order costs nothing.
+    """
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return nodes[::-1]
 
 
 class DemoApp:
@@ -138,7 +154,11 @@ class DemoApp:
         self._embed_model = embedding(embed)
         self._store = open_store(self.settings, self.llm)
         index = VectorStoreIndex.from_vector_store(self._store, embed_model=self._embed_model)
-        common: dict[str, Any] = {"similarity_top_k": top_k, "streaming": True}
+        common: dict[str, Any] = {
+            "similarity_top_k": top_k,
+            "streaming": True,
+            "node_postprocessors": [BestLast()],
+        }
         self._cached = KVCacheQueryEngine.from_index(index, self.llm, policy=policy, **common)
         self._full = KVCacheQueryEngine.from_index(
             index, self.llm, policy=FullRecompute(), **common
@@ -160,6 +180,8 @@ class DemoApp:
 
         before = chunk_files(self.settings.kv)
         there = {node.node_id: node.get_content() for node in self._store.get_nodes()}
+        if gone := [name for name in there if name not in texts]:  # an earlier version's
+            self._store.delete_nodes(gone)
         missing = [
             TextNode(id_=name, text=text) for name, text in texts.items() if there.get(name) != text
         ]

@@ -1,7 +1,7 @@
 """`kvcache-rag demo`: a real model over forty articles about the real world.
 
-Every question is answered by full prefill and from cached chunks, over the same retrieved articles.
-A node is a whole article, as LlamaIndex's default splitter leaves texts of this length.
+Every question is answered by full prefill and from cached chunks, over the same retrieved nodes: a
+paragraph or two each, the best one last, beside the question, where a small model reads best.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llama_index.kvcache_rag.articles import ArticleQuestion
+    from llama_index.kvcache_rag.articles import Article, ArticleQuestion
     from llama_index.kvcache_rag.commands.demo_app import DemoApp, Exchange, Filling
 
-TOP_K: Final = 3
+CHUNK_SIZE: Final = 128
+"""Of a node, in tokens of LlamaIndex's counter."""
+TOP_K: Final = 9
 MAX_NEW_TOKENS: Final = 48
 WIDTH: Final = 88
 LINES: Final = 3
@@ -29,13 +31,13 @@ LINES: Final = 3
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """One question, answered both ways over the same articles.
+    """One question, answered both ways over the same nodes.
 
     Attributes:
         question: As it was asked.
         expected: The parts of a right answer, each in the spellings that count; none if no article
             tells, so that only a refusal is right.
-        is_found: Whether the articles that tell were retrieved.
+        is_found: Whether of every article that tells a node was retrieved.
         full: The answer by full prefill.
         cached: The answer from cached chunks.
         full_is_right: Whether the first is right.
@@ -66,7 +68,13 @@ class AskedQuestion:
 
 
 class ArticlesDemo:
-    """The articles, and some or all of their questions."""
+    """The articles, and some or all of their questions.
+
+    Attributes:
+        documents: How many articles there are.
+        texts: Their nodes, by id: the article's name, and a number.
+        questions: Those that are asked.
+    """
 
     collection, top_k, max_new_tokens = "demo-articles", TOP_K, MAX_NEW_TOKENS
 
@@ -77,7 +85,7 @@ class ArticlesDemo:
             questions: How many, spread over all of them, so that each kind has its share; None for
                 all.
         """
-        self.texts = {article.name: article.text for article in read_articles()}
+        self.documents, self.texts = _split(read_articles())
         self.questions = spread(read_questions(), questions)
 
     def facts(self, app: DemoApp, filling: Filling) -> dict[str, Any]:
@@ -88,7 +96,7 @@ class ArticlesDemo:
             "model": app.model,
             "adapter": app.settings.adapter,
             "threads": torch.get_num_threads(),
-            "documents": len(self.texts),
+            "documents": self.documents,
             "top_k": app.top_k,
             "chunks": filling.chunks,
             "prefilled": filling.prefilled,
@@ -141,6 +149,19 @@ class ArticlesDemo:
         return ""
 
 
+def _split(articles: Sequence[Article]) -> tuple[int, dict[str, str]]:
+    """How many articles, and their nodes by id, as an app of LlamaIndex makes them."""
+    from llama_index.core.node_parser import SentenceSplitter
+
+    splitter = SentenceSplitter(chunk_size=CHUNK_SIZE, chunk_overlap=0)
+    nodes = {
+        f"{article.name} {number}": text
+        for article in articles
+        for number, text in enumerate(splitter.split_text(article.text), start=1)
+    }
+    return len(articles), nodes
+
+
 def spread(questions: Sequence[ArticleQuestion], count: int | None) -> list[ArticleQuestion]:
     """Some of the questions, at even distances, in their order; None for all.
 
@@ -181,7 +202,7 @@ def _asked(question: ArticleQuestion, exchange: Exchange) -> AskedQuestion:
     return AskedQuestion(
         question=question.text,
         expected=question.answers,
-        is_found=set(question.articles) <= set(exchange.nodes),
+        is_found=set(question.articles) <= {node.rpartition(" ")[0] for node in exchange.nodes},
         full=full.text,
         cached=cached.text,
         full_is_right=question.is_met_by(full.text),
