@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.machine import described
 from training.smollm2.confirm import (
     CLOSED,
     CONFIRM,
@@ -19,6 +20,7 @@ from training.smollm2.confirm import (
     task,
 )
 from training.smollm2.data import REFUSAL, Squad, is_apart, write
+from training.smollm2.figures import figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,6 +168,43 @@ def test_bars_are_paired_and_resampled_by_paragraph() -> None:
     assert bars["b"]["f1"][0] == pytest.approx(-0.2)
     assert not bars["b"]["holds"]
     assert bars["c"]["holds"]
+
+
+def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
+    names = [str(number) for number in range(40)]
+    half = {name: [float(int(name) % 2), 1.0] for name in names}
+    ways = {
+        Way(CONFIRM, "block", STITCHED): half,
+        Way(CONFIRM, "base", STITCHED): {name: [0.0, 0.0] for name in names},
+        Way(CLOSED, "control", FULL): half,
+    }
+    confirmed = {**described("cpu", 1), **results(ways, dict(zip(names, names, strict=True)))}
+    ability = {
+        "divergence": {"mean": 0.25, "n": 100},
+        "docstrings": {
+            "pieces": 60,
+            "perplexity before": 10.0,
+            "perplexity after": 10.5,
+            "ratio": 1.05,
+            "holds": False,
+        },
+        "device": "cpu",
+    }
+    found = figures(confirmed, ability)
+    answers, bars, perplexity = found["tables"].values()
+    assert [row["reads"] for row in answers] == [
+        "cached chunks, stitched",
+        "cached chunks, stitched",
+        "no documents",
+    ]
+    assert answers[0]["F1"].startswith("50.0 (")
+    assert len(bars) == 1, "the other bars need ways that were not asked"
+    assert bars[0]["points"].startswith("+50.0 (+")
+    assert bars[0]["holds"]
+    assert perplexity[0]["change"] == "+5.0 %"
+    assert not perplexity[0]["holds"]
+    assert "0.250 nats" in found["description"]
+    assert "nats" not in figures(confirmed)["description"]
 
 
 def test_scores_of_whole_ways_outlast_the_run(tmp_path: Path) -> None:

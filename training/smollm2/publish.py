@@ -1,12 +1,12 @@
 """Write the adapter's package: weights in bfloat16, what they are, and the model card.
 
     python -m training.smollm2.publish --adapter ADAPTER --facts FACTS \
-        --confirmation CONFIRMATION --out integrations/kvcache-rag-smollm2
+        --confirmation CONFIRMATION --ability ABILITY --out integrations/kvcache-rag-smollm2
 
 `ADAPTER` is the folder that `kvcache-rag finetune smollm2 --lora RANK --keep-adapter` (or
 `training.smollm2.train`) wrote.  `FACTS` is JSON of what its report does not say, `NEEDED`, and if
-wanted of `FURTHER`.  `CONFIRMATION` is JSON with `description`, a sentence, and `tables`: by title
-a list of rows, which are objects of equal keys; without it the card says that nothing was measured.
+wanted of `FURTHER`.  `CONFIRMATION` and `ABILITY` are what `training.smollm2.confirm` and
+`training.smollm2.ability` wrote; without the first the card says that nothing was measured.
 
 Written below `--out`: `README.md` (the card) and `kvcache_rag_smollm2/block`.  The rest of the
 package is written by hand.
@@ -32,6 +32,7 @@ from kvcache_rag.models.adapters import BASE, CONFIG, WEIGHTS, AdapterBase, base
 from kvcache_rag.models.pretrained import PACKAGED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from training.smollm2.card import model_card
+from training.smollm2.figures import figures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +78,8 @@ def publish(
         adapter: Folder that fine-tuning wrote.
         out: Of the package.
         facts: `NEEDED`, and some of `FURTHER`.
-        confirmation: What was measured (see the module); None for nothing.
+        confirmation: What was measured: `description`, a sentence, and `tables`, by title a list of
+            rows, which are objects of equal keys (`training.smollm2.figures`); None for nothing.
 
     Raises:
         InvalidInputError: If it is no adapter of the base, a fact is missing, a path of this
@@ -234,10 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", type=Path, required=True, help="folder of fine-tuning")
     parser.add_argument("--out", type=Path, required=True, help="folder of the package")
     parser.add_argument("--facts", type=Path, required=True, help=f"JSON of {', '.join(NEEDED)}")
-    parser.add_argument("--confirmation", type=Path, help="JSON of what was measured")
+    parser.add_argument("--confirmation", type=Path, help="JSON of training.smollm2.confirm")
+    parser.add_argument("--ability", type=Path, help="JSON of training.smollm2.ability")
     given = parser.parse_args(arguments)
     try:
-        confirmation = _object(given.confirmation) if given.confirmation else None
+        ability = _object(given.ability) if given.ability else None
+        confirmation = figures(_object(given.confirmation), ability) if given.confirmation else None
         place = publish(given.adapter, given.out, _object(given.facts), confirmation)
     except KVCacheRagError as error:
         parser.error(str(error))
