@@ -1,14 +1,16 @@
-"""Every Python block of the README runs or says why not; its table is what the laws find."""
+"""Every Python block of the README runs or says why not; its tables are what was found."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 import forks
 import pytest
 
+from benchmarks import first_table
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,44 @@ def test_readme_block_runs_and_prints_what_it_says(
 
 def test_readme_has_blocks_that_run() -> None:
     assert sum(reason is None for reason, *_ in BLOCKS) >= 2
+
+
+def test_first_table_is_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--check"])
+    assert first_table.main() == 0, capsys.readouterr().err
+
+
+def test_first_table_has_what_was_measured_and_no_more() -> None:
+    case = {"context_tokens": 1000, "chunks": 4, "full": [2.0], "cached": [0.1], "add": [1.0]}
+    times = {"facts": {"dtype": "bfloat16", "machine": "Z80, 1 cores"}, "cases": [case]}
+    text = first_table.table(times, None, None)
+    assert text.endswith("| 1,000 | 2.00 s | 100 ms | 20 x |\n")
+    assert "(Z80)" in text
+
+    score = {"score": {"value": 0.5, "low": 0.4, "high": 0.6}}
+    rows = {"full": score, "closed book": score}
+    quality = {
+        "summary": {"rows": rows, "counted": ["nq", "squad"]},
+        "sets": {"nq": {"n": 20}, "squad": {"n": 200}},
+    }
+    text = first_table.table(times, {"quality": quality}, None)
+    assert "over 2 public question sets, up to 200 rows each" in text
+    assert text.endswith("| full prefill | no documents |\n| --- | --- |\n| 50.0 | 50.0 |\n")
+
+    ways = [("confirmation", model, "reordered") for model in ("block", "base")]
+    ways += [(task, "control", "full prefill") for task in ("confirmation", "closed book")]
+    scores = [
+        {"task": task, "model": model, "policy": policy, "n": 4143, "f1": [n / 10, 0.0, 1.0]}
+        for n, (task, model, policy) in enumerate(ways)
+    ]
+    text = first_table.table(times, None, {"bars": {"a": {}, "b": {}, "c": {}}, "scores": scores})
+    assert "on 4,143 questions" in text
+    cells = ["10.0 (0.0-100.0)", "0.0 (0.0-100.0)", "20.0 (0.0-100.0)", "30.0 (0.0-100.0)"]
+    assert text.endswith(f"| {' | '.join(cells)} |\n"), "base, block, control, closed"
+    missing = first_table.table(times, None, {"bars": {"a": {}}, "scores": scores[:2]})
+    assert "4,143" not in missing
 
 
 def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
