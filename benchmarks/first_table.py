@@ -34,19 +34,20 @@ COLUMNS: Final = {
     CLOSED_BOOK: "no documents",
 }
 
-_TIMES: Final = """SmolLM2-135M-Instruct, {dtype}, one CPU thread ({processor}); both ways in turns in one run,
-medians, every check on, chunks from files ([how, and when it is not worth it](docs/when-not.md)):
+_TIMES: Final = """SmolLM2-135M-Instruct, {dtype}, one CPU thread ({processor}); both ways in turns
+in one run, medians, every check on, chunks from files
+([how, and when it is not worth it](docs/when-not.md)):
 
 | context tokens | first token by full prefill | from cached chunks | sooner by |
 |---|---|---|---|
 """
 _ANSWERS: Final = """
-What it costs in answers, in percent of those that contain a right one: {counted}, up to {rows} rows
-each ({sets}; intervals, every set, other ways: [docs/quality.md](docs/quality.md)):
+What it costs in answers, in percent of those that contain a right one: {counted},
+up to {rows} rows each ({sets}; intervals, every set, other ways: [docs/quality.md](docs/quality.md)):
 
 """
 _CONFIRMED: Final = """
-Fine-tuned for it (`adapter="block"`), the same model reads cached chunks better: F1 on {n:,} questions
+The same model, fine-tuned to read cached chunks (`adapter="block"`): F1 on {n:,} questions
 of SQuAD over five paragraphs each, none trained on, asked once
 ([card](integrations/kvcache-rag-smollm2/README.md)). The control was fine-tuned as long under full
 attention:

@@ -63,7 +63,7 @@ def test_first_table_has_what_was_measured_and_no_more() -> None:
         "sets": {"nq": {"n": 20}, "squad": {"n": 200}},
     }
     text = first_table.table(times, {"quality": quality}, None)
-    assert "over 2 public question sets, up to 200 rows each" in text
+    assert "over 2 public question sets,\nup to 200 rows each" in text
     assert text.endswith("| full prefill | no documents |\n| --- | --- |\n| 50.0 | 50.0 |\n")
 
     ways = [("confirmation", model, "reordered") for model in ("block", "base")]
