@@ -43,7 +43,7 @@ in one run, medians, every check on, chunks from files
 """
 _ANSWERS: Final = """
 What it costs in answers, in percent of those that contain a right one: {counted},
-up to {rows} rows each ({sets}; intervals, every set, other ways: [docs/quality.md](docs/quality.md)):
+up to {rows} rows each ({sets}; intervals and every set: [docs/quality.md](docs/quality.md)):
 
 """
 _CONFIRMED: Final = """
