@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.real_text_page import read
+from benchmarks.real_text_page import RESULTS, read
 from benchmarks.real_text_scores import FULL
 from benchmarks.when_not_page import Case
 from kvcache_rag.scoring.ask import CLOSED_BOOK
+from tools.readme import put
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-ROOT: Final = Path(__file__).parent.parent
 BEGIN: Final = "<!-- first table: written by python -m benchmarks.first_table -->"
 END: Final = "<!-- end of first table -->"
 CASES: Final = 4
@@ -119,25 +118,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is right")
     arguments = parser.parse_args()
-    results = ROOT / "benchmarks" / "results"
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, behind = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit("README.md has lost the marks around its first table")
     found = table(
-        read(results / "when_not.json") or {},
-        read(results / "real_text.json"),
-        read(results / "smollm2_confirmation.json"),
+        read(RESULTS / "when_not.json") or {},
+        read(RESULTS / "real_text.json"),
+        read(RESULTS / "smollm2_confirmation.json"),
     )
-    written = f"{before}{BEGIN}\n{found}{END}{behind}"
-    if arguments.check:
-        if written != text:
-            sys.stderr.write("README.md's first table is stale: python -m benchmarks.first_table\n")
-        return int(written != text)
-    readme.write_text(written, encoding="utf-8")
-    return 0
+    command = "python -m benchmarks.first_table"
+    return put(BEGIN, END, found, command=command, check=arguments.check)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from tools.readme import put  # noqa: E402  # found by the line above
+
 BEGIN = "<!-- support table: written by tools/support_table.py -->"
 END = "<!-- end of support table -->"
 
@@ -74,19 +77,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="the table of supported families in README.md")
     parser.add_argument("--check", action="store_true", help="only say whether it is right")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, behind = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit("README.md has lost the marks around the support table")
-    written = "\n".join([before + BEGIN, *rows(), END + behind])
-    if arguments.check:
-        if written != text:
-            sys.stderr.write("README.md's support table is stale: run tools/support_table.py\n")
-        return int(written != text)
-    readme.write_text(written, encoding="utf-8")
-    return 0
+    text = "".join(f"{row}\n" for row in rows())
+    command = "run tools/support_table.py"
+    return put(BEGIN, END, text, command=command, check=arguments.check)
 
 
 if __name__ == "__main__":
