@@ -6,6 +6,9 @@ import datetime
 import os
 import platform
 import re
+import subprocess
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +31,22 @@ def described(device: str, threads: int) -> dict[str, str]:
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
     }
+
+
+def load() -> float:
+    """Processes that wanted to run in the last minute, on average."""
+    return round(os.getloadavg()[0], 2)
+
+
+def commit() -> str:
+    """Of the checkout, with "+" where code of it was changed; "" outside of one."""
+    folder = Path(__file__).parent
+    with suppress(OSError, subprocess.CalledProcessError):
+        git = partial(subprocess.run, cwd=folder, check=True, capture_output=True, text=True)
+        head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "--", "../src", ".", ":!results"]).stdout
+        return head + ("+" if changed.strip() else "")
+    return ""
 
 
 def processor_of(machine: str) -> str:

@@ -18,9 +18,7 @@ import argparse
 import datetime
 import json
 import os
-import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import xxhash
 
-from benchmarks.machine import described
+from benchmarks.machine import commit, described, load
 from benchmarks.real_text_records import Scores
 from benchmarks.real_text_scores import FULL, figures, one_set, summary
 from kvcache_rag import DiskStore, PromptTemplate
@@ -290,22 +288,6 @@ def sitting(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "batch": options.batch,
         "load": [load(), load()],
     }
-
-
-def load() -> float:
-    """Processes that wanted to run in the last minute."""
-    return round(os.getloadavg()[0], 2)
-
-
-def commit() -> str:
-    """Of the checkout, with a mark where it was changed; "" outside of one."""
-    folder = Path(__file__).parent
-    with suppress(OSError, subprocess.CalledProcessError):
-        git = partial(subprocess.run, cwd=folder, check=True, capture_output=True, text=True)
-        head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-        dirty = git(["git", "status", "--porcelain", "--", "../src", "."]).stdout.strip()
-        return head + ("+" if dirty else "")
-    return ""
 
 
 def quality(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import described
+from benchmarks.machine import commit, described
 from kvcache_rag import DiskStore, Engine, FullRecompute, Reuse
 
 if TYPE_CHECKING:
@@ -138,26 +137,13 @@ def facts_of(engine: Engine, model: str, rounds: int) -> dict[str, Any]:
         "revision": identity.revision,
         "dtype": identity.dtype,
         "rounds": rounds,
-        "commit": _commit(),
+        "commit": commit(),
         **{
             name: value
             for name, value in described("cpu", torch.get_num_threads()).items()
             if name != "date"
         },
     }
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()[:12]
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -178,7 +178,11 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
         Way(CONFIRM, "base", STITCHED): {name: [0.0, 0.0] for name in names},
         Way(CLOSED, "control", FULL): half,
     }
-    confirmed = {**described("cpu", 1), **results(ways, dict(zip(names, names, strict=True)))}
+    confirmed = {
+        **described("cpu", 1),
+        "commit": "abc",
+        **results(ways, dict(zip(names, names, strict=True))),
+    }
     ability = {
         "divergence": {"mean": 0.25, "n": 100},
         "docstrings": {
@@ -190,8 +194,8 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
         },
         "device": "cpu",
     }
-    found = figures(confirmed, ability)
-    answers, bars, perplexity = found["tables"].values()
+    shown = figures(confirmed, ability)
+    answers, bars, perplexity = shown["tables"].values()
     assert [row["reads"] for row in answers] == [
         "cached chunks, stitched",
         "cached chunks, stitched",
@@ -203,7 +207,7 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
     assert bars[0]["holds"]
     assert perplexity[0]["change"] == "+5.0 %"
     assert not perplexity[0]["holds"]
-    assert "0.250 nats" in found["description"]
+    assert "0.250 nats" in shown["description"]
     assert "nats" not in figures(confirmed)["description"]
 
 

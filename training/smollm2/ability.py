@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import described
+from benchmarks.machine import commit, described
 from kvcache_rag.models.adapters import with_adapter
 from kvcache_rag.models.pretrained import load
 from training.smollm2.instructions import INSTRUCTIONS
@@ -164,7 +164,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    found = {**described("cpu", arguments.threads), **measure(arguments.data, arguments.adapter)}
+    about = {**described("cpu", arguments.threads), "commit": commit()}
+    found = {**about, **measure(arguments.data, arguments.adapter)}
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0

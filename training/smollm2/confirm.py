@@ -37,10 +37,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from benchmarks.machine import described
+from benchmarks.machine import commit, described, load
 from kvcache_rag.engine import Engine
 from kvcache_rag.evaluation.runner import evaluate, make_cells
 from kvcache_rag.models.adapters import WEIGHTS
+from kvcache_rag.models.pretrained import PACKAGED
 from kvcache_rag.policies import Combination, LegoLink, Reuse
 from kvcache_rag.scoring.ask import cluster_of
 from kvcache_rag.scoring.metrics import best, f1_longbench, normalised, substring_match
@@ -248,6 +249,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    began = load()
     folders = {"base": None, "block": arguments.block, "control": arguments.control}
     rows = questions(arguments.data)[: arguments.n]
     paragraphs = {row.id: cluster_of(row) for row in rows}
@@ -276,6 +278,9 @@ def main() -> int:
             kept.add(way, digest, scores)
     found = {
         **described("cpu", arguments.threads),
+        "commit": commit(),
+        "load": [began, load()],
+        "base": PACKAGED["smollm2"].sha256,
         "adapters": {way.model: digest for way, (digest, _) in kept.scores.items()},
         **results({way: scores for way, (_, scores) in kept.scores.items()}, paragraphs),
     }

@@ -26,7 +26,7 @@ _DESCRIPTION: Final = (
     "(none was trained on), each over its paragraph and four others, two of them of the same "
     "article. F1 and containment in percent, with 95 % intervals by a bootstrap over paragraphs. "
     "The control was trained with as many steps on the same samples, but under full attention. "
-    "{machine}; {versions}; {date}."
+    "{machine}; {versions}; commit {commit}; {date}."
 )
 _ABILITY: Final = (
     " On what is not a question about documents, the adapter's next-token distribution is "
