@@ -15,13 +15,14 @@ Each message is one sentence that says what was wrong and what to do about it.
 
 from __future__ import annotations
 
+import difflib
 import math
 from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 
 class KVCacheRagError(Exception):
@@ -146,3 +147,26 @@ def _shown(value: object) -> str:
     is_short = value is None or isinstance(value, str | int | float | bytes)
     text = ascii(value) if is_short else type(value).__name__
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def close_to(name: str, known: Collection[str]) -> str:
+    """The known name that was probably meant; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1)), "")
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> None:
+    """Refuse arguments that would be taken without a word and do nothing.
+
+    Args:
+        given: Names of the arguments.
+        known: Those that there are.
+        what: "argument of ...", for the sentence.
+
+    Raises:
+        InvalidInputError: Naming the first unknown one, and the one that was probably meant.
+    """
+    for name in given:
+        if name not in known:
+            close = close_to(name, known)
+            hint = f"did you mean {close}?" if close else "leave it out"
+            raise InvalidInputError(f"{name} is no {what}; {hint}")

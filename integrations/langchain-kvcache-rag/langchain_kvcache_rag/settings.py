@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -10,7 +9,7 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
 from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
-from kvcache_rag.integration import open_engine
+from kvcache_rag.integration import open_engine, refuse_unknown
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.shared import Shared
@@ -146,12 +145,7 @@ class ChatSettings(BaseChatModel):
             named = fields.pop("model_name")
             if fields.setdefault("model", named) != named:
                 raise InvalidInputError("model and model_name differ; give one of them")
-        known = set(type(self).model_fields)
-        for name in fields:
-            if name not in known:
-                close = difflib.get_close_matches(name, [*known, "engine"], 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise InvalidInputError(f"{name} is no argument of ChatKVCache{hint}")
+        refuse_unknown(fields, {*type(self).model_fields, "engine"}, "argument of ChatKVCache")
         if engine is not None:
             _refuse_beside_engine(fields)
         # Code for other models often hands on None for "nothing said".

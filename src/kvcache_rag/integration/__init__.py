@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcache_rag.errors import refuse_unknown as refuse_unknown
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
     from kvcache_rag.integration.prefiller import RowPrefiller as RowPrefiller

@@ -7,7 +7,6 @@ processor see what they would see without us.
 from __future__ import annotations
 
 import copy
-import difflib
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, refuse_unknown
 
 if TYPE_CHECKING:
     import threading
@@ -142,10 +141,7 @@ def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str,
     for name in options:
         if name in _OWNED:
             raise InvalidInputError(f"{name} is set by the engine; leave it out")
-        if name not in known:
-            close = difflib.get_close_matches(name, [*known, "max_new_tokens"], 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise InvalidInputError(f"{name} is no option of generate(){hint}")
+    refuse_unknown(options, {*known, "max_new_tokens"}, "option of generate()")
     if int(settings.get("num_return_sequences") or 1) > 1:
         raise InvalidInputError("num_return_sequences must be 1; call generate several times")
     if streaming and int(settings.get("num_beams") or 1) > 1:

@@ -6,11 +6,10 @@ classes.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, close_to
 from kvcache_rag.policies.base import MOST_PARTS, Union
 
 if TYPE_CHECKING:
@@ -132,8 +131,8 @@ def _one(text: str, auxiliary: Scorer | None) -> ReusePolicy:
     name, colon, rest = (part.strip() for part in text.lower().partition(":"))
     form = _FORMS.get(name)
     if form is None:
-        close = difflib.get_close_matches(name, tuple(_FORMS), 1)
-        hint = f"did you mean {close[0]}? It" if close else "it"
+        close = close_to(name, _FORMS)
+        hint = f"did you mean {close}? It" if close else "it"
         usages = ", ".join(known.usage for known in _FORMS.values())
         raise InvalidInputError(f"there is no policy {name!r}; {hint} is one of {usages}")
     if colon and not rest:

@@ -33,6 +33,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 
 from kvcache_rag import InvalidInputError, cancellable
+from kvcache_rag.integration import refuse_unknown
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
 from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
 from llama_index.kvcache_rag.responses import (
@@ -121,8 +122,14 @@ class KVCacheLLM(CustomLLM):
             fields: The attributes of the class, and those of every LlamaIndex LLM.
 
         Raises:
-            InvalidInputError: If `engine` comes with what only a new engine could use.
+            InvalidInputError: If an argument is unknown, or `engine` comes with what only a new
+                engine could use.
         """
+        fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
+        own = ("engine", "model", "tokenizer", "template", "policy")
+        refuse_unknown(
+            fields, {*type(self).model_fields, *own}, f"argument of {type(self).__name__}"
+        )
         # `HuggingFaceLLM` takes None for "nothing"; pydantic would refuse it.
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         if engine is not None:

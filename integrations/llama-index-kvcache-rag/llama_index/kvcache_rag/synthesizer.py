@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import copy
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher
@@ -23,6 +24,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import refuse_unknown
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from kvcache_rag import ReusePolicy
 
 dispatcher = get_dispatcher(__name__)
+
+_OPTIONS: Final = ("callback_manager", "empty_response", "prompt_helper", "chat_prompt_helper")
 
 
 class KVCacheSynthesizer(BaseSynthesizer):
@@ -94,6 +98,8 @@ class KVCacheSynthesizer(BaseSynthesizer):
         Raises:
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
         """
+        known = (*_OPTIONS, *signature(KVCacheSynthesizer).parameters)
+        refuse_unknown(options, known, "argument of KVCacheSynthesizer")
         if output_cls is not None:
             raise InvalidInputError("KVCacheSynthesizer answers in text; leave output_cls out")
         if multimodal:

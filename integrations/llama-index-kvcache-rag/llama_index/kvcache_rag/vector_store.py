@@ -22,7 +22,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import RowPrefiller, Rows
+from kvcache_rag.integration import RowPrefiller, Rows, refuse_unknown
 from llama_index.kvcache_rag.collection import open_collection
 from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.prefilling import row_text, shows_progress
@@ -98,8 +98,13 @@ class KVCacheVectorStore(BasePydanticVectorStore):
             fields: The attributes of the class.
 
         Raises:
-            InvalidInputError: If it is not said where the collection or the KV is.
+            InvalidInputError: If an argument is unknown, or it is not said where the collection or
+                the KV is.
         """
+        own = ("chroma_collection", "client", "llm", "engine", "kv_dir")
+        refuse_unknown(
+            fields, {*type(self).model_fields, *own}, f"argument of {type(self).__name__}"
+        )
         super().__init__(**fields)
         if llm is not None and engine is not None:
             raise InvalidInputError("give llm= or engine=, not both; an LLM brings its engine")
