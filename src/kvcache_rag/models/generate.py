@@ -141,7 +141,8 @@ def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str,
     for name in options:
         if name in _OWNED:
             raise InvalidInputError(f"{name} is set by the engine; leave it out")
-    refuse_unknown(options, {*known, "max_new_tokens"}, "option of generate()")
+    if not options.keys() <= known:
+        refuse_unknown(options, known, "option of generate()")
     if int(settings.get("num_return_sequences") or 1) > 1:
         raise InvalidInputError("num_return_sequences must be 1; call generate several times")
     if streaming and int(settings.get("num_beams") or 1) > 1:
