@@ -9,7 +9,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag.rag import KVCacheRAG, RagInput
+from langchain_kvcache_rag.rag import KVCacheRAG
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
@@ -37,7 +37,7 @@ def create_kvcache_rag_chain(
         find = RunnableLambda(_searched) | retriever
     else:
         find = retriever
-    answer = RunnableLambda(_asked) | KVCacheRAG(llm) | StrOutputParser()
+    answer = KVCacheRAG(llm) | StrOutputParser()
     chain = RunnablePassthrough.assign(
         context=find.with_config(run_name="retrieve_documents")
     ).assign(answer=answer)
@@ -49,8 +49,3 @@ def _searched(given: dict[str, Any]) -> str:
         raise InvalidInputError('the chain needs {"input": "a question"}')
     text: str = given["input"]
     return text
-
-
-def _asked(given: dict[str, Any]) -> RagInput:
-    history = given.get("chat_history") or []
-    return RagInput(question=_searched(given), context=given["context"], chat_history=history)

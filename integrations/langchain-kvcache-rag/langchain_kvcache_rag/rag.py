@@ -31,7 +31,8 @@ class RagInput(TypedDict):
     """What `KVCacheRAG` answers.
 
     Attributes:
-        question: What is asked.
+        question: What is asked.  Read as `input`, as LangChain's retrieval chain calls it, where
+            there is no `question`.
         context: The retrieved documents, best first.
         chat_history: Earlier turns, oldest first; they stand behind the documents.
     """
@@ -49,6 +50,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
             | KVCacheRAG(llm=llm)
             | StrOutputParser()
         )
+        chain = create_retrieval_chain(store.as_retriever(), KVCacheRAG(llm=llm))
 
     Gives the chat model's message, or its pieces when it is streamed; `response_metadata` and
     `usage_metadata` say what was reused.  Keywords of a call (`stop`, `policy`, `max_tokens`, ...)
@@ -249,9 +251,11 @@ def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
         InvalidInputError: If a part is missing or of another type.
     """
     given = _checked(given)
-    question, context = given.get("question"), given.get("context")
+    question, context = given.get("question", given.get("input")), given.get("context")
     if not isinstance(question, str) or not question.strip():
-        raise InvalidInputError('KVCacheRAG needs a "question", a text that is not empty')
+        raise InvalidInputError(
+            'KVCacheRAG needs a "question" (or "input"), a text that is not empty'
+        )
     if not isinstance(context, (list, tuple)) or not all(
         isinstance(one, Document) for one in context
     ):

@@ -412,6 +412,36 @@ def test_it_says_what_it_takes_and_gives(rag: KVCacheRAG) -> None:
 
 
 # ---------------------------------------------------------------------- the whole chain
+def stock_chain(retriever: BaseRetriever, answers: Runnable[Any, Any]) -> Runnable[Any, Any]:
+    """What `create_retrieval_chain` of langchain-classic 1.0 makes of its two arguments."""
+    found = RunnableLambda(lambda given: given["input"]) | retriever
+    return RunnablePassthrough.assign(
+        context=found.with_config(run_name="retrieve_documents")
+    ).assign(answer=answers)
+
+
+def test_it_stands_in_the_stock_retrieval_chain(rag: KVCacheRAG, engine: Engine) -> None:
+    chain = stock_chain(Fixed(), rag)
+    message = chain.invoke({"input": "Who sat?"})["answer"]
+    assert message.content == expected(engine)
+    pieces = [piece["answer"] for piece in chain.stream({"input": "Who sat?"}) if "answer" in piece]
+    assert "".join(piece.content for piece in pieces) == expected(engine)
+    spoken = {"input": "Who sat?", "chat_history": [HumanMessage("Wet?"), AIMessage("No.")]}
+    said = [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "No."}]
+    assert chain.invoke(spoken)["answer"].content == expected(engine, history=said)
+
+
+async def test_it_stands_in_the_stock_retrieval_chain_in_async(
+    rag: KVCacheRAG, engine: Engine
+) -> None:
+    answered = await stock_chain(Fixed(), rag).ainvoke({"input": "Who sat?"})
+    assert answered["answer"].content == expected(engine)
+
+
+def test_a_question_stands_before_an_input(rag: KVCacheRAG, engine: Engine) -> None:
+    assert rag.invoke({**ASKED, "input": "What else?"}).content == expected(engine)
+
+
 def test_the_retrieval_chain_gives_the_stock_keys(llm: ChatKVCache, engine: Engine) -> None:
     chain = create_kvcache_rag_chain(Fixed(), llm)
     answered = chain.invoke({"input": "Who sat?", "mine": 1})
