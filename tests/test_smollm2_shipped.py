@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,19 @@ from kvcache_rag import Engine
 from kvcache_rag.models.adapters import WEIGHTS, AdapterBase
 from kvcache_rag.models.pretrained import PACKAGED, load
 from training.smollm2.card import model_card
+from training.smollm2.figures import figures
 from training.smollm2.publish import LIMIT, PLACE, TRAINING
 
 PROJECT = Path(__file__).resolve().parent.parent / "integrations" / "kvcache-rag-smollm2"
 SHIPPED = PROJECT / PLACE / WEIGHTS
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+CONFIRMED = RESULTS / "smollm2_confirmation.json"
+
+
+def ability() -> dict[str, Any] | None:
+    path = RESULTS / "smollm2_ability.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="this checkout has no trained adapter")
@@ -32,6 +42,10 @@ def test_the_adapter_of_this_checkout_is_whole() -> None:
     assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == facts["sha256"]
     assert AdapterBase.read(place) == AdapterBase("smollm2", PACKAGED["smollm2"].sha256)
     assert (PROJECT / "README.md").read_text(encoding="utf-8") == model_card(facts)
+    confirmed = json.loads(CONFIRMED.read_text(encoding="utf-8"))
+    assert confirmed["adapters"]["block"] == facts["sha256"], "what was asked is what is shipped"
+    assert confirmed["bars"]["a"]["holds"], "else it is not shipped"
+    assert facts["confirmation"] == figures(confirmed, ability())
     by_name = Engine.from_pretrained("smollm2", adapter="block")
     assert by_name.spec == Engine.from_pretrained("smollm2", adapter=place).spec
     assert by_name.spec != Engine.from_pretrained("smollm2").spec

@@ -178,11 +178,9 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
         Way(CONFIRM, "base", STITCHED): {name: [0.0, 0.0] for name in names},
         Way(CLOSED, "control", FULL): half,
     }
-    confirmed = {
-        **described("cpu", 1),
-        "commit": "abc",
-        **results(ways, dict(zip(names, names, strict=True))),
-    }
+    confirmed: dict[str, Any] = results(ways, dict(zip(names, names, strict=True)))
+    for row, commit in zip(confirmed["scores"], ("abc", "def", "abc"), strict=True):
+        row["about"] = {**described("cpu", 1), "commit": commit}
     ability = {
         "divergence": {"mean": 0.25, "n": 100},
         "docstrings": {
@@ -203,10 +201,11 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
     ]
     assert answers[0]["F1"].startswith("50.0 (")
     assert len(bars) == 1, "the other bars need ways that were not asked"
-    assert bars[0]["points"].startswith("+50.0 (+")
+    assert bars[0]["points"].startswith("+50.00 (+")
     assert bars[0]["holds"]
     assert perplexity[0]["change"] == "+5.0 %"
     assert not perplexity[0]["holds"]
+    assert "commit abc, def; " in shown["description"]
     assert "0.250 nats" in shown["description"]
     assert "nats" not in figures(confirmed)["description"]
 
@@ -214,7 +213,7 @@ def test_the_card_shows_every_way_and_bar_that_was_measured() -> None:
 def test_scores_of_whole_ways_outlast_the_run(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     way, other = Way(CONFIRM, "block", STITCHED), Way(CLOSED, "base", FULL)
-    Kept(path).add(way, "digest", {"q": [0.5, 1.0]})
-    Kept(path).add(other, "", {"q": [0.0, 0.0]})
+    Kept(path).add(way, "digest", {"q": [0.5, 1.0]}, {"commit": "abc"})
+    Kept(path).add(other, "", {"q": [0.0, 0.0]}, {"commit": "def"})
     found = Kept(path).scores
     assert found == {way: ("digest", {"q": [0.5, 1.0]}), other: ("", {"q": [0.0, 0.0]})}

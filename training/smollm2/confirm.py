@@ -206,6 +206,7 @@ class Kept:
 
     Attributes:
         scores: Of each way, with the digest of the adapter's weights that gave them.
+        about: Of each way, when and with what it was measured.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,12 +215,18 @@ class Kept:
         self.scores: dict[Way, tuple[str, Scores]] = {
             Way(*row["way"]): (row["adapter"], row["scores"]) for row in known
         }
+        self.about: dict[Way, dict[str, Any]] = {Way(*row["way"]): row["about"] for row in known}
 
-    def add(self, way: Way, adapter: str, scores: Scores) -> None:
+    def add(self, way: Way, adapter: str, scores: Scores, about: Mapping[str, Any]) -> None:
         """Keep a way, and write all of them."""
-        self.scores[way] = (adapter, scores)
+        self.scores[way], self.about[way] = (adapter, scores), dict(about)
         rows = [
-            {"way": list(asdict(way).values()), "adapter": adapter, "scores": scores}
+            {
+                "way": list(asdict(way).values()),
+                "adapter": adapter,
+                "about": self.about[way],
+                "scores": scores,
+            }
             for way, (adapter, scores) in self.scores.items()
         ]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
@@ -249,7 +256,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    began = load()
     folders = {"base": None, "block": arguments.block, "control": arguments.control}
     rows = questions(arguments.data)[: arguments.n]
     paragraphs = {row.id: cluster_of(row) for row in rows}
@@ -266,6 +272,7 @@ def main() -> int:
             known = kept.scores.get(way, ("", {}))
             if not wanted or (known[0] == digest and known[1].keys() >= paragraphs.keys()):
                 continue
+            began = load()
             records = evaluate(
                 [task(name, asked)],
                 how,
@@ -275,15 +282,15 @@ def main() -> int:
                 show_progress=sys.stderr.isatty(),
             )
             scores = {row.place.question: list(row.scores.values()) for row in records.rows}
-            kept.add(way, digest, scores)
+            about = {**described("cpu", arguments.threads), "commit": commit()}
+            kept.add(way, digest, scores, {**about, "load": [began, load()]})
     found = {
-        **described("cpu", arguments.threads),
-        "commit": commit(),
-        "load": [began, load()],
         "base": PACKAGED["smollm2"].sha256,
         "adapters": {way.model: digest for way, (digest, _) in kept.scores.items()},
         **results({way: scores for way, (_, scores) in kept.scores.items()}, paragraphs),
     }
+    for row in found["scores"]:
+        row["about"] = kept.about[Way(row["task"], row["model"], row["policy"])]
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(found["bars"], indent=1) + "\n")
     return 0

@@ -26,7 +26,7 @@ _DESCRIPTION: Final = (
     "(none was trained on), each over its paragraph and four others, two of them of the same "
     "article. F1 and containment in percent, with 95 % intervals by a bootstrap over paragraphs. "
     "The control was trained with as many steps on the same samples, but under full attention. "
-    "{machine}; {versions}; commit {commit}; {date}."
+    "{measured}."
 )
 _ABILITY: Final = (
     " On what is not a question about documents, the adapter's next-token distribution is "
@@ -43,7 +43,7 @@ def figures(
         confirmed: What `training.smollm2.confirm` wrote.
         ability: What `training.smollm2.ability` wrote; None where it was not run.
     """
-    description = _DESCRIPTION.format(**confirmed)
+    description = _DESCRIPTION.format(measured=_measured(confirmed["scores"]))
     tables = {"Answers": [_answers(row) for row in confirmed["scores"]]}
     if confirmed["bars"]:
         tables["Differences in points of F1"] = [
@@ -57,6 +57,15 @@ def figures(
             if isinstance(found, dict) and "ratio" in found
         ]
     return {"description": description, "tables": tables}
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where and when, each fact once."""
+    named = {
+        name: ", ".join(dict.fromkeys(row["about"][name] for row in rows))
+        for name in ("machine", "versions", "commit", "date")
+    }
+    return "{machine}; {versions}; commit {commit}; {date}".format(**named)
 
 
 def _answers(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def _bar(name: str, bar: Mapping[str, Any]) -> dict[str, Any]:
     first, second, least = BARS[name]
     return {
         "difference": f"{_said(first)} - {_said(second)}",
-        "points": _interval(bar["f1"], sign="+"),
+        "points": _interval(bar["f1"], "+.2f"),
         "asked for: lower end above": f"{100 * least:g}",
         "holds": bar["holds"],
     }
@@ -99,6 +108,6 @@ def _read(way: Way) -> str:
     return _NO_DOCUMENTS if way.task == CLOSED else _READ[way.policy]
 
 
-def _interval(values: Sequence[float], sign: str = "") -> str:
-    value, low, high = (f"{100 * one:{sign}.1f}" for one in values)
+def _interval(values: Sequence[float], form: str = ".1f") -> str:
+    value, low, high = (f"{100 * one:{form}}" for one in values)
     return f"{value} ({low} to {high})"
