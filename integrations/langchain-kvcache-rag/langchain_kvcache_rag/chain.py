@@ -37,7 +37,7 @@ def create_kvcache_rag_chain(
         find = RunnableLambda(_searched) | retriever
     else:
         find = retriever
-    answer = KVCacheRAG(llm) | StrOutputParser()
+    answer: Runnable[Any, str] = KVCacheRAG(llm) | StrOutputParser()
     chain = RunnablePassthrough.assign(
         context=find.with_config(run_name="retrieve_documents")
     ).assign(answer=answer)
