@@ -40,6 +40,13 @@ def make_engine(name: str, store: ChunkStore, dtype: torch.dtype = torch.float32
     return Engine(model, byte_tokenizer(), template=TEMPLATE, store=store, rotation="copied")
 
 
+@pytest.fixture(autouse=True)
+def free_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading goes beside the model, also where these tests have one processor only."""
+    count = torch.get_num_threads() + 1
+    monkeypatch.setattr("kvcache_rag.stitching.loader._processors", lambda: count)
+
+
 @pytest.fixture(params=["ahead", "before"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: request.param == "ahead")
