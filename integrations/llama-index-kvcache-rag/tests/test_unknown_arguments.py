@@ -45,6 +45,15 @@ def test_of_the_llm_without_a_like_one() -> None:
         KVCacheLLM(zzz=1)
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(KVCacheLLM, "fields"), (KVCacheVectorStore, "fields"), (KVCacheSynthesizer, "options")],
+)
+def test_the_name_of_what_takes_the_rest_is_none(make: Callable[..., Any], name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} is no argument of "):
+        make(**{name: 1})
+
+
 def test_what_the_stock_llm_takes_is_taken() -> None:
     stock: dict[str, Any] = {
         "tokenizer_outputs_to_remove": ["token_type_ids"],

@@ -98,7 +98,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         Raises:
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
         """
-        known = (*_OPTIONS, *signature(KVCacheSynthesizer).parameters)
+        known = {*_OPTIONS, *signature(KVCacheSynthesizer).parameters} - {"options"}
         refuse_unknown(options, known, "argument of KVCacheSynthesizer")
         if output_cls is not None:
             raise InvalidInputError("KVCacheSynthesizer answers in text; leave output_cls out")
