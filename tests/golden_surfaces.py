@@ -212,7 +212,7 @@ def _toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # pytest brings it
+        import tomli as tomllib
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 

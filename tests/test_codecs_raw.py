@@ -172,7 +172,8 @@ def test_keys_that_cannot_move_are_stored_as_they_are(name: str, tmp_path: Path)
     assert torch.equal(raw.logits(QUESTION, TEXTS[:1], policy=policy), reference)
     assert torch.equal(raw.logits(QUESTION, TEXTS[:1], policy=policy), reference)
     coarse = engine_over(model, disk(tmp_path, Int8()))
-    coarse.add(TEXTS)
+    with pytest.warns(UserWarning, match="it answers by full prefill"):
+        coarse.add(TEXTS)
     assert error(coarse.logits(QUESTION, TEXTS[:1], policy=policy), reference) < 0.2
 
 

@@ -147,7 +147,7 @@ def test_models_whose_keys_cannot_move_fail_as_with_copying(name: str) -> None:
     messages = []
     for engine in (mine, theirs):
         with pytest.raises(Exception, match="use Combination") as caught:
-            engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+            engine.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=2)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     found = mine.logits(QUESTION, TEXTS, policy=Combination())

@@ -74,7 +74,8 @@ def test_metrics_add_up_over_hits_and_misses() -> None:
         assert metrics.rounds == 1
     assert (second.policy, full.policy) == ("Reuse(positions='reordered')", "FullRecompute()")
     fields = dataclasses.asdict(second)
-    assert second.to_dict() == {**fields, "prompt_tokens": second.prompt_tokens}
+    sums = {"prompt_tokens": second.prompt_tokens, "computed_tokens": second.computed_tokens}
+    assert second.to_dict() == {**fields, **sums, "missed": []}
 
 
 def test_hits_are_counted_per_tier() -> None:

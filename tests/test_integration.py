@@ -108,11 +108,13 @@ def test_half_a_reference_is_none(engine: Engine, missing: str) -> None:
 def test_a_changed_text_or_another_engine_gets_the_text(engine: Engine) -> None:
     (key,) = engine.add(TEXTS[:1])
     reference = Reference.of(key, TEXTS[0], engine)
-    assert reference.chunk("alpha was here", engine) == "alpha was here"
+    changed = reference.chunk("alpha was here", engine)
+    assert (changed.text, changed.outdated) == ("alpha was here", "other text")
     template = PromptTemplate(system="Read carefully.\n")
     other = Engine(make_model(), make_tokenizer(), template=template)
     assert reference.resolve(other) is None
-    assert reference.chunk(TEXTS[0], other) == TEXTS[0]
+    foreign = reference.chunk(TEXTS[0], other)
+    assert (foreign.text, foreign.outdated) == (TEXTS[0], "other model")
 
 
 def test_a_model_without_keys_and_values_gets_the_text(engine: Engine) -> None:
@@ -122,7 +124,7 @@ def test_a_model_without_keys_and_values_gets_the_text(engine: Engine) -> None:
     known.note(reference)
     mamba = Engine(build("mamba"), byte_tokenizer(), template=engine.template)
     assert reference.resolve(mamba) is None
-    assert reference.chunk(TEXTS[0], mamba) == TEXTS[0]
+    assert reference.chunk(TEXTS[0], mamba).outdated == "other model"
     assert known.chunk(TEXTS[0], mamba) == TEXTS[0]
 
 

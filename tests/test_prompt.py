@@ -191,7 +191,7 @@ def test_a_chat_is_plain_lines_without_a_template() -> None:
     "turn",
     [
         {"role": "system", "content": "Be brief."},
-        {"role": "tool", "content": "x"},
+        {"role": "poet", "content": "x"},
         {"role": "user"},
         {"role": "user", "content": ["a", "b"]},
     ],

@@ -53,7 +53,7 @@ def rows() -> list[str]:
     for name, (_, _, reason) in zoo.REFUSED.items():
         engine = laws.make_engine(name)
         try:
-            engine.generate(laws.QUESTION, laws.TEXTS, max_new_tokens=1)
+            engine.generate(laws.QUESTION, laws.TEXTS, policy=Reuse(), max_new_tokens=1)
         except UnsupportedModelError:
             lines.append(f"| {name} | {reason} | - | refused; full prefill works |")
         else:

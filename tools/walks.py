@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,10 +50,10 @@ MOMENT: Final = 0.1  # seconds
 
 def layers(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, int]:
     """The height of each module or folder that the layers contract names; the lowest is 0."""
-    if sys.version_info < (3, 11):
-        raise RuntimeError("layers are read with tomllib; use Python 3.11 or newer")
-    import tomllib
-
+    try:
+        tomllib = import_module("tomllib")
+    except ImportError as error:
+        raise RuntimeError("layers are read with tomllib; use Python 3.11 or newer") from error
     contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,11 +30,11 @@ from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import load
-from kvcache_rag.policies import Reuse
+from kvcache_rag.policies import FullRecompute, Reuse
 from kvcache_rag.policies.auto import with_auxiliary
 from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
-from kvcache_rag.prompt.template import Message, PromptTemplate
+from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import ChunkStore, MemoryStore
@@ -101,7 +102,8 @@ class Engine:
                 GiB of memory, `MemoryStore(0)` for nowhere.  A store of their own, with a limit of
                 its own, lets them never push out single chunks.
             template: None for the default instruction.
-            policy: None for `Reuse()`.
+            policy: None for `Reuse()`; chunks of a model that cannot stitch them (`refusal`) are
+                then answered by full prefill, with one warning.
             namespace: Tenant.
             prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` stores
                 keys and values of a bfloat16 model more than twice as close to exact, at the same
@@ -134,6 +136,10 @@ class Engine:
         )
         self.template = template or PromptTemplate()
         self.policy: ReusePolicy = policy or Reuse()
+        self._refusal = self._adapter.why_refused
+        # Nobody insists on the default, so a refused model answers by full prefill instead.
+        self._yielding = self.policy if self._refusal and policy is None else None
+        self._warned: set[str] = set()
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
@@ -293,6 +299,14 @@ class Engine:
         return None if self._gate is None else self._gate.gate
 
     @property
+    def refusal(self) -> str:
+        """Why chunks of this model cannot be stitched, so that storing them is of no use.
+
+        "" for a model whose chunks can.
+        """
+        return self._refusal
+
+    @property
     def prefix_text(self) -> str:
         """What stands before the first chunk of every prompt."""
         return self._renderer.prefix_text
@@ -348,7 +362,8 @@ class Engine:
         """
         _ = self._capturing
         self._follow_weights()
-        if policy.is_full or (self._gate is not None and self._gate.objection(policy)):
+        yields = policy is self._yielding and len(chunks) > 1
+        if yields or policy.is_full or (self._gate is not None and self._gate.objection(policy)):
             return []
         planned = self._planner.chunks(chunks)
         if policy.joint and self._joint is not None:
@@ -374,9 +389,12 @@ class Engine:
         Raises:
             ContextTooLongError: If a chunk does not fit the context window; nothing is computed
                 then.
-            UnsupportedModelError: If the model keeps no keys and values per token.
+            UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
+                cannot be moved warns, once: a chunk helps only where it is the only one.
         """
         prefiller = self._capturing
+        if self._refusal:
+            self._warn_refused()
         self._follow_weights()
         chunks = self._planner.chunks(texts)
         if chunks:
@@ -484,9 +502,26 @@ class Engine:
         if forget is not None:
             forget()
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Chat messages as one prompt for `complete`, by the tokenizer's chat template."""
-        return self._renderer.render_chat(messages)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Chat messages as one prompt for `complete`, by the tokenizer's chat template.
+
+        Args:
+            messages: Each with `role` and `content`; as chat templates read them, with
+                `tool_calls`, `name` and `tool_call_id` where tools are called.
+            tools: That the template describes, each `{"type": "function", "function": {...}}`.
+            chat_template_kwargs: Values of its variables, such as `{"enable_thinking": False}`.
+
+        Raises:
+            InvalidInputError: If the template cannot write these messages.
+        """
+        arguments = ChatArguments.of(tools, chat_template_kwargs)
+        return self._renderer.render_chat(messages, arguments)
 
     def compose(self, write: Callable[[Callable[[str], str]], str]) -> str:
         """A prompt for `complete` of which users or documents brought parts.
@@ -527,15 +562,17 @@ class Engine:
         Args:
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
-            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop`, `scores` as in
-                `Planner.request`; `emit`, called with each piece of text as it comes; `cancelled`,
-                an event that stops generation; and arguments of transformers' `generate()`.
+            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop`, `scores`, `tools`,
+                `chat_template_kwargs`, `skip_special_tokens` as in `Planner.request`; `emit`,
+                called with each piece of text as it comes; `cancelled`, an event that stops
+                generation; and arguments of transformers' `generate()`.
                 Greedy unless `do_sample=True`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
             ContextTooLongError: If the prompt does not fit and `overflow` is "error".
-            UnsupportedModelError: If the policy moves chunks and the model's keys cannot move.
+            UnsupportedModelError: If a policy that was asked for moves chunks and the model's keys
+                cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
         plan = partial(self._request, question, chunks, options)
@@ -566,12 +603,17 @@ class Engine:
         run = partial(self._answerer.run_batch, cancelled=options.pop("cancelled", None))
 
         def plan() -> list[Request]:
-            return [
+            requests = [
                 self._request(
                     question, chunks, {**options, **({"history": turns[0]} if turns else {})}
                 )
                 for question, chunks, *turns in questions
             ]
+            if self._yielding is None:
+                return requests
+            # A batch is answered under one policy, and one full prefill makes the others full.
+            full = next((one.policy for one in requests if one.policy.is_full), None)
+            return [replace(one, policy=full or one.policy) for one in requests]
 
         self._follow_weights()
         requests = plan()
@@ -698,16 +740,33 @@ class Engine:
     ) -> Request:
         options = {**options, "policy": options.get("policy") or self.policy}
         request = self._planner.request(question, chunks, **options)
-        is_plain = self._gate is None and not request.policy.joint
+        is_plain = self._gate is None and not request.policy.joint and self._yielding is None
         return request if is_plain else self._admitted(request)[1]
 
     def _admitted(self, request: Request) -> tuple[Request, Request]:
         """What the gate lets be answered, with the chunks one by one and as the policy wants."""
+        if request.policy is self._yielding and self._must_move(request):
+            self._warn_refused()
+            request = replace(request, policy=FullRecompute())
         if self._gate is not None:
             request = self._gate.admitted(request)
         if self._joint is None or not request.policy.joint:
             return request, request
         return request, self._joint.arranged(request)
+
+    def _warn_refused(self) -> None:
+        """Warn that this model answers by full prefill, unless it was said before."""
+        if self._refusal not in self._warned:
+            self._warned.add(self._refusal)
+            warnings.warn(
+                f"{self._refusal}; it answers by full prefill, as with policy=FullRecompute()",
+                stacklevel=3,
+            )
+
+    def _must_move(self, request: Request) -> bool:
+        """Whether a refused model would have to do what it cannot: one chunk stays where it was."""
+        most = 0 if self._prefiller is None else 1
+        return any(len(chunks) > most for chunks in request.rounds)
 
     def _run(
         self,

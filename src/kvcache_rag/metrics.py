@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+MissReason: TypeAlias = Literal[
+    "not prefilled", "evicted", "damaged", "not signed", "other model", "other text"
+]
+"""Why a chunk had to be computed.  `not prefilled`: as far as is known, nobody did so far.
+`evicted`: it was stored, and dropped since by a limit, a release, a deletion or its `ttl`.
+`damaged`: its file was not what it should be, and was put aside.  `not signed`: not by the store's
+key.  `other model`: its reference is about another model, adapter, dtype, codec, instruction or
+tenant.  `other text`: its reference is about another text."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A chunk that was not cached.
+
+    Attributes:
+        chunk: Its number among those given, from 0; of several computed together, the first one's.
+        tokens: Its length.
+        reason: Why it was not.
+    """
+
+    chunk: int
+    tokens: int
+    reason: MissReason
 
 
 @dataclass(frozen=True)
@@ -33,6 +58,8 @@ class Metrics:
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
         misses: Chunks that were not cached (they are now, if the store could keep them).
+        missed: Which those are, and why, in prompt order.
+        references: Chunks given by a reference that holds, whose text was not tokenised.
         declined: Chunks that were cached and prefilled all the same, because this machine's
             measured rates say that this is sooner; per reason (tier and both times), how many.
         dropped_chunks: Chunks left out because the prompt would not fit.
@@ -59,6 +86,8 @@ class Metrics:
     generated_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
     misses: int = 0
+    missed: tuple[Miss, ...] = ()
+    references: int = 0
     declined: Mapping[str, int] = field(default_factory=dict)
     dropped_chunks: int = 0
     rounds: int = 1
@@ -74,9 +103,21 @@ class Metrics:
         chunks = self.reused_tokens + self.prefilled_tokens
         return self.prefix_tokens * self.rounds + chunks + self.query_tokens
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt that the model computed; a prefix that is reused is none of them."""
+        chunks = self.prefilled_tokens + self.recomputed_tokens
+        prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
+        return chunks + self.query_tokens + prefix
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for response metadata; with `prompt_tokens`."""
-        return {**asdict(self), "prompt_tokens": self.prompt_tokens}
+        """Plain values, for JSON and for response metadata; with the sums of tokens."""
+        return {
+            **asdict(self),
+            "missed": [asdict(miss) for miss in self.missed],
+            "prompt_tokens": self.prompt_tokens,
+            "computed_tokens": self.computed_tokens,
+        }
 
 
 def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
@@ -89,7 +130,7 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
     """
     times = ("load", "stitch", "recompute", "prefill")
     counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
-    added = (*times, *counts, "generated_tokens", "misses", "rounds")
+    added = (*times, *counts, "generated_tokens", "misses", "missed", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
     for name in ("hits", "declined"):
         sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))

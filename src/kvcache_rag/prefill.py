@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.rotary import StoredPosition
+    from kvcache_rag.metrics import MissReason
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch, prefix included: what bounds the memory of a batch.
@@ -47,12 +48,16 @@ class ContextChunk:
         ids: Its token ids; empty when it is known by its key alone.
         text: Its text, for a reference that has gone meanwhile; None when it is not known.
         is_joint: Whether it is several chunks computed together (`Combinations`).
+        place: Its number among the chunks of the question.
+        why: Why it will be missing, as far as its caller's reference tells; "" if it does not.
     """
 
     key: ChunkKey
     ids: tuple[int, ...]
     text: str | None = None
     is_joint: bool = False
+    place: int = field(default=0, compare=False)
+    why: MissReason | Literal[""] = field(default="", compare=False)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -74,6 +79,8 @@ class Prefiller:
         description: What of the spec a person wants to know.
         weights: Identity of the weights that the spec is about; None for the model's as they are.
         key: Gives the address of token ids behind the prefix.
+        stored: The last chunks that were stored, and at which turn of the weights; they may have
+            been dropped since.
     """
 
     model: TransformersModel
@@ -87,10 +94,10 @@ class Prefiller:
     key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
-    _stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
+    stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._stored = deque(maxlen=REMEMBERED)
+        self.stored = deque(maxlen=REMEMBERED)
         if self.weights is None:
             self.weights = self.model.weights.identity
         self.key = partial(
@@ -119,7 +126,7 @@ class Prefiller:
         Those that were stored while a write went unnoticed are dropped.
         """
         mistrusted = self.model.weights.mistrusted
-        for turn, key in self._stored:
+        for turn, key in self.stored:
             if mistrusted and turn >= mistrusted:
                 with suppress(OSError):  # by others, who have another identity, it is not found
                     self.store.delete(key)
@@ -174,7 +181,7 @@ class Prefiller:
                 weights = self.model.weights
                 if weights.identity is self.weights and weights.are_unchanged():
                     self.store.put(key, stored)
-                    self._stored.append((weights.turn, key))
+                    self.stored.append((weights.turn, key))
             # Every prompt begins with it: from pageable memory, each copy would stop the caller.
             self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
@@ -239,7 +246,7 @@ class Prefiller:
             if weights.identity is self.weights and weights.are_unchanged():
                 for member, chunk in zip(todo, chunks, strict=True):
                     self.store.put(member.key, chunk)
-                    self._stored.append((weights.turn, member.key))
+                    self.stored.append((weights.turn, member.key))
         return {member.key: chunk for member, chunk in zip(todo, chunks, strict=True)}
 
 

@@ -44,6 +44,7 @@ _SINGLE: Final = frozenset(
         "stopping_criteria",
         "stream",
         "streamer",
+        "tools",
     )
 )
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
+from langchain_core.prompts import StringPromptTemplate, format_document
+
+from kvcache_rag import InvalidInputError
+
 if TYPE_CHECKING:
     from langchain_core.documents import Document
 
@@ -16,16 +20,22 @@ DOCUMENT_TYPE: Final = "text-plain"
 """LangChain's standard type of a block that is a plain-text document."""
 
 
-def document_block(document: Document) -> dict[str, Any]:
+def document_block(
+    document: Document, document_prompt: StringPromptTemplate | None = None
+) -> dict[str, Any]:
     """A document as a content block, for the content of any message to `ChatKVCache`.
 
     Args:
-        document: Its text is what stands in the prompt; its `title` is only carried along.
+        document: Its `title` is only carried along.
+        document_prompt: Makes the text that stands in the prompt, as `document_text` does.
 
     Returns:
         A standard text-plain block; `id` is the document's, or made from a digest of its text.
+
+    Raises:
+        InvalidInputError: As from `document_text`.
     """
-    text = document.page_content
+    text = document_text(document, document_prompt)
     block: dict[str, Any] = {
         "type": DOCUMENT_TYPE,
         "mime_type": "text/plain",
@@ -41,3 +51,46 @@ def document_block(document: Document) -> dict[str, Any]:
 def _text_id(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"kv:sha256:{digest[:32]}"
+
+
+def document_text(document: Document, document_prompt: StringPromptTemplate | None = None) -> str:
+    """What of a document stands in prompts, and so what its chunk is.
+
+    Args:
+        document: A text and its metadata.
+        document_prompt: A PromptTemplate over `page_content` and names of metadata, as LangChain's
+            `create_stuff_documents_chain` takes it; None for the text alone.
+
+    Raises:
+        InvalidInputError: If the prompt is none, or names what the document does not have.
+    """
+    if document_prompt is None:
+        return document.page_content
+    wanted = checked_prompt(document_prompt).input_variables
+    missing = sorted({*wanted} - {"page_content", *document.metadata})
+    name = document.id or document.page_content[:40]
+    if missing:
+        raise InvalidInputError(
+            f"the document {name!r} has {' and '.join(f'no {one!r}' for one in missing)} in its "
+            "metadata, which document_prompt names; add it, or leave it out of the prompt"
+        )
+    try:
+        return format_document(document, document_prompt)
+    except (LookupError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"document_prompt cannot write the document {name!r}: {error}"
+        ) from error
+
+
+def checked_prompt(document_prompt: Any) -> StringPromptTemplate:
+    """`document_prompt` if it is one.
+
+    Raises:
+        InvalidInputError: If it is none; LangChain's prompts of chats make messages, not a text.
+    """
+    if not isinstance(document_prompt, StringPromptTemplate):
+        raise InvalidInputError(
+            "document_prompt must be a PromptTemplate over page_content and metadata, not a "
+            f"{type(document_prompt).__name__}; make one by PromptTemplate.from_template(...)"
+        )
+    return document_prompt

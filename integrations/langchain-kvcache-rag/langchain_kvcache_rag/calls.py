@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag.messages import Asked, Conversation, Grounded
+from langchain_core.runnables.config import ensure_config
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from kvcache_rag import InvalidInputError, ReusePolicy, policy_by_name
+from kvcache_rag.integration import ConversationForms, ToolChoice
+from langchain_kvcache_rag.messages import Asked, Conversation, Grounded, in_two_roles
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Mapping, Sequence
 
+    from langchain_core.runnables import RunnableConfig
+
     from kvcache_rag import Answer, AnswerStream, Engine, StoredChunk
-    from kvcache_rag.integration import References
+    from kvcache_rag.integration import AnswerReader, ConversationForm, References
     from langchain_kvcache_rag.chat_model import ChatKVCache
 
 _FROM_MESSAGES: Final = ("chunks", "history", "prefix_mismatch", "cancelled")
 _FOR_CHUNKS: Final = ("overflow", "policy", "scores")
+_OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _WHEN_SAMPLING: Final = ("top_k", "top_p")
 # LangChain's names of what transformers calls otherwise.
 _RENAMED: Final = {"max_tokens": "max_new_tokens", "timeout": "max_time"}
@@ -34,22 +41,31 @@ class Call:
         references: Where the texts' KV is, as far as it was noted.
         asked: What the messages ask.
         options: Keyword arguments of the engine's `generate` or `complete`.
+        form: How it is written and how the answer is read.
     """
 
     engine: Engine
     references: References
     asked: Asked
     options: dict[str, Any]
+    form: ConversationForm
+
+    @property
+    def question(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is asked over documents, and the turns before it."""
+        question, turns = self.form.asked
+        return question, [*turns]
 
     def run(self, cancelled: threading.Event | None = None) -> Answer:
         """Answer; stops at the next token once `cancelled` is set."""
         asked = self.asked
         if isinstance(asked, Conversation):
-            return self.engine.complete(self._prompt(asked), cancelled=cancelled, **self.options)
+            return self.engine.complete(self.prompt(), cancelled=cancelled, **self.options)
+        question, history = self.question
         return self.engine.generate(
-            asked.question,
+            question,
             self.chunks(asked),
-            history=asked.history(),
+            history=history,
             prefix_mismatch=asked.prefix_mismatch,
             cancelled=cancelled,
             **self.options,
@@ -58,27 +74,70 @@ class Call:
     def open(self) -> AnswerStream:
         asked = self.asked
         if isinstance(asked, Conversation):
-            return self.engine.stream_complete(self._prompt(asked), **self.options)
+            return self.engine.stream_complete(self.prompt(), **self.options)
+        question, history = self.question
         return self.engine.stream(
-            asked.question,
+            question,
             self.chunks(asked),
-            history=asked.history(),
+            history=history,
             prefix_mismatch=asked.prefix_mismatch,
             **self.options,
         )
+
+    def reader(self) -> AnswerReader | None:
+        """What takes the answer apart; None where it is its text."""
+        return self.form.reader(self.prompt)
 
     def chunks(self, asked: Grounded) -> list[StoredChunk | str]:
         """The documents, each by reference if one is known that still holds, else by its text."""
         return [self.references.chunk(text, self.engine) for text in asked.texts]
 
-    def _prompt(self, asked: Conversation) -> str:
+    def prompt(self) -> str:
+        """The conversation as one text; over documents, as if there were none."""
+        turns, chat = self.form.turns, self.form.chat
         try:
-            return self.engine.render_chat(asked.as_dicts())
+            return self.engine.render_chat(turns, **chat)
         except InvalidInputError:
-            plain = asked.in_two_roles()
-            if plain == asked:
+            plain = in_two_roles(turns)
+            if self.form.is_native or plain == turns:
                 raise
-            return self.engine.render_chat(plain.as_dicts())
+            return self.engine.render_chat(plain, **chat)
+
+
+def call_of(
+    engine: Engine, references: References, asked: Asked, options: dict[str, Any], is_held: bool
+) -> Call:
+    """A call, with tools and other values of the chat template taken out of its options.
+
+    Args:
+        engine: Answers.
+        references: Where the texts' KV is.
+        asked: What the messages ask.
+        options: As `call_options` gave them.
+        is_held: Whether a grammar holds the answer already.
+
+    Raises:
+        InvalidInputError: If tools cannot be used, or not beside that grammar.
+    """
+    given = [options.pop(name, None) for name in _OF_TOOLS]
+    values = options.pop("chat_template_kwargs", None)
+    choice = ToolChoice.of(*(given if given[0] else (None, None, None)))
+    if is_held and choice.may_call:
+        raise InvalidInputError(
+            "an answer cannot be held to json_schema and call tools at once; bind one of them"
+        )
+    turns = asked.turns if isinstance(asked, Conversation) else asked.all_turns
+    form = ConversationForms.of(engine).form(turns, choice, values, is_held=is_held)
+    processors = [*(options.get("logits_processor") or ())]
+    options.update(form.options)
+    if processors:
+        options["logits_processor"] = [*processors, *form.options.get("logits_processor", ())]
+    if isinstance(asked, Grounded):
+        options.update(form.chat)
+        if choice.may_call or not form.asked[0]:
+            # If not everything fits, what was found first is left out first.
+            options.setdefault("scores", range(len(asked.texts)))
+    return Call(engine, references, asked, options, form)
 
 
 def call_options(
@@ -98,6 +157,7 @@ def call_options(
         "stop": llm.stop,
         "policy": llm.policy,
         "overflow": llm.overflow,
+        "chat_template_kwargs": llm.chat_template_kwargs or None,
     }
     options: dict[str, Any] = {}
     for one in (settings, llm.generate_kwargs, given, {"stop": stop}):
@@ -112,6 +172,39 @@ def call_options(
         for name in _WHEN_SAMPLING:
             options.pop(name, None)
     return options
+
+
+def described_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them.
+
+    Raises:
+        InvalidInputError: If something is no tool.
+    """
+    try:
+        return [convert_to_openai_tool(tool) for tool in tools]
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidInputError(f"a tool cannot be described: {reason}") from error
+
+
+def with_policy(config: RunnableConfig | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of a call, with the policy that its config, or that of the chain around it, says.
+
+    LangChain hands the keywords of a chain's call to the first step alone, its config to all.
+
+    Args:
+        config: `config["configurable"]["policy"]` is a policy or the name of one.
+        given: The keywords; a policy among them wins.
+
+    Raises:
+        InvalidInputError: If the config's policy is none.
+    """
+    policy = ensure_config(config)["configurable"].get("policy")
+    if policy is None or given.get("policy") is not None:
+        return dict(given)
+    if not isinstance(policy, ReusePolicy):
+        policy = policy_by_name(policy)
+    return {**given, "policy": policy}
 
 
 def for_asked(asked: Asked, options: dict[str, Any]) -> dict[str, Any]:

@@ -6,20 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables.passthrough import RunnableAssign
 
 from kvcache_rag import InvalidInputError
+from langchain_kvcache_rag.first_step import FirstStep
 from langchain_kvcache_rag.rag import KVCacheRAG
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
     from langchain_core.messages import BaseMessage
+    from langchain_core.prompts import StringPromptTemplate
     from langchain_core.runnables import Runnable
 
 
 def create_kvcache_rag_chain(
     retriever: BaseRetriever | Runnable[dict[str, Any], list[Document]],
     llm: Runnable[Any, BaseMessage],
+    *,
+    document_prompt: StringPromptTemplate | None = None,
 ) -> Runnable[dict[str, Any], dict[str, Any]]:
     """A retrieval chain over cached chunks, with the keys of LangChain's `create_retrieval_chain`.
 
@@ -27,6 +32,7 @@ def create_kvcache_rag_chain(
         retriever: Gets `input`; or a Runnable over the whole input, such as one that puts
             `chat_history` into its search.
         llm: A `ChatKVCache`, or one with bound arguments.
+        document_prompt: As of `KVCacheRAG`.
 
     Returns:
         A Runnable from `{"input"[, "chat_history"]}` to the same with `context`, a list of
@@ -37,10 +43,11 @@ def create_kvcache_rag_chain(
         find = RunnableLambda(_searched) | retriever
     else:
         find = retriever
-    answer: Runnable[Any, str] = KVCacheRAG(llm) | StrOutputParser()
-    chain = RunnablePassthrough.assign(
-        context=find.with_config(run_name="retrieve_documents")
-    ).assign(answer=answer)
+    answer: Runnable[Any, str] = (
+        KVCacheRAG(llm, document_prompt=document_prompt) | StrOutputParser()
+    )
+    found = FirstStep({"context": find.with_config(run_name="retrieve_documents")})
+    chain = RunnableAssign(found).assign(answer=answer)
     return chain.with_config(run_name="kvcache_rag_chain")
 
 

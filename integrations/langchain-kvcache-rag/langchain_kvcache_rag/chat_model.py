@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag import cancellable, in_thread
+from kvcache_rag.integration import JSON_FORM, ToolChoice, json_instruction
 from langchain_kvcache_rag import batching, structured
-from langchain_kvcache_rag.calls import Call, call_options, for_asked
-from langchain_kvcache_rag.messages import PASTED_CHARACTERS, Conversation, read_messages
+from langchain_kvcache_rag.calls import (
+    Call,
+    call_of,
+    call_options,
+    described_tools,
+    for_asked,
+    with_policy,
+)
+from langchain_kvcache_rag.messages import Conversation, read_messages
 from langchain_kvcache_rag.responses import AsyncChunks, chunks, result
 from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
         CallbackManagerForLLMRun,
     )
     from langchain_core.language_models import LanguageModelInput
-    from langchain_core.messages import AIMessage, BaseMessage
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
     from langchain_core.runnables import Runnable, RunnableConfig
+    from langchain_core.tools import BaseTool
+
+    from kvcache_rag import Engine
+    from langchain_kvcache_rag.shared import Shared
 
 
 class ChatKVCache(ChatSettings):
@@ -35,16 +47,59 @@ class ChatKVCache(ChatSettings):
     of them is not computed again: `usage_metadata["input_token_details"]["cache_read"]` counts it,
     `response_metadata["kv_cache"]` says what it cost.  Without documents it is an ordinary chat
     model.  Keywords of a call or of `bind` win over the settings: those that concern an answer,
-    `json_schema`, and every argument of transformers' `generate()`.
+    `json_schema`, and every argument of transformers' `generate()`.  Keywords of a chain's call
+    reach its first step alone; `config={"configurable": {"policy": ...}}` reaches every step.
 
-    Tools are not supported, so `bind_tools` raises: model families write tool calls differently,
-    and nothing in a checkpoint says how to read them.  Structured output works with every model,
-    because decoding is held to the schema (`with_structured_output`).
+    Tools are called in the model's own form where its chat template and its response template say
+    how, else in JSON that a grammar holds (`response_metadata["tool_form"]`).  Documents in what a
+    tool said are chunks like others: blocks in its message, or its `artifact`.  What a model thinks
+    before it answers is `additional_kwargs["reasoning_content"]`.  Structured output works with
+    every model, because decoding is held to the schema (`with_structured_output`).
 
     The constructor takes `engine=`, or `model=`, with the settings of `ChatSettings`.  The model is
     loaded when it is first needed; copies share it, and what a copy with another model or template
     loads is kept for the next such copy (a config's `configurable` makes one for each call).
     """
+
+    def invoke(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AIMessage:
+        return super().invoke(input, config, stop=stop, **with_policy(config, kwargs))
+
+    async def ainvoke(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AIMessage:
+        return await super().ainvoke(input, config, stop=stop, **with_policy(config, kwargs))
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessageChunk]:
+        return super().stream(input, config, stop=stop, **with_policy(config, kwargs))
+
+    def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        return super().astream(input, config, stop=stop, **with_policy(config, kwargs))
 
     def _generate(
         self,
@@ -55,7 +110,7 @@ class ChatKVCache(ChatSettings):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         answer = batching.answered_together(call)
-        return result(call.run() if answer is None else answer, self.model)
+        return result(call.run() if answer is None else answer, self.model, call)
 
     async def _agenerate(
         self,
@@ -68,7 +123,7 @@ class ChatKVCache(ChatSettings):
         answer = await batching.aanswered_together(call)
         if answer is None:
             answer = await cancellable(call.run)
-        return result(answer, self.model)
+        return result(answer, self.model, call)
 
     def _stream(
         self,
@@ -78,7 +133,8 @@ class ChatKVCache(ChatSettings):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         # The base class reports each chunk's text to callbacks.
-        return chunks(self._call(messages, stop, kwargs).open(), self.model)
+        call = self._call(messages, stop, kwargs)
+        return chunks(call.open(), self.model, call)
 
     def _astream(
         self,
@@ -87,7 +143,7 @@ class ChatKVCache(ChatSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        return AsyncChunks(lambda: self._call(messages, stop, kwargs).open(), self.model)
+        return AsyncChunks(lambda: self._call(messages, stop, kwargs), self.model)
 
     def batch(
         self,
@@ -115,16 +171,37 @@ class ChatKVCache(ChatSettings):
         """`batch` that does not block the event loop; cancelling it stops generation."""
         return await batching.abatch(self, inputs, config, return_exceptions, kwargs)
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """Not supported.
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that its answers may call.
+
+        Args:
+            tools: Tools, functions, pydantic classes, TypedDicts or descriptions of functions.
+            tool_choice: "auto" or None leaves it to the model; "any", "required" or True wants a
+                call, "none" or False forbids it; the name of a tool wants that one.  What has to be
+                called is called in JSON that a grammar holds, whatever the model's own form.
+            parallel_tool_calls: Whether one answer may call several times; False holds answers in
+                JSON to one call, and asks for nothing where a model calls in its own form.
+            strict: As for other models; it changes nothing here.
+            kwargs: Go to each call, such as `max_tokens`.
 
         Raises:
-            NotImplementedError: Always.
+            InvalidInputError: If a tool cannot be described, or `tool_choice` is none of them.
         """
-        raise NotImplementedError(
-            "ChatKVCache does not support tools, because a checkpoint does not say how its tool "
-            "calls are read; retrieve in a step of the chain or graph and pass the documents, or "
-            "use with_structured_output"
+        described = described_tools(tools)
+        ToolChoice.of(described, tool_choice, parallel_tool_calls)
+        return self.bind(
+            tools=described,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            **kwargs,
         )
 
     def with_structured_output(
@@ -151,24 +228,38 @@ class ChatKVCache(ChatSettings):
         options = call_options(self, stop, kwargs)
         engine, shared = self.engine, self._shared
         schema = options.pop("json_schema", None)
-        suffix = "" if schema is None else structured.instruction(schema)
+        suffix = "" if schema is None else json_instruction(schema)
         asked = read_messages(messages, engine.template.system, suffix)
         if schema is not None:
-            options = structured.constrained(options, schema, engine, shared)
+            options = shared.grammars(engine).held(schema, options)
         if isinstance(asked, Conversation):
             asked = asked.opened(self.system_prompt)
-            if asked.is_pasted:
+            _warn_of_pasted(asked, engine, shared)
+        else:
+            shared.pasted.note(asked.texts)
+            if asked.prefix_mismatch:
                 shared.warn_once(
-                    "pasted",
-                    f"a message of more than {PASTED_CHARACTERS} characters came without document "
-                    "blocks, so nothing of it can be reused; hand documents over with KVCacheRAG, "
-                    "or as document_block(document) in a message's content",
+                    "system",
+                    "the system message is not the instruction that the chunks were prefilled "
+                    "behind, so it stands behind them, before the question; give it as "
+                    "ChatKVCache(system_prompt=...) to have it first",
                 )
-        elif asked.prefix_mismatch:
-            shared.warn_once(
-                "system",
-                "the system message is not the instruction that the chunks were prefilled behind, "
-                "so it stands behind them, before the question; give it as "
-                "ChatKVCache(system_prompt=...) to have it first",
-            )
-        return Call(engine, shared.references, asked, for_asked(asked, options))
+        call = call_of(
+            engine, shared.references, asked, for_asked(asked, options), is_held=schema is not None
+        )
+        if call.form.is_fallback:
+            shared.warn_once("tools", JSON_FORM)
+        return call
+
+
+def _warn_of_pasted(asked: Conversation, engine: Engine, shared: Shared) -> None:
+    if shared.has_warned("pasted"):
+        return
+    tokens = max((shared.pasted.tokens(text, engine) for text in asked.brought), default=0)
+    if tokens:
+        shared.warn_once(
+            "pasted",
+            f"a message of {tokens} tokens came without document blocks, so nothing of it can be "
+            "reused; if documents stand in it, hand them over with KVCacheRAG, or as "
+            "document_block(document) in a message's content",
+        )

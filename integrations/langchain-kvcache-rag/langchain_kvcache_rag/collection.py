@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from langchain_core.documents import Document
+
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import Reference, RowPrefiller, Rows
+from langchain_kvcache_rag.blocks import document_text
 from langchain_kvcache_rag.columns import listed, new_rows, of_user, without_ghosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from chromadb.api.models.Collection import Collection
+    from langchain_core.prompts import StringPromptTemplate
 
     from kvcache_rag import Engine
     from kvcache_rag.integration import NewRow, References, Row
@@ -51,15 +55,26 @@ class PrefilledCollection:
     """
 
     def __init__(
-        self, collection: Collection, source: KVSource | None, *, show_progress: bool = False
+        self,
+        collection: Collection,
+        source: KVSource | None,
+        *,
+        show_progress: bool = False,
+        document_prompt: StringPromptTemplate | None = None,
     ) -> None:
         """Wrap `collection`; it stays usable beside."""
         self.collection = collection
         self._rows = Rows(collection)
         self._source, self._show_progress = source, show_progress
+        self._document_prompt = document_prompt
 
     def __getattr__(self, name: str) -> Any:
         return behind(self, "collection", name)
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def __class__(self) -> Any:
+        """For `isinstance`, which asks for the type first: it is a collection of Chroma's, too."""
+        return type(self.collection)
 
     @property
     def prefiller(self) -> RowPrefiller:
@@ -151,11 +166,17 @@ class PrefilledCollection:
         last = list({row.id: row for row in rows}.values())
         if last:
             shows = self._shows(show_progress)
-            self.prefiller.write(last, [*map(_text, last)], show_progress=shows, **options)
+            texts = [*map(self._text, last)]
+            self.prefiller.write(last, texts, show_progress=shows, **options)
 
     def prefill_missing(self, *, show_progress: bool | None = None) -> int:
         """Prefill every row whose KV is not stored; returns how many references were written."""
-        return self.prefiller.fill(_text, show_progress=self._shows(show_progress))
+        return self.prefiller.fill(self._text, show_progress=self._shows(show_progress))
+
+    def _text(self, row: Row | NewRow) -> str:
+        """What of a row stands in prompts."""
+        document = Document(row.document, metadata=of_user(row.metadata), id=row.id)
+        return document_text(document, self._document_prompt)
 
     def _shows(self, show_progress: bool | None) -> bool:
         return self._show_progress if show_progress is None else show_progress
@@ -268,7 +289,3 @@ class PrefilledCollection:
         if reference is not None and self._source is not None:
             self._source.references.note(reference)
         return of_user(metadata)
-
-
-def _text(row: Row | NewRow) -> str:
-    return row.document

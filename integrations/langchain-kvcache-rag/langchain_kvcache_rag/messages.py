@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import reference_to, referring, whole_texts
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-PASTED_CHARACTERS: Final = 1000
-"""A longer message without document blocks is taken for one that documents were pasted into."""
+    from collections.abc import Callable, Iterable, Sequence
 
 _ROLES: Final = {
     "system": "system",
@@ -39,32 +37,27 @@ _SILENT: Final = frozenset(
 )
 
 
+Turn: TypeAlias = "dict[str, Any]"
+"""A turn as chat templates read it: role, content, and calls of tools or whose result it is."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages without documents.
 
     Attributes:
-        turns: Role and content of each, consecutive ones of one role joined.
-        is_pasted: Whether a message looks like one that documents were pasted into.
+        turns: Consecutive ones of one role joined, but for those of tools.
+        brought: What messages of system and user say, by which pasted documents are told.
     """
 
-    turns: tuple[tuple[str, str], ...]
-    is_pasted: bool = False
-
-    def as_dicts(self) -> list[dict[str, str]]:
-        """The turns as chat templates read them."""
-        return _dicts(self.turns)
+    turns: tuple[Turn, ...]
+    brought: tuple[str, ...] = field(default=(), compare=False)
 
     def opened(self, system_prompt: str | None) -> Conversation:
         """The same, begun with `system_prompt` unless it has a system message of its own."""
-        if not system_prompt or any(role == "system" for role, _ in self.turns):
+        if not system_prompt or any(turn["role"] == "system" for turn in self.turns):
             return self
-        return replace(self, turns=(("system", system_prompt), *self.turns))
-
-    def in_two_roles(self) -> Conversation:
-        """The same for chat templates that know users and assistants only."""
-        turns = ((role if role == "assistant" else "user", text) for role, text in self.turns)
-        return replace(self, turns=tuple(_joined(turns)))
+        return replace(self, turns=(said("system", system_prompt), *self.turns))
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,8 @@ class Grounded:
     """A question over documents.
 
     Attributes:
-        question: The last message, behind an instruction that could not stand before the chunks.
+        question: The last message, behind an instruction that could not stand before the chunks;
+            "" where a tool spoke last.
         texts: Of the documents, in order, equal ones once, empty ones left out; none if all were
             empty, which is still a question for the engine's own instruction.
         turns: Earlier turns; they stand behind the chunks.
@@ -81,12 +75,26 @@ class Grounded:
 
     question: str
     texts: tuple[str, ...]
-    turns: tuple[tuple[str, str], ...] = ()
+    turns: tuple[Turn, ...] = ()
     prefix_mismatch: bool = False
 
-    def history(self) -> list[dict[str, str]]:
-        """The earlier turns as the engine reads them."""
-        return _dicts(self.turns)
+    @property
+    def all_turns(self) -> tuple[Turn, ...]:
+        """Earlier turns and the question."""
+        return (*self.turns, said("user", self.question)) if self.question else self.turns
+
+
+def said(role: str, content: str) -> Turn:
+    """A turn of text."""
+    return {"role": role, "content": content}
+
+
+def in_two_roles(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """Turns for chat templates that know users and assistants only."""
+    others = (
+        turn if turn["role"] == "assistant" else said("user", turn["content"]) for turn in turns
+    )
+    return tuple(_joined(others))
 
 
 def documents_of(message: BaseMessage) -> list[str]:
@@ -116,16 +124,16 @@ def read_messages(messages: Sequence[BaseMessage], system: str, suffix: str = ""
         InvalidInputError: If a message has a block that is not text, or nothing is asked.
     """
     read = [_Read.of(index, message) for index, message in enumerate(messages)]
-    documents = [text for one in read for text in one.documents]
-    if not documents:
+    texts = tuple(dict.fromkeys(text for one in read for text in one.documents if text.strip()))
+    if not any(one.documents for one in read):
         return _conversation(read, suffix)
-    texts = tuple(dict.fromkeys(text for text in documents if text.strip()))
-    if not isinstance(messages[-1], HumanMessage) and read[-1].role != "user":
+    last = read[-1]
+    if last.role not in ("user", "tool"):
         raise InvalidInputError(
-            "messages with document blocks must end with a human message that asks something, "
-            f"not with one of type {messages[-1].type!r}"
+            "messages with document blocks must end with a human message that asks something, or "
+            f"with what a tool said, not with one of type {messages[-1].type!r}"
         )
-    if not read[-1].text.strip():
+    if last.role == "user" and not last.text.strip():
         raise InvalidInputError(
             "the last message has no text; put the question into it, beside or behind the "
             "document blocks"
@@ -135,24 +143,44 @@ def read_messages(messages: Sequence[BaseMessage], system: str, suffix: str = ""
         for one in read
         if one.role == "system" and one.text.strip() not in ("", system.strip())
     ]
-    # Only user and assistant turns may stand behind the chunks.
-    spoken = (
-        (one.role if one.role != "tool" else "user", one.text)
-        for one in read
-        if one.role != "system"
-    )
-    *earlier, (_, question) = _joined(spoken)
-    question = "\n\n".join([*foreign, question]) + suffix
-    return Grounded(question, texts, tuple(earlier), bool(foreign))
+    # Only who asks, answers and finds may stand behind the chunks.
+    turns = _joined(one.turn(texts.index) for one in read if one.role != "system")
+    if foreign:
+        _open_last_question(turns, foreign)
+    if suffix and last.role == "tool":
+        turns.append(said("user", suffix.strip()))
+    elif suffix:
+        turns[-1] = said("user", turns[-1]["content"] + suffix)
+    question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
+    return Grounded(question, texts, tuple(turns), bool(foreign))
+
+
+def _open_last_question(turns: list[Turn], instructions: Sequence[str]) -> None:
+    """Write instructions before what the user said last."""
+    users = [index for index, turn in enumerate(turns) if turn["role"] == "user"]
+    if not users:
+        turns.insert(0, said("user", "\n\n".join(instructions)))
+        return
+    content = turns[users[-1]]["content"]
+    turns[users[-1]] = said("user", "\n\n".join([*instructions, content]))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A text of a message, or a document in it; a text may have documents in it, too."""
+
+    text: str
+    is_document: bool = False
+    within: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Role, text and documents of one message."""
+    """Role and parts of one message, and what else chat templates read of it."""
 
     role: str
-    text: str
-    documents: tuple[str, ...]
+    parts: tuple[_Part, ...]
+    more: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, index: int, message: BaseMessage) -> _Read:
@@ -162,23 +190,73 @@ class _Read:
             raise InvalidInputError(
                 f"message {index} has the role {kind!r}; use system, user, assistant or tool"
             )
-        texts: list[str] = []
-        documents: list[str] = []
+        documents = _artifact(message)
+        parts: list[_Part] = []
         content = message.content
         for block in [content] if isinstance(content, str) else content:
             if isinstance(block, str):
-                texts.append(block)
+                parts.append(_Part(block, within=tuple(whole_texts(block, documents))))
                 continue
             sort = block.get("type")
             if sort not in _SILENT:
-                found = _text_of(index, block)
-                (documents if sort == DOCUMENT_TYPE else texts).append(found)
-        if isinstance(message, AIMessage):
-            texts += [
-                f"[call of {call['name']}({json.dumps(call['args'])})]"
-                for call in message.tool_calls
-            ]
-        return cls(role, "\n".join(text for text in texts if text), tuple(documents))
+                found, is_document = _text_of(index, block), sort == DOCUMENT_TYPE
+                within = [] if is_document else whole_texts(found, documents)
+                parts.append(_Part(found, is_document, tuple(within)))
+        return cls(role, tuple(parts), tuple(_beside(message).items()))
+
+    @property
+    def documents(self) -> list[str]:
+        """Texts of the documents in it."""
+        return [
+            text for part in self.parts for text in ([part.text] * part.is_document or part.within)
+        ]
+
+    @property
+    def text(self) -> str:
+        """What is said beside the documents."""
+        return "\n".join(part.text for part in self.parts if part.text and not part.is_document)
+
+    def turn(self, place: Callable[[str], int] | None = None) -> Turn:
+        """The message as chat templates read it.
+
+        Args:
+            place: The number of a document among the chunks, from 0.  What a tool found is part of
+                the conversation, so it refers to them.
+        """
+        if self.role != "tool" or place is None:
+            return {**said(self.role, self.text), **dict(self.more)}
+        lines = []
+        for part in self.parts:
+            if not part.is_document:
+                lines.append(referring(part.text, part.within, lambda text: place(text) + 1))
+            elif part.text.strip():
+                lines.append(reference_to(part.text, place(part.text) + 1))
+        return {**said("tool", "\n".join(filter(None, lines))), **dict(self.more)}
+
+
+def _artifact(message: BaseMessage) -> list[str]:
+    """Texts of the documents that a tool handed over beside what it said."""
+    artifact = message.artifact if isinstance(message, ToolMessage) else None
+    found = artifact if isinstance(artifact, (list, tuple)) else [artifact]
+    return [one.page_content for one in found if isinstance(one, Document)]
+
+
+def _beside(message: BaseMessage) -> dict[str, Any]:
+    """What chat templates read of a message beside role and content."""
+    if isinstance(message, ToolMessage):
+        named = {"name": message.name, "tool_call_id": message.tool_call_id}
+        return {name: value for name, value in named.items() if value}
+    if not isinstance(message, AIMessage) or not message.tool_calls:
+        return {}
+    calls = [
+        {
+            "type": "function",
+            "id": call["id"] or "",
+            "function": {"name": call["name"], "arguments": call["args"]},
+        }
+        for call in message.tool_calls
+    ]
+    return {"tool_calls": calls}
 
 
 def _text_of(index: int, block: dict[str, Any]) -> str:
@@ -198,29 +276,32 @@ def _text_of(index: int, block: dict[str, Any]) -> str:
 
 
 def _conversation(read: Sequence[_Read], suffix: str) -> Conversation:
-    turns = _joined((one.role, one.text) for one in read)
+    turns = _joined(one.turn() for one in read)
     if not turns:
         raise InvalidInputError("there is no message with text; ask something")
     if suffix:
-        role, text = turns[-1]
-        turns[-1:] = [(role, text + suffix)] if role == "user" else [*turns[-1:], ("user", suffix)]
-    pasted = any(
-        one.role in ("system", "user") and len(one.text) > PASTED_CHARACTERS for one in read
-    )
-    return Conversation(tuple(turns), pasted)
+        turn = turns[-1]
+        is_user = turn["role"] == "user"
+        turns[-1:] = (
+            [said("user", turn["content"] + suffix)] if is_user else [turn, said("user", suffix)]
+        )
+    brought = tuple(one.text for one in read if one.role in ("system", "user"))
+    return Conversation(tuple(turns), brought)
 
 
-def _joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Turns that have text; consecutive ones of one role are one, as chat templates want it."""
-    joined: list[tuple[str, str]] = []
-    for role, text in turns:
-        if not text.strip():
+def _joined(turns: Iterable[Turn]) -> list[Turn]:
+    """Turns that say something; consecutive ones of one role are one, as chat templates want it.
+
+    Calls of tools and their results stay what they are: each result belongs to its call.
+    """
+    joined: list[Turn] = []
+    for turn in turns:
+        is_plain = len(turn) == len(said("", "")) and turn["role"] != "tool"
+        if is_plain and not turn["content"].strip():
             continue
-        if joined and joined[-1][0] == role:
-            text = f"{joined.pop()[1]}\n\n{text}"
-        joined.append((role, text))
+        last = joined[-1] if joined else None
+        if is_plain and last and last["role"] == turn["role"] and "tool_calls" not in last:
+            joined[-1] = said(turn["role"], f"{last['content']}\n\n{turn['content']}")
+        else:
+            joined.append(turn)
     return joined
-
-
-def _dicts(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"role": role, "content": text} for role, text in turns]

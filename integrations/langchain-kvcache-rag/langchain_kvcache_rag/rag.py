@@ -6,11 +6,13 @@ to the chat model as content blocks, one chunk each; everything else is the chat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.prompts import StringPromptTemplate  # noqa: TC002  # pydantic reads it
 from langchain_core.runnables import (
     AddableDict,
     Runnable,
@@ -21,10 +23,11 @@ from pydantic import ConfigDict
 from typing_extensions import NotRequired, TypedDict
 
 from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag.blocks import document_block
+from langchain_kvcache_rag.blocks import checked_prompt, document_block
+from langchain_kvcache_rag.first_step import FirstStep
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 
 class RagInput(TypedDict):
@@ -58,9 +61,13 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 
     Attributes:
         llm: A `ChatKVCache`, or one with bound arguments.
+        document_prompt: A PromptTemplate over `page_content` and names of metadata, whose text is
+            what the model reads of a document, and the document's chunk; None for the text alone.
+            A store that prefills takes the same one (`KVCacheChroma(document_prompt=...)`).
     """
 
     llm: Runnable[Any, BaseMessage]
+    document_prompt: StringPromptTemplate | None = None
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -68,7 +75,8 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         """Answer with `llm`; `fields` are those of every Runnable, such as `name`.
 
         Raises:
-            InvalidInputError: If `llm` is no chat model, or an argument is unknown.
+            InvalidInputError: If `llm` is no chat model, `document_prompt` no PromptTemplate, or an
+                argument is unknown.
         """
         if not isinstance(llm, Runnable):
             raise InvalidInputError(
@@ -80,6 +88,8 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
                 f"{' and '.join(unknown)} is no argument of KVCacheRAG; settings belong to the "
                 "chat model"
             )
+        if fields.get("document_prompt") is not None:
+            checked_prompt(fields["document_prompt"])
         super().__init__(**{"llm": llm, **fields})
 
     @property
@@ -89,6 +99,10 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
     @property
     def OutputType(self) -> Any:
         return BaseMessage
+
+    def __ror__(self, other: Any) -> RunnableSerializable[Any, BaseMessage]:
+        first: Any = FirstStep(other) if isinstance(other, Mapping) else other
+        return super().__ror__(first)
 
     def invoke(
         self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
@@ -160,16 +174,19 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
             self._aanswers, inputs, config, return_exceptions=return_exceptions, **kwargs
         )
 
+    def _messages(self, given: Mapping[str, Any]) -> list[BaseMessage]:
+        return messages_of(given, self.document_prompt)
+
     # What LangChain calls with a run manager takes one; the config has its child callbacks already.
     def _answer(
         self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
     ) -> BaseMessage:
-        return self.llm.invoke(messages_of(input), config, **kwargs)
+        return self.llm.invoke(self._messages(input), config, **kwargs)
 
     async def _aanswer(
         self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
     ) -> BaseMessage:
-        return await self.llm.ainvoke(messages_of(input), config, **kwargs)
+        return await self.llm.ainvoke(self._messages(input), config, **kwargs)
 
     def _pieces(
         self, input: Iterator[RagInput], run_manager: object, config: RunnableConfig, **kwargs: Any
@@ -177,7 +194,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         whole = AddableDict()
         for piece in input:
             whole = whole + AddableDict(_checked(piece))
-        with closing(self.llm.stream(messages_of(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # a generator, though it is declared as an iterator
+        with closing(self.llm.stream(self._messages(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # a generator, though it is declared as an iterator
             yield from pieces
 
     async def _apieces(
@@ -190,7 +207,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         whole = AddableDict()
         async for piece in input:
             whole = whole + AddableDict(_checked(piece))
-        async with aclosing(self.llm.astream(messages_of(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # as above
+        async with aclosing(self.llm.astream(self._messages(whole), config, **kwargs)) as pieces:  # type: ignore[type-var]  # as above
             async for message in pieces:
                 yield message
 
@@ -201,7 +218,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         config: list[RunnableConfig],
         **kwargs: Any,
     ) -> list[Any]:
-        asked = _Asked(inputs, config)
+        asked = _Asked(inputs, config, self._messages)
         return asked.results(
             self.llm.batch(asked.messages, asked.configs, return_exceptions=True, **kwargs)
         )
@@ -213,7 +230,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         config: list[RunnableConfig],
         **kwargs: Any,
     ) -> list[Any]:
-        asked = _Asked(inputs, config)
+        asked = _Asked(inputs, config, self._messages)
         return asked.results(
             await self.llm.abatch(asked.messages, asked.configs, return_exceptions=True, **kwargs)
         )
@@ -222,13 +239,18 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 class _Asked:
     """The questions of a batch that can be asked; the others have their error already."""
 
-    def __init__(self, inputs: Sequence[RagInput], configs: Sequence[RunnableConfig]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[RagInput],
+        configs: Sequence[RunnableConfig],
+        read: Callable[[RagInput], list[BaseMessage]],
+    ) -> None:
         self.messages: list[list[BaseMessage]] = []
         self.configs: list[RunnableConfig] = []
         self._errors: list[InvalidInputError | None] = []
         for given, config in zip(inputs, configs, strict=True):
             try:
-                self.messages.append(messages_of(given))
+                self.messages.append(read(given))
             except InvalidInputError as error:
                 self._errors.append(error)
                 continue
@@ -241,14 +263,18 @@ class _Asked:
         return [next(answers) if error is None else error for error in self._errors]
 
 
-def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
+def messages_of(
+    given: Mapping[str, Any], document_prompt: StringPromptTemplate | None = None
+) -> list[BaseMessage]:
     """The messages for a question: history, then documents and question in one user message.
 
     Args:
         given: As `RagInput`.
+        document_prompt: As of `KVCacheRAG`.
 
     Raises:
-        InvalidInputError: If a part is missing or of another type.
+        InvalidInputError: If a part is missing or of another type, or the prompt names metadata
+            that a document does not have.
     """
     given = _checked(given)
     question, context = given.get("question", given.get("input")), given.get("context")
@@ -272,7 +298,8 @@ def messages_of(given: Mapping[str, Any]) -> list[BaseMessage]:
         reason = str(error).partition("\n")[0]
         raise InvalidInputError(f'"chat_history" must be a list of messages: {reason}') from error
     # With nothing retrieved it is still a question over documents, under the same instruction.
-    blocks: list[Any] = [document_block(document) for document in context or [Document("")]]
+    blocks: list[Any] = [document_block(document, document_prompt) for document in context]
+    blocks = blocks or [document_block(Document(""))]
     return [*turns, HumanMessage(content=[*blocks, {"type": "text", "text": question}])]
 
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
+from langchain_core.messages.tool import tool_call as create_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
 from kvcache_rag import AsyncAnswerStream
+from kvcache_rag.integration import Reasoning, ToolCall, UnreadableCall, read_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from kvcache_rag import Answer, AnswerStream
+    from kvcache_rag.integration import AnswerPart
+    from langchain_kvcache_rag.calls import Call
 
 PROVIDER = "kvcache-rag"
 """Name of this integration in traces and in `response_metadata`."""
 
-_STEP: Final = Runnable._transform_stream_with_config.__code__
+# Where LangChain reads on; a LangChain without it is read to the end (a test tells).
+_STEP: Final = getattr(getattr(Runnable, "_transform_stream_with_config", None), "__code__", None)
 
 
 def usage(answer: Answer) -> UsageMetadata:
@@ -40,41 +48,92 @@ def usage(answer: Answer) -> UsageMetadata:
     )
 
 
-def metadata(answer: Answer, model_name: str) -> dict[str, Any]:
+def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
     """What `response_metadata` says: times in seconds, `kv_cache` all metrics."""
+    tool_form = call.form.tool_form
     return {
         "model_name": model_name,
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,
         "ttft": answer.metrics.ttft,
         "kv_cache": answer.metrics.to_dict(),
+        **({"tool_form": tool_form} if tool_form else {}),
     }
 
 
-def result(answer: Answer, model_name: str) -> ChatResult:
+def result(answer: Answer, model_name: str, call: Call) -> ChatResult:
     """A whole answer."""
+    reader = call.reader()
+    parts: list[AnswerPart] = [answer.text]
+    if reader is not None:
+        parts = read_whole(reader, answer.text)
+    thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
     message = AIMessage(
-        content=answer.text,
+        content="".join(part for part in parts if isinstance(part, str)),
+        additional_kwargs={"reasoning_content": thoughts} if thoughts else {},
+        tool_calls=[
+            create_tool_call(name=part.name, args=part.arguments, id=part.id)
+            for part in parts
+            if isinstance(part, ToolCall)
+        ],
+        invalid_tool_calls=[
+            invalid_tool_call(name=None, args=part.text, id=part.id, error=part.error)
+            for part in parts
+            if isinstance(part, UnreadableCall)
+        ],
         usage_metadata=usage(answer),
-        response_metadata=metadata(answer, model_name),
+        response_metadata=metadata(answer, model_name, call),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def chunks(stream: AnswerStream, model_name: str) -> Iterator[ChatGenerationChunk]:
+def chunks(stream: AnswerStream, model_name: str, call: Call) -> Iterator[ChatGenerationChunk]:
     """Pieces as they come, then an empty one with usage and metrics.
 
     Closing stops generation, and so does closing the stream of a chain whose later steps would read
     on for their traces.
     """
+    pieces = _Pieces(call)
     try:
         for piece in stream:
-            yield _piece(piece)
+            yield from pieces.of(piece)
             if _is_left_over():
                 return
-        yield _last(stream.answer, model_name)
+        yield from pieces.rest()
+        yield _last(stream.answer, model_name, call)
     finally:
         stream.close()
+
+
+class _Pieces:
+    """What a stream's pieces of text are as chunks."""
+
+    def __init__(self, call: Call) -> None:
+        self._reader = call.reader()
+        self._calls = 0
+
+    def of(self, text: str) -> list[ChatGenerationChunk]:
+        return self._chunks([text] if self._reader is None else self._reader.feed(text))
+
+    def rest(self) -> list[ChatGenerationChunk]:
+        return self._chunks([] if self._reader is None else self._reader.finish())
+
+    def _chunks(self, parts: Sequence[AnswerPart]) -> list[ChatGenerationChunk]:
+        return [ChatGenerationChunk(message=self._message(part)) for part in parts]
+
+    def _message(self, part: AnswerPart) -> AIMessageChunk:
+        if isinstance(part, str):
+            return AIMessageChunk(content=part)
+        if isinstance(part, Reasoning):
+            return AIMessageChunk(content="", additional_kwargs={"reasoning_content": part.text})
+        self._calls += 1
+        name, arguments = None, ""
+        if isinstance(part, ToolCall):
+            name, arguments = part.name, json.dumps(part.arguments, ensure_ascii=False)
+        else:
+            arguments = part.text
+        chunk = tool_call_chunk(name=name, args=arguments, id=part.id, index=self._calls - 1)
+        return AIMessageChunk(content="", tool_call_chunks=[chunk])
 
 
 class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
@@ -84,40 +143,55 @@ class AsyncChunks(AsyncIterator[ChatGenerationChunk]):
     on until the loop finds time.  This one stops generation as soon as it is dropped.
     """
 
-    def __init__(self, start: Callable[[], AnswerStream], model_name: str) -> None:
-        """Take what starts the stream; it may load the model, so it runs in a thread."""
-        self._pieces = AsyncAnswerStream(start)
+    def __init__(self, read: Callable[[], Call], model_name: str) -> None:
+        """Take what reads the call; it may load the model, so it runs in a thread."""
+        calls: list[Call] = []
+        self._calls = calls
+
+        def start() -> AnswerStream:
+            # No reference to the chunks themselves: they can be dropped, which stops the stream.
+            calls.append(read())
+            return calls[0].open()
+
+        self._stream = AsyncAnswerStream(start)
         self._model_name = model_name
+        self._pieces: _Pieces | None = None
+        self._ready: deque[ChatGenerationChunk] = deque()
         self._ended = False
 
     def __aiter__(self) -> AsyncChunks:
         return self
 
     async def __anext__(self) -> ChatGenerationChunk:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            return _piece(await anext(self._pieces))
-        except StopAsyncIteration:
-            self._ended = True
-        return _last(self._pieces.answer, self._model_name)
+        while not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            try:
+                piece: str | None = await anext(self._stream)
+            except StopAsyncIteration:
+                self._ended, piece = True, None
+            if self._pieces is None:
+                self._pieces = _Pieces(self._calls[0])
+            if piece is not None:
+                self._ready.extend(self._pieces.of(piece))
+                continue
+            self._ready.extend(self._pieces.rest())
+            self._ready.append(_last(self._stream.answer, self._model_name, self._calls[0]))
+        return self._ready.popleft()
 
     async def aclose(self) -> None:
         """Stop generating at the next token and wait until the model is free."""
         self._ended = True
-        await self._pieces.aclose()
+        self._ready.clear()
+        await self._stream.aclose()
 
 
-def _piece(text: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=text))
-
-
-def _last(answer: Answer, model_name: str) -> ChatGenerationChunk:
+def _last(answer: Answer, model_name: str, call: Call) -> ChatGenerationChunk:
     message = AIMessageChunk(
         content="",
         chunk_position="last",
         usage_metadata=usage(answer),
-        response_metadata=metadata(answer, model_name),
+        response_metadata=metadata(answer, model_name, call),
     )
     return ChatGenerationChunk(message=message)
 

@@ -78,6 +78,9 @@ class ChatSettings(BaseChatModel):
         top_p: Nucleus of sampling, read when sampling.
         top_k: Candidates of sampling, read when sampling.
         generate_kwargs: Further arguments of `generate()`.
+        chat_template_kwargs: Values of the chat template's variables, such as
+            `{"enable_thinking": False}`; what changes the text before the documents belongs into
+            `PromptTemplate(chat_template_kwargs=...)`.
         overflow: What to do with documents that do not fit the context window: "refine" answers in
             several rounds, "drop_lowest" leaves out the last, "error" refuses.
         policy: What is reused of cached chunks; None for the engine's policy.
@@ -108,6 +111,7 @@ class ChatSettings(BaseChatModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, gt=0)
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     overflow: Literal["refine", "drop_lowest", "error"] = "refine"
     policy: InstanceOf[ReusePolicy] | None = Field(default=None, exclude=True)
     max_batch_size: int = Field(default=16, gt=0)
@@ -204,7 +208,7 @@ class ChatSettings(BaseChatModel):
         private = ("token", "use_auth_token")
         kwargs = {name: str(one) for name, one in self.model_kwargs.items() if name not in private}
         named = {name: getattr(self, name) for name in _NAMED}
-        policy, template = self.policy, self.template
+        policy, template, values = self.policy, self.template, self.chat_template_kwargs
         if self._shared.is_given:
             engine = self.engine
             policy, template = policy or engine.policy, engine.template
@@ -212,6 +216,7 @@ class ChatSettings(BaseChatModel):
         return {
             **named,
             "model_name": self.model,
+            **({"chat_template_kwargs": repr(values)} if values else {}),
             "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
             "model_kwargs": kwargs,
             "policy": repr(policy),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcache_rag.integration import References
+from kvcache_rag.integration import JsonGrammars, References
+from langchain_kvcache_rag.pasted import PastedTexts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,18 +21,19 @@ class Shared:
     Attributes:
         is_given: Whether the engine came from the caller and was not loaded here.
         references: Of texts that a vector store has prefilled.
-        grammars: Compiled schemas of structured output, and the tokenizer they need.
+        pasted: Tells documents that were pasted into a message.
     """
 
     def __init__(self, engine: Engine | None = None) -> None:
         """Hold `engine`, or none yet."""
         self.is_given = engine is not None
         self.references = References()
-        self.grammars: dict[str, Any] = {}
+        self.pasted = PastedTexts()
         self.guard = threading.RLock()
         # Not the guard, which is held while a model is loaded: the event loop asks here too.
         self._choice = threading.Lock()
         self._engine = engine
+        self._grammars: JsonGrammars | None = None
         self._settings: str | None = None
         self._others: dict[str, Shared] = {}
         self._warned: set[str] = set()
@@ -51,7 +53,8 @@ class Shared:
                 return self
             if settings not in self._others:
                 other = Shared()
-                other.references, other._settings = self.references, settings
+                other.references, other.pasted = self.references, self.pasted
+                other._settings = settings
                 self._others[settings] = other
             return self._others[settings]
 
@@ -63,6 +66,16 @@ class Shared:
             if self._engine is None:
                 self._engine = load()
             return self._engine
+
+    def grammars(self, engine: Engine) -> JsonGrammars:
+        """Schemas that were compiled for `engine`, the one held here."""
+        with self.guard:
+            if self._grammars is None:
+                self._grammars = JsonGrammars(engine.model, engine.tokenizer)
+            return self._grammars
+
+    def has_warned(self, kind: str) -> bool:
+        return kind in self._warned
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warn with `sentence`, unless there was a warning of this kind before."""

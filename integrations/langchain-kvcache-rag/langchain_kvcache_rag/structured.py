@@ -19,16 +19,14 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from typing_extensions import is_typeddict
 
 from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag import grammar
+from kvcache_rag.integration import json_grammar
 
 if TYPE_CHECKING:
     from langchain_core.language_models import LanguageModelInput
     from langchain_core.outputs import Generation
     from langchain_core.runnables import Runnable
 
-    from kvcache_rag import Engine
     from langchain_kvcache_rag.chat_model import ChatKVCache
-    from langchain_kvcache_rag.shared import Shared
 
 _METHODS: Final = ("json_schema", "function_calling", "json_mode")
 _SAYING: Final = frozenset(
@@ -56,7 +54,7 @@ def structured_output(
     if method not in _METHODS:
         raise InvalidInputError(f"method must be one of {', '.join(_METHODS)}, not {method!r}")
     plain = json_schema(schema)
-    grammar.compiled(plain)
+    json_grammar(plain)
     bound = llm.bind(
         json_schema=plain,
         ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
@@ -111,33 +109,6 @@ def _is_pydantic(schema: Any) -> bool:
     return isinstance(schema, type) and (
         hasattr(schema, "model_json_schema") or hasattr(schema, "parse_obj")
     )
-
-
-def instruction(schema: Any) -> str:
-    """What the model is told behind the question.
-
-    Raises:
-        InvalidInputError: If it is no JSON schema.
-    """
-    if not isinstance(schema, dict):
-        raise InvalidInputError(f"json_schema must be a JSON schema, a dict, not {schema!r}")
-    return f"\n\nAnswer with JSON that fits this schema: {json.dumps(schema, ensure_ascii=False)}"
-
-
-def constrained(
-    options: dict[str, Any], schema: dict[str, Any], engine: Engine, shared: Shared
-) -> dict[str, Any]:
-    """The options of a call, with decoding held to a schema.
-
-    Raises:
-        InvalidInputError: If model, schema or options do not allow it.
-        MissingExtraError: If llguidance is not installed.
-    """
-    if int(options.get("num_beams") or 1) > 1:
-        raise InvalidInputError("json_schema does not go with beam search; leave num_beams out")
-    with shared.guard:
-        processor = grammar.processor(schema, engine, shared.grammars)
-    return {**options, "logits_processor": [*(options.get("logits_processor") or ()), processor]}
 
 
 class _JsonParser(JsonOutputParser):

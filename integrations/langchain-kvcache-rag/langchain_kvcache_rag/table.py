@@ -90,8 +90,12 @@ def _together(calls: Mapping[int, Call], cancelled: threading.Event) -> dict[int
     if len(rows) < 2:
         return {}
     first, _ = next(iter(rows.values()))
+    # Configs may say other policies, row by row.
+    rows = {seat: row for seat, row in rows.items() if row[0].options == first.options}
     questions = [
-        (asked.question, call.chunks(asked), asked.history()) for call, asked in rows.values()
+        (question, call.chunks(asked), history)
+        for call, asked in rows.values()
+        for question, history in [call.question]
     ]
     answers = first.engine.generate_batch(questions, cancelled=cancelled, **first.options)
     return {

@@ -9,8 +9,8 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.runnables.config import run_in_executor
 
-from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag.client import EngineSource, PrefilledClient
+from langchain_kvcache_rag.blocks import checked_prompt
+from langchain_kvcache_rag.client import PrefilledClient, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chromadb.api import CreateCollectionConfiguration
     from chromadb.config import Settings
     from langchain_core.embeddings import Embeddings
+    from langchain_core.prompts import StringPromptTemplate
     from typing_extensions import Self
 
     from kvcache_rag import Engine
@@ -69,6 +70,7 @@ class KVCacheChroma(Chroma):
         llm: KVSource | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
+        document_prompt: StringPromptTemplate | None = None,
         **options: Any,
     ) -> None:
         """Open a collection; arguments that are not said here are those of the stock store.
@@ -94,13 +96,18 @@ class KVCacheChroma(Chroma):
                 when it is first needed.
             engine: Prefills, if there is no `llm`.  With neither the store only stores.
             show_progress: Show a bar while prefilling, unless a call says otherwise.
+            document_prompt: Makes of a row what is prefilled, which is what `KVCacheRAG` hands to
+                the model under the same one; None for the text alone.  Rows keep text and metadata.
             options: What a newer `langchain_chroma.Chroma` takes beside these.
 
         Raises:
-            InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, or there are
-                both.
+            InvalidInputError: If `llm` is no `ChatKVCache` or `engine` no `Engine`, there are both,
+                or `document_prompt` is no PromptTemplate.
         """
-        self._source = _source(llm, engine)
+        self._source = source_of(llm, engine)
+        if document_prompt is not None:
+            checked_prompt(document_prompt)
+        self._document_prompt = document_prompt
         super().__init__(
             collection_name=collection_name,
             embedding_function=embedding_function,
@@ -120,7 +127,12 @@ class KVCacheChroma(Chroma):
             ssl=ssl,
             **options,
         )
-        wrapped: Any = PrefilledClient(self._client, self._source, show_progress=show_progress)
+        wrapped: Any = PrefilledClient(
+            self._client,
+            self._source,
+            show_progress=show_progress,
+            document_prompt=document_prompt,
+        )
         self._client = wrapped
         self._chroma_collection = wrapped.wrap(self._chroma_collection)
 
@@ -168,7 +180,8 @@ class KVCacheChroma(Chroma):
             ContextTooLongError: If a text does not fit the model's context window; nothing is
                 written then.
             InvalidInputError: If Chroma cannot store an id or a metadata (a dictionary in it, for
-                example), or there are not as many ids as texts; nothing is prefilled then.
+                example), there are not as many ids as texts, or a text lacks metadata that
+                `document_prompt` names; nothing is prefilled then.
         """
         given = list(texts)
         wanted = [None] * len(given) if ids is None else ids
@@ -187,7 +200,7 @@ class KVCacheChroma(Chroma):
         ids: list[str] | None = None,
     ) -> list[str]:
         """As the stock store's; pictures are nothing that a text model could prefill."""
-        client: Any = PrefilledClient(self._client, None, show_progress=False)
+        client: Any = PrefilledClient(self._client, None)
         storing = Chroma(self._collection.name, self._embedding_function, client=client)
         known = [one for one in ids or [] if one is not None]
         return self._prefilled.replace_by(known, lambda: storing.add_images(uris, metadatas, ids))
@@ -237,7 +250,11 @@ class KVCacheChroma(Chroma):
         forked = self._collection.fork(new_name=new_name)
         # An engine is handed on as its source, so that both stores know the same references.
         return type(self)(
-            forked.name, self._embedding_function, client=self._client, llm=self._source
+            forked.name,
+            self._embedding_function,
+            client=self._client,
+            llm=self._source,
+            document_prompt=self._document_prompt,
         )
 
     # ------------------------------------------------------------------ deleting
@@ -267,19 +284,3 @@ class KVCacheChroma(Chroma):
             )
             if text is not None
         ]
-
-
-def _source(llm: KVSource | None, engine: Engine | None) -> KVSource | None:
-    """What prefills, if it is said once and can."""
-    if llm is not None and engine is not None:
-        raise InvalidInputError("give llm= or engine=, not both; a chat model has its engine")
-    if llm is not None and not hasattr(llm, "references"):
-        raise InvalidInputError(
-            f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
-        )
-    if engine is not None and not hasattr(type(engine), "release"):
-        raise InvalidInputError(
-            f"engine= must be a kvcache_rag.Engine, not a {type(engine).__name__}; "
-            'make one by Engine.from_pretrained("...")'
-        )
-    return llm if engine is None else EngineSource(engine)

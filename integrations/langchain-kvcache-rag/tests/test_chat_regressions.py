@@ -220,13 +220,13 @@ def test_what_is_not_kept_is_not_counted_as_written_to_the_cache(llm: ChatKVCach
     assert details(llm.invoke(asked))["cache_creation"] > 0
 
 
-def test_tools_are_refused_in_a_sentence(llm: ChatKVCache) -> None:
+def test_a_choice_of_no_tool_is_refused_in_a_sentence(llm: ChatKVCache) -> None:
     def look_up(name: str) -> str:
         """Look a name up."""
         return name
 
-    with pytest.raises(NotImplementedError, match="does not support tools"):
-        llm.bind_tools([look_up])
+    with pytest.raises(InvalidInputError, match="tool_choice must be"):
+        llm.bind_tools([look_up], tool_choice="look")
 
 
 def test_arguments_that_mean_nothing_are_said(llm: ChatKVCache, engine: Engine) -> None:

@@ -42,6 +42,10 @@ def conversation(*messages: BaseMessage) -> Conversation:
     return asked
 
 
+def pairs(asked: Grounded | Conversation) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"]) for turn in asked.turns]
+
+
 def test_a_document_is_a_standard_block() -> None:
     with_id = document_block(Document("text", id="7", metadata={"title": "T", "page": 3}))
     assert with_id == {
@@ -71,7 +75,11 @@ def test_documents_of_all_messages_are_chunks_once_in_order() -> None:
     )
     assert asked.texts == ("a", "b", "c")
     assert asked.question == "second?"
-    assert asked.turns == (("user", "first?"), ("assistant", "answer"))
+    assert pairs(asked) == [
+        ("user", "first?"),
+        ("assistant", "answer"),
+        ("tool", '[document 3 above: "c"]\n[document 1 above: "a"]'),
+    ]
     assert not asked.prefix_mismatch
 
 
@@ -91,10 +99,10 @@ def test_consecutive_turns_of_one_role_are_joined() -> None:
         HumanMessage("three"),
         HumanMessage([block("a"), text("four")]),
     )
-    assert asked.turns == (("user", "one"), ("assistant", "two"))
+    assert pairs(asked) == [("user", "one"), ("assistant", "two")]
     assert asked.question == "three\n\nfour"
     plain = conversation(HumanMessage("one"), HumanMessage("two"), AIMessage("three"))
-    assert plain.turns == (("user", "one\n\ntwo"), ("assistant", "three"))
+    assert pairs(plain) == [("user", "one\n\ntwo"), ("assistant", "three")]
 
 
 def test_a_system_message_of_ones_own_stands_in_the_question() -> None:
@@ -117,26 +125,59 @@ def test_what_a_tool_said_is_a_user_turn_behind_chunks_and_a_tool_turn_without()
         ToolMessage("found", tool_call_id="1"),
     ]
     asked = grounded(*history, AIMessage("so"), HumanMessage([block("a"), text("what?")]))
-    assert asked.turns == (
-        ("user", "look"),
-        ("assistant", '[call of find({"x": 1})]'),
-        ("user", "found"),
-        ("assistant", "so"),
+    called = {"type": "function", "id": "1", "function": {"name": "find", "arguments": {"x": 1}}}
+    turns = (
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "found", "tool_call_id": "1"},
     )
-    assert conversation(*history).turns[-1] == ("tool", "found")
+    assert asked.turns == (*turns, {"role": "assistant", "content": "so"})
+    assert conversation(*history).turns == turns
+
+
+def test_a_conversation_over_documents_may_end_with_what_a_tool_said() -> None:
+    call = {"name": "find", "args": {}, "id": "1", "type": "tool_call"}
+    looked = [SystemMessage("Be brief."), HumanMessage("look"), AIMessage("", tool_calls=[call])]
+    asked = grounded(*looked, ToolMessage([text("two:"), block("a"), block("b")], tool_call_id="1"))
+    assert asked.question == ""
+    assert asked.texts == ("a", "b")
+    assert [content for _, content in pairs(asked)] == [
+        "Be brief.\n\nlook",
+        "",
+        'two:\n[document 1 above: "a"]\n[document 2 above: "b"]',
+    ]
+    last = read_messages(
+        [*looked, ToolMessage([block("a")], tool_call_id="1")], SYSTEM, " In JSON."
+    )
+    assert isinstance(last, Grounded)
+    assert last.question == "In JSON."
+
+
+def test_documents_that_a_tool_hands_over_are_chunks_where_they_stand_in_what_it_said() -> None:
+    documents = [Document("The ship is in Kiel."), Document("other"), Document("It is\nred.")]
+    found = ToolMessage(
+        "Source 1: The ship is in Kiel.\n\nIt is\nred.", tool_call_id="1", artifact=documents
+    )
+    asked = grounded(HumanMessage("look"), found)
+    assert asked.texts == ("The ship is in Kiel.", "It is\nred.")
+    assert asked.turns[-1]["content"] == (
+        'Source 1: [document 1 above: "The ship is in Kiel."]\n\n[document 2 above: "It is red."]'
+    )
+    inside = ToolMessage("redder", tool_call_id="1", artifact=[Document("red")])
+    assert conversation(HumanMessage("look"), inside).turns[-1]["content"] == "redder"
 
 
 def test_thoughts_are_not_repeated() -> None:
     content: list[Any] = [{"type": "reasoning", "reasoning": "hm"}, text("answer")]
     asked = conversation(HumanMessage("what?"), AIMessage(content), HumanMessage("and?"))
-    assert asked.turns[1] == ("assistant", "answer")
+    assert pairs(asked)[1] == ("assistant", "answer")
 
 
 def test_roles_have_many_names() -> None:
     asked = conversation(
         ChatMessage("a", role="developer"), ChatMessage("b", role="user"), HumanMessage(["c", "d"])
     )
-    assert asked.turns == (("system", "a"), ("user", "b\n\nc\nd"))
+    assert pairs(asked) == [("system", "a"), ("user", "b\n\nc\nd")]
 
 
 @pytest.mark.parametrize(
@@ -173,4 +214,4 @@ def test_an_instruction_for_the_answer_stands_last() -> None:
     assert isinstance(over, Grounded)
     assert over.question == "what? In JSON."
     plain = read_messages([HumanMessage("what?")], SYSTEM, " In JSON.")
-    assert plain == Conversation((("user", "what? In JSON."),))
+    assert plain == Conversation(({"role": "user", "content": "what? In JSON."},))

@@ -8,14 +8,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
-import torch
 from chat_model_helpers import details, over
 from langchain_core.exceptions import OutputParserException
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from kvcache_rag import Engine, InvalidInputError, MissingExtraError
-from langchain_kvcache_rag import grammar
 from langchain_kvcache_rag.chat_model import ChatKVCache
 
 if TYPE_CHECKING:
@@ -148,37 +146,6 @@ def test_several_rounds_fit_each(make_engine: Callable[..., Engine]) -> None:
     assert found["parsed"].keys() == {"mood", "sure"}
 
 
-def test_a_prompt_that_is_one_token_longer_begins_anew(patient: ChatKVCache) -> None:
-    processor = grammar.processor({"enum": [1]}, patient.engine, {})
-    scores = torch.zeros(1, 99)
-    first = processor(torch.tensor([[5, 6, 7]]), scores)
-    again = processor(torch.tensor([[8, 6, 7, 9]]), scores)
-    assert torch.equal(first, again)
-    (one,) = patient.engine.tokenizer("1", add_special_tokens=False)["input_ids"]
-    assert first.isfinite().nonzero().tolist() == [[0, one]]
-    ended = processor(torch.tensor([[8, 6, 7, 9, one]]), scores)
-    assert ended.isfinite().nonzero().tolist() == [[0, patient.engine.tokenizer.eos_token_id]]
-
-
-def test_a_schema_is_compiled_once(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = ChatKVCache(engine=make_engine(), max_tokens=200)
-    made: list[str] = []
-    tokenizer, compiled = grammar._tokenizer, grammar.compiled
-    monkeypatch.setattr(
-        grammar, "_tokenizer", lambda engine: made.append("tokenizer") or tokenizer(engine)
-    )
-    monkeypatch.setattr(
-        grammar, "compiled", lambda schema: made.append("schema") or compiled(schema)
-    )
-    bound = llm.bind(json_schema=Finding.model_json_schema())
-    assert bound.invoke("what?").text == bound.invoke("what?").text
-    other = llm.bind(json_schema={"enum": [1, 2]}).invoke("what?").text
-    assert json.loads(other) in (1, 2)
-    assert made == ["schema", "tokenizer", "schema"]
-
-
 def test_every_token_of_a_real_vocabulary_is_known() -> None:
     llm = ChatKVCache(model="tiny", max_tokens=200, temperature=1.0)
     found = llm.with_structured_output(Finding).invoke("what?")
@@ -211,22 +178,4 @@ def test_the_extra_is_named(patient: ChatKVCache, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError) as error:
         patient.with_structured_output(Finding)
-    assert "pip install 'langchain-kvcache-rag[structured]'" in str(error.value)
-
-
-def test_only_objects_that_say_nothing_are_closed() -> None:
-    schema = {
-        "properties": {
-            "properties": {"properties": {"a": {}}, "additionalProperties": True},
-            "b": {"items": {"properties": {"c": {}}}},
-        },
-        "$defs": {"d": {"type": "object"}},
-    }
-    assert grammar.closed(schema) == {
-        "properties": {
-            "properties": {"properties": {"a": {}}, "additionalProperties": True},
-            "b": {"items": {"properties": {"c": {}}, "additionalProperties": False}},
-        },
-        "$defs": {"d": {"type": "object"}},
-        "additionalProperties": False,
-    }
+    assert "pip install 'kvcache-rag[structured]'" in str(error.value)

@@ -18,6 +18,8 @@ from kvcache_rag import InvalidInputError, StoredChunk
 from kvcache_rag.integration import REFERENCE_KEYS
 from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache
+from langchain_kvcache_rag.client import PrefilledClient
+from langchain_kvcache_rag.collection import PrefilledCollection
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 if TYPE_CHECKING:
@@ -203,3 +205,13 @@ def test_pictures_are_not_prefilled(
     assert prefilled() == 0
     (found,) = store.similarity_search_by_image(str(picture), filter={"page": 1})
     assert (found.id, found.metadata) == ("a", {"page": 1})
+
+
+def test_client_and_collection_are_chromas_for_those_who_ask(llm: ChatKVCache) -> None:
+    store = memory_store(llm=llm)
+    client, collection = access.client(store), access.collection(store)
+    assert isinstance(client, chromadb.ClientCreator)
+    assert isinstance(client, PrefilledClient)
+    assert isinstance(collection, chromadb.Collection)
+    assert isinstance(collection, PrefilledCollection)
+    assert type(copy.copy(client)) is PrefilledClient

@@ -421,13 +421,17 @@ def test_references_of_another_prefix_are_rewritten(
     other = memory_store(collection_name=access.collection(store).name, engine=engine)
     assert other.references is not None
     other.similarity_search("Text.")
-    assert other.references.chunk("Text.", engine) == "Text."
+    outdated = other.references.chunk("Text.", engine)
+    assert isinstance(outdated, StoredChunk)
+    assert outdated.outdated
     assert other.prefill_missing() == 1
     after = metadata_of(other, "a")
     assert (after["kv_key"], after["page"]) == (engine.keys(["Text."])[0].digest, 1)
     assert after["kv_key"] != before["kv_key"]
     other.similarity_search("Text.")
-    assert isinstance(other.references.chunk("Text.", engine), StoredChunk)
+    renewed = other.references.chunk("Text.", engine)
+    assert isinstance(renewed, StoredChunk)
+    assert not renewed.outdated
 
 
 # ---------------------------------------------------------------------- several stores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -124,19 +126,29 @@ def test_without_engine_rows_have_no_reference(store: KVCacheVectorStore) -> Non
         plain.prefill_missing()
 
 
+def outdated(nodes: list[BaseNode], texts: list[str], engine: Engine) -> str:
+    """Why the reference of a node does not count; its text stands beside it."""
+    (chunk,) = chunks_of(nodes, texts, engine)
+    assert isinstance(chunk, StoredChunk)
+    assert [chunk.text] == texts
+    return chunk.outdated
+
+
 def test_reference_of_another_prefix_or_wrapper_is_not_used(
     make_engine: Callable[..., Engine], engine: Engine, store: KVCacheVectorStore
 ) -> None:
     store.add([node("a", "The tower is tall.")])
     found = store.get_nodes()
     texts = [one.get_content(MetadataMode.LLM) for one in found]
-    assert not isinstance(chunks_of(found, texts, engine)[0], str)
+    (chunk,) = chunks_of(found, texts, engine)
+    assert isinstance(chunk, StoredChunk)
+    assert not chunk.outdated
     # As many tokens as the engine's own prefix, so its length does not give it away.
     other = make_engine(store=engine.store, template=PromptTemplate(system="Rest.\n"))
-    assert chunks_of(found, texts, other) == texts
+    assert outdated(found, texts, other) == "other model"
     wrapped = make_engine(template=PromptTemplate(system="Read.\n", chunk_start="<|DOC_start|>"))
-    assert chunks_of(found, texts, wrapped) == texts
-    assert chunks_of(found, ["changed"], engine) == ["changed"]
+    assert outdated(found, texts, wrapped) == "other text"
+    assert outdated(found, ["changed"], engine) == "other text"
     assert chunks_of([], ["text", " \n"], engine) == ["text"]
 
 
@@ -303,6 +315,23 @@ def test_index_from_documents_shows_a_bar(
     assert prefilled() == 2
     index.delete_ref_doc("d0")
     assert len(store.get_nodes()) == 3
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        VectorStoreIndex._add_nodes_to_index,
+        VectorStoreIndex._async_add_nodes_to_index,
+        IngestionPipeline.run,
+        IngestionPipeline.arun,
+    ],
+)
+def test_llama_index_still_says_where_it_is_read_whether_to_show_a_bar(caller: Any) -> None:
+    """If this fails, LlamaIndex changed: read `prefilling.shows_progress` again, or delete it."""
+    caller = inspect.unwrap(caller)
+    assert caller.__module__.startswith("llama_index.core.")
+    assert "show_progress" in caller.__code__.co_varnames
+    assert re.search(r"vector_store\.(async_)?add\(", inspect.getsource(caller))
 
 
 async def test_async_ingestion_shows_a_bar(

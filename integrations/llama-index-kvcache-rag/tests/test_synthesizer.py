@@ -374,7 +374,7 @@ def test_overflow(make_engine: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_cls": Document}, "output_cls"),
+        ({"output_cls": "Document"}, "output_cls must be a pydantic class"),
         ({"multimodal": True}, "multimodal"),
         ({"llm": MockLLM()}, "KVCacheLLM, not a MockLLM"),
     ],
@@ -391,7 +391,7 @@ def test_synthesizer_says_what_it_cannot_do(
     [
         ({"response_mode": "tree_summarize"}, "response_mode"),
         ({"refine_template": LlamaPrompt("x")}, "refine_template"),
-        ({"output_cls": Document}, "output_cls"),
+        ({"output_cls": 3}, "output_cls must be a pydantic class"),
     ],
 )
 def test_query_engine_says_what_it_cannot_do(

@@ -53,11 +53,15 @@ def test_template_behind_the_context_is_the_question(
     assert str(response) == engine.generate(asked, [FACT], max_new_tokens=6).text
 
 
-def test_other_text_before_the_context_warns_once_and_counts(llm: KVCacheLLM) -> None:
+def test_other_text_before_the_context_warns_once_and_counts(
+    llm: KVCacheLLM, engine: Engine
+) -> None:
     template = LlamaPrompt("Other words.\n{context_str}\nQuery: {query_str}")
     synthesizer = KVCacheSynthesizer(llm, text_qa_template=template)
-    with pytest.warns(UserWarning, match="engine's is used"):
+    with pytest.warns(UserWarning, match="at the beginning of the question"):
         response = synthesizer.synthesize(QUESTION, nodes(FACT))
+    asked = f"Other words.\n\nQuery: {QUESTION}"
+    assert str(response) == engine.generate(asked, [FACT], max_new_tokens=6).text
     assert (response.metadata or {})["kv_cache"]["prefix_mismatch"] is True
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -85,7 +89,7 @@ def test_chat_template_is_cut_too(llm: KVCacheLLM) -> None:
 def test_template_that_cannot_be_cut_is_prefilled_plainly(
     engine: Engine, text: str, is_chat: bool
 ) -> None:
-    llm = KVCacheLLM(engine=engine, max_new_tokens=6, is_chat_model=is_chat)
+    llm = KVCacheLLM(engine=engine, max_new_tokens=6, is_chat_model=is_chat, match_chunks=False)
     synthesizer = KVCacheSynthesizer(llm, text_qa_template=LlamaPrompt(text))
     response = synthesizer.synthesize(QUESTION, nodes(FACT))
     prompt = text.format(query_str=QUESTION, context_str=FACT)

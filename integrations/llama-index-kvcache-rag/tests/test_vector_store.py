@@ -311,6 +311,19 @@ def test_engine_and_kv_dir_are_said_once(memory: KVCacheVectorStore, llm: KVCach
         KVCacheVectorStore(memory.client, llm=lazy, kv_dir="other")
 
 
+def test_a_collection_without_a_name_will_do(memory: KVCacheVectorStore) -> None:
+    """As tests hand in what they made up."""
+
+    class Nameless:
+        id = memory.client.id
+        count = staticmethod(memory.client.count)
+
+    stand_in: Any = Nameless()
+    store = KVCacheVectorStore(stand_in)
+    assert (store.client, store.collection_name) == (stand_in, None)
+    assert KVCacheVectorStore(stand_in, collection_name="mine").collection_name == "mine"
+
+
 def test_copy_shares_the_collection(memory: KVCacheVectorStore, llm: KVCacheLLM) -> None:
     store = KVCacheVectorStore(memory.client, llm=llm)
     twin = copy.deepcopy(store)
@@ -344,6 +357,37 @@ def test_settings_without_secrets(memory: KVCacheVectorStore) -> None:
     assert "secret" not in store.to_json()
     assert "secret" not in repr(store)
     assert store.to_dict()["class_name"] == "KVCacheVectorStore"
+
+
+@pytest.mark.parametrize("way", ["dict", "json"])
+def test_a_dict_keeps_the_llm(tmp_path: Path, way: str) -> None:
+    llm = KVCacheLLM(model_name="tiny", kv_dir=tmp_path / "kv", max_new_tokens=4)
+    store = KVCacheVectorStore.from_params("docs", persist_dir=str(tmp_path / "rows"), llm=llm)
+    if way == "dict":
+        again = KVCacheVectorStore.from_dict(store.to_dict())
+    else:
+        again = KVCacheVectorStore.from_json(store.to_json())
+    again.add([node("a")])
+    assert again.get_nodes()[0].metadata["kv_key"]
+    assert again._llm is not None
+    assert (again._llm.kv_dir, again._llm.max_new_tokens) == (str(tmp_path / "kv"), 4)
+
+
+def test_a_dict_says_that_it_has_no_engine(tmp_path: Path, llm: KVCacheLLM) -> None:
+    place = {"persist_dir": str(tmp_path)}
+    for given in ({"llm": llm}, {"engine": llm.engine}):
+        written = KVCacheVectorStore.from_params("docs", **place, **given).to_dict()
+        again = KVCacheVectorStore.from_dict(written)
+        for lost in (again, KVCacheVectorStore.from_dict(again.to_dict())):
+            with pytest.raises(InvalidInputError, match="give llm= or engine= to from_dict"):
+                lost.add([node("a")])
+            with pytest.raises(InvalidInputError, match="give llm= or engine= to from_dict"):
+                lost.prefill_missing()
+            assert ids(lost) == []
+        KVCacheVectorStore.from_dict(written, **given).add([node("a")])
+        KVCacheVectorStore.from_dict(written).delete_nodes(["a"])
+    plain = KVCacheVectorStore.from_params("docs", **place)
+    KVCacheVectorStore.from_dict(plain.to_dict()).add([node("a")])
 
 
 # ---------------------------------------------------------------------- threads

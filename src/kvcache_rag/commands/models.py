@@ -67,8 +67,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     model = TransformersModel(_load(arguments))
     print("\n".join(_describe(arguments.model, model)))
-    layout = model.layout
-    reason = model.refusal if layout is None else layout.immovable
+    reason = model.why_refused
     if reason:
         print(f"verdict         not movable: {reason}; full prefill works")
         return UNSUPPORTED

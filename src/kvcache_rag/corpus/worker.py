@@ -10,7 +10,13 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, check_settings
+from kvcache_rag.errors import (
+    InvalidInputError,
+    KVCacheRagError,
+    UnsupportedModelError,
+    check_name,
+    check_settings,
+)
 from kvcache_rag.integration.engine import EngineSettings, is_url, open_store
 
 if TYPE_CHECKING:
@@ -95,12 +101,14 @@ class BuildSettings:
 
         Raises:
             InvalidInputError: If it cannot be loaded.
-            UnsupportedModelError: If it keeps no keys and values per token.
+            UnsupportedModelError: If its chunks cannot be stitched, so that no question would
+                find them.
         """
         from kvcache_rag.stores import MemoryStore
 
         engine = EngineSettings.of(self).open(self.open_store(), combinations=MemoryStore(0))
-        _ = engine.spec  # raises where nothing can be kept
+        if engine.refusal:
+            raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
         return engine
 
     def check(self) -> None:

@@ -93,7 +93,8 @@ class Answerer:
         for number in range(last + 1):
             if cancelled is not None and cancelled.is_set():
                 break
-            prompt = self.prompt(request, number, answer.text)
+            said = answer.text if request.skip_special_tokens else self._said(answer)
+            prompt = self.prompt(request, number, said)
             piecewise = emit if number == last else None
             (later,) = self.answers([prompt], begun, piecewise, cancelled)
             if number:
@@ -101,6 +102,10 @@ class Answerer:
                 later = replace(later, metrics=metrics)
             answer, begun = later, time.perf_counter()
         return answer
+
+    def _said(self, answer: Answer) -> str:
+        """The text of an answer without control tokens."""
+        return TextDecoder(self.tokenizer).push(answer.token_ids)
 
     def run_batch(
         self, requests: Sequence[Request], cancelled: threading.Event | None = None
@@ -117,7 +122,9 @@ class Answerer:
         context = len(self.renderer.prefix_ids) + sum(map(len, chunks))
         room = self.window - context - request.max_new_tokens
         while True:
-            query = self.renderer.query_ids(request.question, request.history, answer)
+            query = self.renderer.query_ids(
+                request.question, request.history, answer, request.arguments
+            )
             if len(query) <= room or not answer:
                 return Prompt(chunks, query, request)
             # Written down and read again, an answer may have more tokens than were generated.
@@ -211,7 +218,10 @@ class Answerer:
         cancelled: threading.Event | None,
     ) -> list[Answer]:
         request = prompts[0].request
-        decoders = [TextDecoder(self.tokenizer, request.stop) for _ in prompts]
+        decoders = [
+            TextDecoder(self.tokenizer, prompt.request.stop, prompt.request.skip_special_tokens)
+            for prompt in prompts
+        ]
 
         def push(row: int, ids: Sequence[int]) -> bool:
             piece = decoders[row].push(ids)
@@ -282,6 +292,7 @@ class Answerer:
             "dropped_chunks": request.dropped_chunks,
             "prefix_mismatch": request.prefix_mismatch,
             "gate": request.gate,
+            "references": request.references,
             **context.costs(row),
         }
         metrics = Metrics(**costs)
@@ -308,9 +319,15 @@ class TextDecoder:
     stop string.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        """Decode with `tokenizer`; end the text before the first of the `stop` strings."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip: bool = True) -> None:
+        """Decode with `tokenizer`; end the text before the first of the `stop` strings.
+
+        Args:
+            tokenizer: Of the model.
+            stop: Not empty, each.
+            skip: Whether control tokens are left out.
+        """
+        self._tokenizer, self._skip = tokenizer, skip
         self._stop = tuple(stop)
         self._openings = [_Opening(string) for string in self._stop]
         self._ids: list[int] = []
@@ -337,7 +354,7 @@ class TextDecoder:
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(
-            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -60,6 +60,9 @@ COPIES = 7
 
 SMALLEST = 32 << 20
 
+# What a loaded context adds to `Metrics` by the same names.
+_COSTS = ("stitch", "reused_tokens", "prefilled_tokens", "hits", "misses", "missed", "declined")
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -102,8 +105,7 @@ class ContextRow:
         """What it adds to `Metrics`."""
         loaded = self.loaded
         waited = 0.0 if loaded.ahead is None else loaded.ahead.waited
-        names = ("stitch", "reused_tokens", "prefilled_tokens", "hits", "misses", "declined")
-        costs = {name: getattr(loaded, name) for name in names}
+        costs = {name: getattr(loaded, name) for name in _COSTS}
         return {**costs, "load": loaded.load + waited, "policy": repr(self.policy)}
 
 

@@ -91,7 +91,7 @@ class Combinations:
             self._members[key] = members
             for chunk, part in zip(chunks, parts, strict=True):
                 self._ids[chunk.key] = array("i", part)
-        return (ContextChunk(key, ids, is_joint=True),)
+        return (ContextChunk(key, ids, is_joint=True, place=chunks[0].place),)
 
     def _known_ids(self, chunk: ContextChunk) -> Sequence[int]:
         if chunk.ids:

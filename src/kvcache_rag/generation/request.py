@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, InvalidInputError
@@ -15,11 +16,12 @@ from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.prefill import ContextChunk
-from kvcache_rag.prompt.template import as_messages
+from kvcache_rag.prompt.template import ChatArguments, as_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvcache_rag.metrics import MissReason
     from kvcache_rag.prefill import Prefiller
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.prompt.template import Message
@@ -32,10 +34,13 @@ class StoredChunk:
     Attributes:
         key: Its address, from `Engine.add` or `Engine.reference`.
         text: Its text.
+        outdated: Why the key is not the text's for this engine, so that the text alone counts and
+            a miss has this reason; "" if it may be.
     """
 
     key: ChunkKey
     text: str
+    outdated: Literal["", "other text", "other model"] = ""
 
 
 ChunkInput: TypeAlias = str | ChunkKey | StoredChunk
@@ -65,13 +70,16 @@ class Request:
         options: Further arguments of `generate()`.
         started: `time.perf_counter()` at the call.
         prefix_mismatch: Carried into the metrics.
+        arguments: Tools and other values for the chat template.
+        skip_special_tokens: Whether control tokens are left out of the answer's text.
         is_plain: Whether it is a text to continue, without template and chunks.
         gate: Why another policy answers than was asked for, or "".
+        references: Chunks whose reference holds, carried into the metrics.
     """
 
     question: str
     query: tuple[int, ...]
-    history: tuple[Message | Mapping[str, str], ...]
+    history: tuple[Message | Mapping[str, Any], ...]
     rounds: tuple[tuple[ContextChunk, ...], ...]
     dropped_chunks: int
     policy: ReusePolicy
@@ -80,8 +88,11 @@ class Request:
     options: dict[str, Any]
     started: float
     prefix_mismatch: bool = False
+    arguments: ChatArguments | None = None
+    skip_special_tokens: bool = True
     is_plain: bool = False
     gate: str = ""
+    references: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,19 +115,22 @@ class Planner:
         chunks: Sequence[ChunkInput] | None = (),
         *,
         policy: ReusePolicy,
-        history: Sequence[Message | Mapping[str, str]] | None = (),
+        history: Sequence[Message | Mapping[str, Any]] | None = (),
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         overflow: Overflow = "error",
         stop: Sequence[str] = (),
         scores: Sequence[float] | None = None,
         prefix_mismatch: bool = False,
         streaming: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
         **options: Any,
     ) -> Request:
         """Check, tokenise and split a question.
 
         Args:
-            question: Not empty.
+            question: Not empty, unless `history` ends with what a tool said.
             chunks: Best first.
             policy: What to reuse.
             history: Earlier turns, oldest first; they stand behind the chunks.
@@ -126,11 +140,21 @@ class Planner:
             scores: Of each chunk, where they do not stand best first; for "drop_lowest".
             prefix_mismatch: Noted in the metrics.
             streaming: Whether pieces are handed on as they come.
+            tools: That the chat template describes, behind the chunks.  With tools, or without a
+                question, "refine" leaves out chunks as "drop_lowest" does: a call of a tool cannot
+                be improved round by round.
+            chat_template_kwargs: Values of the chat template's variables, for this question.
+            skip_special_tokens: Off, the answer's text has its control tokens, for who reads calls
+                of tools out of it.
             options: Further arguments of transformers' `generate()`.
         """
         started = time.perf_counter()
-        if not isinstance(question, str) or not question.strip():
+        turns = as_messages(history)
+        if not isinstance(question, str) or not (question.strip() or _asks(turns)):
             raise InvalidInputError("the question is empty; ask something")
+        arguments = None
+        if tools or chat_template_kwargs:
+            arguments = ChatArguments.of(tools, chat_template_kwargs)
         if not isinstance(policy, ReusePolicy):
             raise InvalidInputError(
                 f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
@@ -146,14 +170,15 @@ class Planner:
             raise InvalidInputError(
                 f"{len(scores)} scores for {len(context)} chunks; give one each"
             )
-        turns = as_messages(history)
-        query = self.renderer.query_ids(question, turns)
+        query = self.renderer.query_ids(question, turns, None, arguments)
+        if overflow == "refine" and (tools or not question.strip()):
+            overflow = "drop_lowest"
         sizes = [len(chunk) for chunk in context]
         room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
         later_room = 0
         if overflow == "refine" and sum(sizes) > room - len(query):
             # A later question carries an answer of up to `max_new_tokens` besides its own.
-            again = self.renderer.query_ids(question, turns, "")
+            again = self.renderer.query_ids(question, turns, "", arguments)
             later_room = room - len(again) - max_new_tokens
         rounds = split_rounds(
             sizes,
@@ -174,6 +199,10 @@ class Planner:
             options=options,
             started=started,
             prefix_mismatch=prefix_mismatch,
+            arguments=arguments,
+            skip_special_tokens=skip_special_tokens,
+            # What came by text has its ids.
+            references=len(context) - sum(map(bool, map(attrgetter("ids"), context))),
         )
 
     def completion(
@@ -183,6 +212,7 @@ class Planner:
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         stop: Sequence[str] = (),
         streaming: bool = False,
+        skip_special_tokens: bool = True,
         **options: Any,
     ) -> Request:
         """Check and tokenise a text that is continued as it is.
@@ -214,6 +244,7 @@ class Planner:
             stop=checked_stop(stop),
             options=options,
             started=started,
+            skip_special_tokens=skip_special_tokens,
             is_plain=True,
         )
 
@@ -254,12 +285,15 @@ class Planner:
         if text is None:
             if mismatch:
                 raise FingerprintMismatchError(mismatch)
-            return ContextChunk(key, (), None)
-        if not mismatch and self.prefiller is not None and self.prefiller.store.contains(key):
-            return ContextChunk(key, (), text)
-        return self._from_text(text, index)  # the reference has gone, or is of another engine
+            return ContextChunk(key, (), None, place=index)
+        outdated = given.outdated if isinstance(given, StoredChunk) else ""
+        if outdated or mismatch:
+            return self._from_text(text, index, outdated or "other model")
+        if self.prefiller is not None and self.prefiller.store.contains(key):
+            return ContextChunk(key, (), text, place=index)
+        return self._from_text(text, index, "evicted")
 
-    def _from_text(self, text: str, index: int) -> ContextChunk:
+    def _from_text(self, text: str, index: int, why: MissReason | Literal[""] = "") -> ContextChunk:
         if not text.strip():
             raise InvalidInputError(f"chunk {index} is empty; leave it out")
         try:
@@ -274,7 +308,7 @@ class Planner:
             )
         if self.prefiller is None:
             return ContextChunk(ChunkKey("0" * 64, "0" * 64, "", len(ids), 0), ids, text)
-        return ContextChunk(self.prefiller.key(ids), ids, text)
+        return ContextChunk(self.prefiller.key(ids), ids, text, place=index, why=why)
 
     def mismatch(self, key: ChunkKey) -> str:
         """Why a key is not of this engine, or ""."""
@@ -290,6 +324,11 @@ class Planner:
             f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
             "namespace; pass its text, or add it again with this engine"
         )
+
+
+def _asks(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether turns end with what is to be answered without a question behind it."""
+    return bool(turns) and turns[-1]["role"] == "tool"
 
 
 def split_rounds(

@@ -11,9 +11,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvcache_rag.errors import refuse_unknown as refuse_unknown
+    from kvcache_rag.generation.grammar import JsonGrammars as JsonGrammars
+    from kvcache_rag.generation.grammar import JsonProcessor as JsonProcessor
+    from kvcache_rag.generation.grammar import json_grammar as json_grammar
+    from kvcache_rag.generation.grammar import json_instruction as json_instruction
+    from kvcache_rag.generation.tools import AnswerPart as AnswerPart
+    from kvcache_rag.generation.tools import AnswerReader as AnswerReader
+    from kvcache_rag.generation.tools import Reasoning as Reasoning
+    from kvcache_rag.generation.tools import ToolCall as ToolCall
+    from kvcache_rag.generation.tools import ToolChoice as ToolChoice
+    from kvcache_rag.generation.tools import UnreadableCall as UnreadableCall
+    from kvcache_rag.generation.tools import read_whole as read_whole
+    from kvcache_rag.integration.chat import JSON_FORM as JSON_FORM
+    from kvcache_rag.integration.chat import ConversationForm as ConversationForm
+    from kvcache_rag.integration.chat import ConversationForms as ConversationForms
+    from kvcache_rag.integration.chat import reference_to as reference_to
+    from kvcache_rag.integration.chat import referring as referring
+    from kvcache_rag.integration.chat import whole_texts as whole_texts
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
+    from kvcache_rag.integration.known_texts import FoundText as FoundText
+    from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
+    from kvcache_rag.integration.prefiller import IngestedText as IngestedText
     from kvcache_rag.integration.prefiller import RowPrefiller as RowPrefiller
+    from kvcache_rag.integration.prefiller import TextPrefiller as TextPrefiller
     from kvcache_rag.integration.references import REFERENCE_KEYS as REFERENCE_KEYS
     from kvcache_rag.integration.references import Reference as Reference
     from kvcache_rag.integration.references import References as References
@@ -24,6 +45,8 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.rows import Scalar as Scalar
     from kvcache_rag.integration.rows import Where as Where
     from kvcache_rag.integration.rows import flat as flat
+    from kvcache_rag.integration.watch import MetadataWatch as MetadataWatch
+    from kvcache_rag.integration.watch import Shown as Shown
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
 else:
     from kvcache_rag.exports import lazy_names

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.errors import (
+    ContextTooLongError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    check_name,
+)
+from kvcache_rag.integration.record import OwnerRecord, Use
 from kvcache_rag.integration.references import Reference
 from kvcache_rag.integration.rows import NewRow, Row, is_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration.rows import Rows
+    from kvcache_rag.kv.chunk import ChunkKey
 
 
 _AnyRow = TypeVar("_AnyRow", Row, NewRow)
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,17 @@ class RowPrefiller:
     ) -> list[Reference | None]:
         """Compute and claim what is missing; a reference per text, None for a blank one.
 
+        For a model whose chunks cannot be stitched nothing is computed, with one warning.
+
         Raises:
             ContextTooLongError: If a text does not fit the context window; nothing is computed
                 then.
         """
         engine = self.engine
         if engine is None:
+            return [None] * len(texts)
+        if engine.refusal:
+            engine._warn_refused()
             return [None] * len(texts)
         # A chunk without a single letter cannot be reused, and an image without a caption is none.
         prefillable = [text for text in texts if text.strip()]
@@ -88,18 +105,7 @@ class RowPrefiller:
         try:
             return self.prefill(texts, show_progress=show_progress)
         except ContextTooLongError as error:
-            # The engine counts texts, which nobody could find again among rows.
-            pairs = zip(rows, texts, strict=True)
-            id_ = next((row.id for row, text in pairs if self._is_too_long(text)), "?")
-            raise ContextTooLongError(f"row {id_!r}: {error}") from error
-
-    def _is_too_long(self, text: str) -> bool:
-        try:
-            if self.engine is not None and text.strip():
-                self.engine.keys([text])
-        except ContextTooLongError:
-            return True
-        return False
+            raise _naming(error, self.engine, [row.id for row in rows], texts) from error
 
     def delete(self, rows: Sequence[Row]) -> None:
         """Delete rows and release their KV; if that fails midway, the KV of those that are gone."""
@@ -173,17 +179,36 @@ class RowPrefiller:
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
-        documents = {row.id: row.document for row in rows}
+        prefilled = dict(zip((row.id for row in rows), texts, strict=True))
         # Rows may have gone since they were read, and then nobody else releases what was claimed.
         with self.rows.writing(), self._releasing(claimed, rows):
             # Rows that were replaced in the meantime have references of their own.
             now = self.rows.get(ids=list(changed))
             unchanged = {
-                row.id: changed[row.id] for row in now if row.document == documents[row.id]
+                row.id: changed[row.id] for row in now if text_of(row) == prefilled[row.id]
             }
             self.rows.update({id_: reference.to_metadata() for id_, reference in unchanged.items()})
             self._claim(list(unchanged.values()))
         return len(unchanged)
+
+
+def _naming(
+    error: ContextTooLongError, engine: Engine | None, ids: Sequence[str], texts: Sequence[str]
+) -> ContextTooLongError:
+    """The error with the id of the row: texts that are counted nobody could find among rows."""
+    pairs = zip(ids, texts, strict=True)
+    return ContextTooLongError(
+        f"row {next((id_ for id_, text in pairs if _is_too_long(engine, text)), '?')!r}: {error}"
+    )
+
+
+def _is_too_long(engine: Engine | None, text: str) -> bool:
+    try:
+        if engine is not None and text.strip():
+            engine.keys([text])
+    except ContextTooLongError:
+        return True
+    return False
 
 
 def _referring(row: _AnyRow, reference: Reference | None) -> _AnyRow:
@@ -196,3 +221,125 @@ def _references(rows: Sequence[Row | NewRow]) -> list[Reference]:
     """Those of the rows that have one."""
     references = (Reference.from_metadata(row.metadata) for row in rows)
     return [reference for reference in references if reference is not None]
+
+
+# ---------------------------------------------------------------------- stores of any kind
+@dataclass(frozen=True)
+class IngestedText:
+    """What a row of some vector store says in prompts.
+
+    Attributes:
+        id: The row's id in its store.
+        text: Its text, as it will stand in prompts.
+        document: What it was cut from, and may be deleted with; "" for none.
+    """
+
+    id: str
+    text: str
+    document: str = ""
+
+
+@dataclass(frozen=True)
+class TextPrefiller:
+    """The KV side of a vector store of any kind.
+
+    Under a name, chunks are claimed and a record is kept of the rows that use them (`OwnerRecord`),
+    so that deleting the last row of a text releases its chunk.  Without one nothing is claimed:
+    chunks go when the limit of their store drops them.
+
+    Attributes:
+        engine: What prefills.
+        name: Of the vector store, the same whenever it is opened; "" for none.
+    """
+
+    engine: Engine
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+
+    @cached_property
+    def _record(self) -> OwnerRecord:
+        return OwnerRecord.beside(self.engine.store, self.engine.namespace, self.name)
+
+    def prefill(
+        self, rows: Sequence[IngestedText], *, show_progress: bool = False
+    ) -> list[ChunkKey | None]:
+        """Compute what is missing; the key of each row's text, None for a blank one.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the context window; nothing is computed
+                then.
+        """
+        texts = [row.text for row in rows]
+        # A chunk without a single letter cannot be reused, and an image without a caption is none.
+        prefillable = [text for text in texts if text.strip()]
+        try:
+            keys = iter(self.engine.add(prefillable, show_progress=show_progress))
+        except ContextTooLongError as error:
+            raise _naming(error, self.engine, [row.id for row in rows], texts) from error
+        return [next(keys) if text.strip() else None for text in texts]
+
+    def claim(self, rows: Iterable[IngestedText], keys: Iterable[ChunkKey | None]) -> None:
+        """Claim the chunks of rows, and release those that no row uses any more instead.
+
+        Args:
+            rows: Of equal ids the last one counts.
+            keys: Of each row, as `prefill` gave them.
+        """
+        if not self.name:
+            return
+        used = {row.id: (row.document, key) for row, key in zip(rows, keys, strict=True)}
+        wanted = {
+            id_: (document, Use(key.digest, key.spec, key.tokens))
+            for id_, (document, key) in used.items()
+            if key is not None
+        }
+        blank = used.keys() - wanted.keys()
+        try:
+            replaced = self._record.drop(ids=blank) if blank else []
+            replaced += self._record.put(wanted)
+        except (OSError, sqlite3.Error) as error:
+            # Without a record nobody could tell later that they are wanted, so they stay unclaimed.
+            _LOGGER.warning("chunks of %r are not claimed: %s", self.name, error)
+            return
+        for key in dict.fromkeys(key for _, key in used.values() if key is not None):
+            self.engine.store.claim(key, self.name)
+        self._release(replaced)
+
+    def drop(self, *, ids: Iterable[str] = (), documents: Iterable[str] = ()) -> None:
+        """Release the chunks of rows that were deleted, by id or with their document.
+
+        What another row of the store uses stays, and so does what the record does not know.
+        """
+        self._dropping(lambda record: record.drop(ids=ids, documents=documents))
+
+    def clear(self) -> None:
+        """Release the chunks of all rows."""
+        self._dropping(OwnerRecord.clear)
+
+    def _dropping(self, drop: Callable[[OwnerRecord], list[Use]]) -> None:
+        if not self.name:
+            return
+        try:
+            self._release(drop(self._record))
+        except (OSError, sqlite3.Error) as error:
+            _LOGGER.warning("chunks of %r are not released: %s", self.name, error)
+
+    def _release(self, uses: Sequence[Use]) -> None:
+        if not uses:
+            return
+        keys = {use.chunk: self._key(use) for use in uses}
+        self.engine.release(keys.values(), self.name)
+        # A row of the same text may have been written since.
+        for chunk in self._record.using(keys):
+            self.engine.store.claim(keys[chunk], self.name)
+
+    def _key(self, use: Use) -> ChunkKey:
+        try:
+            return self.engine.reference(use.chunk, use.spec, use.tokens)
+        except FingerprintMismatchError:
+            from kvcache_rag.kv.chunk import ChunkKey  # loads torch
+
+            # Another model's; to release it on a disk needs no more than its path.
+            return ChunkKey(use.chunk, use.spec, self.engine.namespace, use.tokens, 0)

@@ -83,14 +83,25 @@ class Reference:
         except (FingerprintMismatchError, UnsupportedModelError):
             return None
 
-    def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
-        """What to hand to `engine` for `text`: this reference if it still holds, else the text."""
-        if self.text != text_digest(text, engine):
-            return text
+    def chunk(self, text: str, engine: Engine) -> StoredChunk:
+        """What to hand to `engine` for `text`: with what of this reference still holds.
+
+        One that is about another text or model is handed on as such, so that the miss can be told.
+        """
         from kvcache_rag.generation.request import StoredChunk  # loads torch
 
+        if self.text != text_digest(text, engine):
+            return StoredChunk(self._key(engine), text, "other text")
         key = self.resolve(engine)
-        return text if key is None else StoredChunk(key, text)
+        if key is None:
+            return StoredChunk(self._key(engine), text, "other model")
+        return StoredChunk(key, text)
+
+    def _key(self, engine: Engine) -> ChunkKey:
+        """The key as it is noted, whoever's it is."""
+        from kvcache_rag.kv.chunk import ChunkKey  # loads torch
+
+        return ChunkKey(self.key, self.spec, engine.namespace, self.tokens, 0)
 
 
 class References:
@@ -102,12 +113,15 @@ class References:
     def __init__(self, limit: int = 65536) -> None:
         """Remember at most `limit` references (about half a kilobyte each)."""
         self._known: LRUCache[tuple[str, str], Reference] = LRUCache(limit)
+        # The last one of each text, whatever its spec: it tells of a model that was changed.
+        self._last: LRUCache[str, Reference] = LRUCache(limit)
         self._lock = threading.Lock()
 
     def note(self, reference: Reference) -> None:
         """Remember a reference, in the place of an older one of the same text and spec."""
         with self._lock:
             self._known[reference.text, reference.spec] = reference
+            self._last[reference.text] = reference
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
         """What to hand to `engine` for `text`: a reference if one is known, else the text."""
@@ -118,7 +132,7 @@ class References:
         except UnsupportedModelError:
             return text  # it keeps no keys and values
         with self._lock:
-            reference = self._known.get(key)
+            reference = self._known.get(key) or self._last.get(key[0])
         return text if reference is None else reference.chunk(text, engine)
 
 

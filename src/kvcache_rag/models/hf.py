@@ -117,8 +117,13 @@ class TransformersModel:
                 and the like).
         """
         if self.layout is None:
-            raise UnsupportedModelError(self.refusal)
+            raise UnsupportedModelError(f"{self.refusal}; use FullRecompute()")
         return self.layout
+
+    @property
+    def why_refused(self) -> str:
+        """Why its chunks cannot be stitched; "" if they can."""
+        return self.refusal if self.layout is None else self.layout.immovable
 
     @cached_property
     def weights(self) -> Weights:

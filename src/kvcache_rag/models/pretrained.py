@@ -95,7 +95,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
     is_path = isinstance(name, os.PathLike)
     name = check_name("name of a model", os.fspath(name) if is_path else name)
     if name == TINY:
-        return str(files("kvcache_rag").joinpath("reader", "model"))
+        return str(files("kvcache_rag") / "reader" / "model")
     if name in PACKAGED:
         return str(PACKAGED[name].path(name))
     path = Path(name).expanduser()

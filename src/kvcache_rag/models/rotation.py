@@ -112,7 +112,8 @@ class ModelLayout:
         """Raise `UnsupportedModelError` if keys cannot be moved to another position."""
         if self.immovable:
             raise UnsupportedModelError(
-                f"{self.immovable}; use Combination(), which computes a prompt's chunks together"
+                f"{self.immovable}; use Combination(), which computes a prompt's chunks together, "
+                "or FullRecompute()"
             )
 
 

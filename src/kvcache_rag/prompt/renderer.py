@@ -13,17 +13,24 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.offsets import chunk_finder, written_chunk
-from kvcache_rag.prompt.template import DEFAULT_DATE, Message, PromptTemplate, as_messages
+from kvcache_rag.prompt.template import (
+    DEFAULT_DATE,
+    ChatArguments,
+    Message,
+    PromptTemplate,
+    as_messages,
+)
 from kvcache_rag.prompt.tokens import Cover, Finder, Seam, TextEncoder, Writer, never
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 _SENTINEL = "@@kvcache-rag-context@@"
@@ -31,9 +38,44 @@ _SENTINEL = "@@kvcache-rag-context@@"
 # Stands for whatever is said, when the template is looked at.
 _SOMETHING: Final = "\U000f0000"
 
-_Place = Callable[[list[dict[str, str]], str], list[dict[str, str]]]
+_Place = Callable[[list[dict[str, Any]], "str | None"], list[dict[str, Any]]]
 
 _SPOKEN: Final = itemgetter("content")
+
+_PLAIN: Final = 2  # parts of a turn, role and content, where it has no calls of tools
+
+# A tool, its call and its result, to see how a chat template writes them.
+PROBE_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "kvcache_rag_probe",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"f": {"type": "string", "description": "g"}},
+            "required": ["f"],
+        },
+    },
+}
+PROBE_CALL: Final[list[dict[str, Any]]] = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": "call00001",  # some templates want nine letters and digits
+                "function": {"name": "kvcache_rag_probe", "arguments": {"f": "h"}},
+            }
+        ],
+    },
+    {
+        "role": "tool",
+        "name": "kvcache_rag_probe",
+        "tool_call_id": "call00001",
+        "content": "kvcache-rag-result",
+    },
+]
 
 _CLOCKS = (datetime.date(2001, 2, 3), datetime.date(2033, 11, 22))
 
@@ -95,7 +137,7 @@ class PromptRenderer:
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
 
     def tokenize(
-        self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, str]]
+        self, question: str, chunks: Sequence[str], history: Sequence[Message | Mapping[str, Any]]
     ) -> PromptIds:
         """All ids of a prompt.
 
@@ -119,37 +161,55 @@ class PromptRenderer:
     def query_ids(
         self,
         question: str,
-        history: Sequence[Message | Mapping[str, str]] = (),
+        history: Sequence[Message | Mapping[str, Any]] = (),
         answer: str | None = None,
+        arguments: ChatArguments | None = None,
     ) -> tuple[int, ...]:
         """Ids of history, question and generation prompt.
 
         Args:
-            question: As it was asked.
+            question: As it was asked; "" where the history ends with what is to be answered.
             history: Earlier turns, oldest first.
             answer: What was found so far, in a later round of `overflow="refine"`.
+            arguments: Tools and other values for the chat template.
         """
-        return tuple(self.encoder.encode(self.query_text(question, history, answer)))
+        return tuple(self.encoder.encode(self.query_text(question, history, answer, arguments)))
 
     def query_text(
         self,
         question: str,
-        history: Sequence[Message | Mapping[str, str]] = (),
+        history: Sequence[Message | Mapping[str, Any]] = (),
         answer: str | None = None,
+        arguments: ChatArguments | None = None,
     ) -> str:
-        """The text that `query_ids` reads."""
+        """The text that `query_ids` reads.
+
+        Raises:
+            InvalidInputError: If `arguments` change what stands before the chunks.
+        """
         turns, template = as_messages(history), self.template
-        if any(map(self._is_said_control, (question, answer or "", *map(_SPOKEN, turns)))):
+        said: Iterable[str] = (question, answer or "", *map(_SPOKEN, turns))
+        if arguments is not None or max(map(len, turns), default=0) > _PLAIN:
+            said = (*said, *_texts(turns), *_texts(arguments and [*arguments.tools]))
+        if any(map(self._is_said_control, said)):
             return self.encoder.compose(
-                self._query_writer(question, turns, answer),
-                self._query_writer(question, self._without_thoughts(turns), answer),
+                self._query_writer(question, turns, answer, arguments),
+                self._query_writer(question, self._without_thoughts(turns), answer, arguments),
             )
+        if not question and turns and turns[-1]["role"] == "tool":
+            return self._split(turns, None, arguments)[1]
         asked = template.ask(question) if answer is None else template.ask_again(question, answer)
-        return self._split(turns, asked)[1]
+        return self._split(turns, asked, arguments)[1]
 
     def _query_writer(
-        self, question: str, turns: Sequence[Mapping[str, str]], answer: str | None
+        self,
+        question: str,
+        turns: Sequence[Mapping[str, Any]],
+        answer: str | None,
+        arguments: ChatArguments | None = None,
     ) -> Writer:
+        is_asked = bool(question) or not turns or turns[-1]["role"] != "tool"
+
         def write(cover: Cover) -> str:
             said = cover(question)
             asked = (
@@ -157,34 +217,42 @@ class PromptRenderer:
                 if answer is None
                 else self.template.ask_again(said, cover(answer))
             )
-            return self._split(_covered(turns, cover), asked)[1]
+            history = _covered(turns, cover)
+            return self._split(
+                history, asked if is_asked else None, _covered_tools(arguments, cover)
+            )[1]
 
         return write
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], arguments: ChatArguments | None = None
+    ) -> str:
         """Messages as one prompt with generation prompt; plain text without a chat template."""
         turns = [dict(message) for message in messages]
-        if any(map(self._is_said_control, _texts(turns))):
+        if any(map(self._is_said_control, _texts([turns, arguments and [*arguments.tools]]))):
             for role in (turn.get("role", "") for turn in turns):
                 if self.encoder.finder()(role):
                     raise InvalidInputError(f"{role!r} is no role; use user or assistant")
             return self.encoder.compose(
-                self._chat_writer(turns), self._chat_writer(self._without_thoughts(turns))
+                self._chat_writer(turns, arguments),
+                self._chat_writer(self._without_thoughts(turns), arguments),
             )
-        return self._written(turns)
+        return self._written(turns, arguments)
 
-    def _chat_writer(self, turns: Sequence[Mapping[str, str]]) -> Writer:
-        return lambda cover: self._written(_covered(turns, cover))
+    def _chat_writer(
+        self, turns: Sequence[Mapping[str, Any]], arguments: ChatArguments | None = None
+    ) -> Writer:
+        return lambda cover: self._written(_covered(turns, cover), _covered_tools(arguments, cover))
 
-    def _written(self, turns: list[dict[str, str]]) -> str:
+    def _written(self, turns: list[dict[str, Any]], arguments: ChatArguments | None = None) -> str:
         if self._has_chat:
-            return self._apply(turns)
+            return self._apply(turns, arguments)
         lines = [
             f"{turn.get('role', 'user').capitalize()}: {turn.get('content', '')}" for turn in turns
         ]
         return "\n".join([*lines, "Assistant:"])
 
-    def _without_thoughts(self, turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    def _without_thoughts(self, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Turns with answers as many chat templates write them: behind the last `</think>`."""
         return [
             {**turn, "content": self.encoder.behind_control(turn["content"])}
@@ -204,6 +272,10 @@ class PromptRenderer:
             self._query_writer("c", said, answer) for said in ([], turns) for answer in (None, "e")
         ]
         writers += map(self._chat_writer, chats)
+        if self._has_chat:
+            probe = ChatArguments((PROBE_TOOL,))
+            writers.append(self._query_writer("", [asked, *PROBE_CALL], None, probe))
+            writers.append(self._chat_writer([asked, *PROBE_CALL], probe))
         seams: set[Seam] = set()
         for write in writers:
             with suppress(InvalidInputError):  # a role that the template does not know
@@ -234,13 +306,26 @@ class PromptRenderer:
         ids = self.brought_ids(text)
         return (*self._leading_bos(ids), *ids)
 
-    def _split(self, history: list[dict[str, str]], asked: str) -> tuple[str, str]:
+    def _split(
+        self,
+        history: list[dict[str, Any]],
+        asked: str | None,
+        arguments: ChatArguments | None = None,
+    ) -> tuple[str, str]:
         if self._place is None:
             spoken = "".join(
                 f"\n{turn['role'].capitalize()}: {turn['content']}" for turn in history
             )
-            return self.template.system, f"{spoken}\nQuestion: {asked}\nAnswer:"
-        before, _, behind = self._apply(self._place(history, asked)).partition(_SENTINEL)
+            question = "" if asked is None else f"\nQuestion: {asked}"
+            return self.template.system, f"{spoken}{question}\nAnswer:"
+        written = self._apply(self._place(history, asked), arguments)
+        before, _, behind = written.partition(_SENTINEL)
+        if arguments is not None and before != self.prefix_text:
+            raise InvalidInputError(
+                "tools or chat_template_kwargs of one question change what its chat template "
+                "writes before the documents, behind which they were computed; give "
+                "chat_template_kwargs in PromptTemplate(chat_template_kwargs=...)"
+            )
         return before, behind
 
     def _find_place(self) -> _Place | None:
@@ -265,24 +350,32 @@ class PromptRenderer:
             "to one that keeps the order of messages"
         )
 
-    def _in_system(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
+    def _in_system(self, history: list[dict[str, Any]], asked: str | None) -> list[dict[str, Any]]:
         system = {"role": "system", "content": self.template.system + _SENTINEL}
-        return [system, *history, {"role": "user", "content": asked}]
+        last = [] if asked is None else [{"role": "user", "content": asked}]
+        return [system, *history, *last]
 
-    def _in_first_user(self, history: list[dict[str, str]], asked: str) -> list[dict[str, str]]:
-        turns = [*history, {"role": "user", "content": asked}]
+    def _in_first_user(
+        self, history: list[dict[str, Any]], asked: str | None
+    ) -> list[dict[str, Any]]:
+        turns = [*history, *([] if asked is None else [{"role": "user", "content": asked}])]
         opened = {"role": "user", "content": f"{self.template.system}{_SENTINEL}"}
         if turns[0]["role"] == "user":
             opened["content"] += "\n" + turns.pop(0)["content"]
         return [opened, *turns]
 
-    def _apply(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], arguments: ChatArguments | None = None
+    ) -> str:
+        values = self._arguments
+        if arguments is not None:
+            values = {**values, **arguments.options()}
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
-                **self._arguments,
+                **values,
             )
         except Exception as error:  # a template refuses in its own words, with whatever it likes
             reason = str(error).strip().splitlines()
@@ -291,6 +384,21 @@ class PromptRenderer:
                 f"{reason[0] if reason else type(error).__name__}"
             ) from error
         return rendered
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the chat template writes tools, calls and results, all behind the chunks."""
+        if self._place is None:
+            return False
+        asked: list[dict[str, Any]] = [{"role": "user", "content": "c"}]
+        tools = ChatArguments((PROBE_TOOL,))
+        try:
+            described = self._split(asked, None, tools)[1]
+            called = self._split([*asked, *PROBE_CALL], None, tools)[1]
+        except InvalidInputError:  # it refuses, or writes tools before the chunks
+            return False
+        name, result = PROBE_TOOL["function"]["name"], PROBE_CALL[-1]["content"]
+        return name in described and called.count(name) > described.count(name) and result in called
 
     def _pin_date(self) -> None:
         """Write a fixed date into a chat template that prints today's."""
@@ -329,7 +437,14 @@ class PromptRenderer:
         return (bos,)
 
 
-def _covered(turns: Sequence[Mapping[str, str]], cover: Cover) -> list[dict[str, str]]:
+def _covered_tools(arguments: ChatArguments | None, cover: Cover) -> ChatArguments | None:
+    if arguments is None or not arguments.tools:
+        return arguments
+    tools = tuple(_covered_value([*arguments.tools], cover))
+    return ChatArguments(tools, arguments.values)
+
+
+def _covered(turns: Sequence[Mapping[str, Any]], cover: Cover) -> list[dict[str, Any]]:
     """Turns of which everything but the roles is covered."""
     return [
         {

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
@@ -34,6 +34,18 @@ DEFAULT_SYSTEM = (
 )
 
 DEFAULT_DATE = datetime.date(2024, 7, 26)
+
+# Arguments of `apply_chat_template` that are no variables of a template.
+_NO_VALUES: Final = frozenset(
+    ("add_generation_prompt", "chat_template", "conversation", "messages", "tokenize", "tools")
+)
+
+# Who may speak in a history, and what their turns have beside a content.
+_SPEAKERS: Final[dict[Any, tuple[str, ...]]] = {
+    "user": (),
+    "assistant": ("tool_calls",),
+    "tool": ("name", "tool_call_id"),
+}
 
 SpecialTokens: TypeAlias = Literal["text", "allow"]
 """What the literals of a tokenizer's added tokens are where users or documents bring them."""
@@ -134,13 +146,67 @@ class PromptTemplate:
         return re.sub(r"\{question\}|\{answer\}", lambda found: parts[found.group()], self.refine)
 
 
+@dataclass(frozen=True)
+class ChatArguments:
+    """What the chat template is given beside the messages, for one question.
+
+    Attributes:
+        tools: That the answer may call, each `{"type": "function", "function": {...}}`.
+        values: Of the template's variables, such as `{"enable_thinking": False}`; they win over
+            those of `PromptTemplate.chat_template_kwargs`.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        tools: Sequence[Mapping[str, Any]] | None,
+        values: Mapping[str, Any] | None,
+    ) -> ChatArguments | None:
+        """None where nothing is said.
+
+        Raises:
+            InvalidInputError: If a tool is no description of a function, or `values` are no names
+                of the template's own variables.
+        """
+        if not tools and not values:
+            return None
+        for index, tool in enumerate(tools or ()):
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise InvalidInputError(
+                    f"tools[{index}] must be the description of a function, {{'type': 'function', "
+                    "'function': {'name': ..., 'parameters': ...}}"
+                )
+        if not isinstance(values or {}, Mapping):
+            raise InvalidInputError(
+                f"chat_template_kwargs must be a dict such as {{'enable_thinking': False}}, not "
+                f"{values!r}"
+            )
+        taken = sorted(_NO_VALUES & {*(values or {})})
+        if taken:
+            raise InvalidInputError(
+                f"chat_template_kwargs are values of the chat template's own variables; leave out "
+                f"{', '.join(taken)}"
+            )
+        return cls(tuple(tools or ()), dict(values or {}))
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `apply_chat_template`."""
+        return {**self.values, **({"tools": [*map(dict, self.tools)]} if self.tools else {})}
+
+
 def text_fields(template: PromptTemplate) -> dict[str, str]:
     """What the file of a template holds, as `PromptTemplate.load` reads it."""
     return {name: getattr(template, name) for name in TEXT_FIELDS}
 
 
-def as_messages(history: Sequence[Message | Mapping[str, str]] | None) -> list[dict[str, str]]:
-    """Earlier turns as plain dictionaries.
+def as_messages(history: Sequence[Message | Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Earlier turns as plain dictionaries, as chat templates read them.
+
+    An assistant's turn may have `tool_calls`, and a tool's turn `name` and `tool_call_id`.
 
     Raises:
         InvalidInputError: If a turn has no role and content, or is a system message (it belongs to
@@ -153,10 +219,14 @@ def as_messages(history: Sequence[Message | Mapping[str, str]] | None) -> list[d
         plain = asdict(turn) if isinstance(turn, Message) else turn
         role = plain.get("role") if isinstance(plain, Mapping) else None
         content = plain.get("content") if isinstance(plain, Mapping) else None
-        if role not in ("user", "assistant") or not isinstance(content, str):
+        if role not in _SPEAKERS or not isinstance(content, str):
             raise InvalidInputError(
-                f"history[{index}] must have the role user or assistant and a text content; "
+                f"history[{index}] must have the role user, assistant or tool and a text content; "
                 "an instruction belongs into PromptTemplate(system=...)"
             )
-        turns.append({"role": role, "content": content})
+        read = {"role": role, "content": content}
+        for name in _SPEAKERS[role]:
+            if plain.get(name):
+                read[name] = plain[name]
+        turns.append(read)
     return turns

@@ -16,11 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 
-from kvcache_rag.errors import ChunkNotFoundError
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, UntrustedChunkError
+from kvcache_rag.metrics import Miss
 from kvcache_rag.prefill import ContextChunk, Prefiller, batches
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.overlap import Part, Placing, PlacingAhead, cross
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.metrics import MissReason
     from kvcache_rag.models.cache import Loading
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -50,6 +53,11 @@ _WORTH_A_THREAD = 0.008
 
 # Bytes per second below which whoever loads mostly waits, so that no processor has to be free.
 _WAITING = 5e8
+
+_UNUSABLE: Final[Mapping[type[ChunkNotFoundError], MissReason]] = {
+    CorruptChunkError: "damaged",
+    UntrustedChunkError: "not signed",
+}
 
 _MOST_OPEN = 64  # files that one prompt opens at once
 
@@ -72,6 +80,7 @@ class LoadedContext:
         declined: Chunks that were cached and computed all the same, per reason.
         ahead: Brings what is not there yet; whoever asked for that closes it.  None when everything
             lies in its place.
+        missed: The chunks computed because they were not cached, and why.
     """
 
     ids: tuple[int, ...]
@@ -83,6 +92,7 @@ class LoadedContext:
     prefilled_tokens: int
     declined: Mapping[str, int] = field(default_factory=dict)
     ahead: Loading | None = None
+    missed: tuple[Miss, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +130,14 @@ class ContextLoader:
         renderer: Tokenises the text of a reference that has gone.
         costs: What loading and prefilling take on this machine.
         combinations: Loads chunks that were computed together, which have a store of their own.
+        unusable: How reading failed for chunks of the prompt that is brought.
     """
 
     prefiller: Prefiller
     renderer: PromptRenderer
     costs: Costs = field(default_factory=Costs)
     combinations: ContextLoader | None = None
+    unusable: dict[ChunkKey, type[ChunkNotFoundError]] = field(default_factory=dict)
 
     def of(self, chunks: Iterable[ContextChunk]) -> ContextLoader:
         """Who loads these chunks of one prompt: combinations have a loader of their own."""
@@ -170,7 +182,9 @@ class ContextLoader:
         if chunk.text is None:
             return chunk
         ids = self.renderer.chunk_ids(chunk.text)
-        return ContextChunk(self.prefiller.key(ids), ids, chunk.text)
+        key = self.prefiller.key(ids)
+        why = chunk.why if key == chunk.key else "other text"
+        return ContextChunk(key, ids, chunk.text, place=chunk.place, why=why)
 
     def _computable(self, chunk: ContextChunk) -> ContextChunk | None:
         """A chunk with the ids that its key stands for; None if the store alone knows them."""
@@ -194,6 +208,7 @@ class ContextLoader:
         if self.prefiller.key(tokens.tolist()) == key:
             return True
         self.prefiller.store.delete(key)
+        self.unusable[key] = CorruptChunkError
         return False
 
     # ------------------------------------------------------------------ where the chunks go
@@ -294,12 +309,14 @@ class ContextLoader:
                 missing[chunk] = [index]
             else:
                 hits[tier] += 1
+        missed: Sequence[Miss] = ()
         if missing:
+            missed = self._missed_of(missing, declined)
             self._fill(missing, target, declined)
         self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
         # (tokens,) int32 each
         tokens = [target.tokens(index, chunk) for index, chunk in enumerate(chunks)]
-        return self._context(tokens, hits, missing, declined)
+        return self._context(tokens, hits, missing, declined, missed)
 
     def _fill(
         self,
@@ -356,21 +373,38 @@ class ContextLoader:
         hits: Mapping[str, int],
         missing: Iterable[ContextChunk] = (),
         declined: Mapping[ContextChunk, tuple[str, str]] | None = None,
+        missed: Sequence[Miss] = (),
     ) -> LoadedContext:
         reasons = declined or {}
-        sizes = {chunk.key: chunk.key.tokens for chunk in missing}
-        prefilled = sum(sizes.values())
+        prefilled = sum(map(attrgetter("tokens"), set(map(attrgetter("key"), missing))))
         ids = chain.from_iterable(part.tolist() for part in tokens)
         return LoadedContext(
             ids=(*self.prefiller.prefix_ids, *ids),
             load=0.0,
             stitch=0.0,
             hits=dict(hits),
-            misses=len(sizes.keys() - {chunk.key for chunk in reasons}),
+            misses=len(missed),
             reused_tokens=sum(map(len, tokens)) - prefilled,
             prefilled_tokens=prefilled,
             declined=dict(Counter(why for _, why in reasons.values())),
+            missed=tuple(missed),
         )
+
+    def _missed_of(
+        self, missing: Iterable[ContextChunk], declined: Iterable[ContextChunk]
+    ) -> list[Miss]:
+        """What is not cached, and why; before it is computed, and stored again."""
+        cached = set(map(attrgetter("key"), declined))
+        stored = set(map(itemgetter(1), self.prefiller.stored))
+        missed: dict[ChunkKey, Miss] = {}
+        for chunk in missing:
+            key = chunk.key
+            if key not in cached and key not in missed:
+                known: MissReason | None = _UNUSABLE.get(self.unusable.get(key, ChunkNotFoundError))
+                guess: MissReason = "evicted" if key in stored else "not prefilled"
+                missed[key] = Miss(chunk.place, key.tokens, known or chunk.why or guess)
+        self.unusable.clear()
+        return [*missed.values()]
 
     def _views(self, buffer: KVBuffer, chunks: Sequence[ContextChunk]) -> list[ChunkKV]:
         """Where prefix and chunks go; the ids of the chunks are not filled in."""
@@ -442,7 +476,8 @@ class ContextLoader:
         started = self.costs.clock()
         try:
             hit = self.prefiller.store.get(key, self._layout.chunk_layout, out=view)
-        except ChunkNotFoundError:
+        except ChunkNotFoundError as error:
+            self.unusable[key] = type(error)
             self._missed(key, started)
             return None
         self.costs.loaded(hit.tier, hit.chunk.nbytes, self.costs.clock() - started)
@@ -457,7 +492,8 @@ class ContextLoader:
         started = self.costs.clock()
         try:
             reader = self.prefiller.store.reader(key, self._layout.chunk_layout)
-        except ChunkNotFoundError:
+        except ChunkNotFoundError as error:
+            self.unusable[key] = type(error)
             self._missed(key, started)
             raise
         if reader is None:
@@ -513,7 +549,8 @@ class ContextLoader:
             else:
                 reader.read(view)
             reader.finish()
-        except ChunkNotFoundError:
+        except ChunkNotFoundError as error:
+            self.unusable[self.prefiller.key(reader.tokens.tolist())] = type(error)
             return None
         finally:
             reader.close()

@@ -134,6 +134,10 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an option of the stock engine is
                 given that caches cannot serve.
         """
+        if options.get("output_cls") is not None:
+            raise InvalidInputError(
+                "a chat answers in text; leave output_cls out, or give it to a KVCacheQueryEngine"
+            )
         if context_prompt is not None or context_refine_prompt is not None:
             raise InvalidInputError(
                 "context_prompt and context_refine_prompt have no use here: say what stands before "

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _OTHER_TEMPLATE: Final = (
     "text_qa_template has other text before the context than the engine, whose chunks were "
-    "computed behind its own; the engine's is used (set it by KVCacheLLM(system_prompt=...))"
+    "computed behind its own; it is written at the beginning of the question, behind the chunks "
+    "(to have it before them, set it by KVCacheLLM(system_prompt=...))"
 )
 _OTHER_SYSTEM_MESSAGE: Final = (
     "a system message differs from the one that the engine's chunks were computed behind; it is "
@@ -131,9 +132,10 @@ class Wording:
             )
         if split is None:
             return None
-        own = cls.of(split.behind, spoken)
-        other = () if split.matches(llm.engine) else (_OTHER_TEMPLATE,)
-        return cls(own.question, (*own.mismatches, *other))
+        if split.matches(llm.engine):
+            return cls.of(split.behind, spoken)
+        own = cls.of("\n\n".join(part for part in split if part.strip()), spoken)
+        return cls(own.question, (*own.mismatches, _OTHER_TEMPLATE))
 
 
 class Mismatches:

@@ -12,8 +12,7 @@ class KVCacheReuseEvent(BaseEvent):
 
     Attributes:
         query_str: The question.
-        metrics: `kvcache_rag.Metrics` as plain values, and `references`: how many of the chunks
-            were loaded by reference, without tokenising their text.
+        metrics: What `response.metadata["kv_cache"]` holds: `kvcache_rag.Metrics` as plain values.
     """
 
     query_str: str

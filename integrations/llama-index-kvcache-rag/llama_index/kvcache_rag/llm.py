@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from llama_index.core.base.llms.generic_utils import (
-    astream_completion_response_to_chat_response,
-    completion_response_to_chat_response,
     messages_to_prompt,
-    stream_completion_response_to_chat_response,
 )
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -27,38 +25,60 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    MessageRole,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
 
 from kvcache_rag import InvalidInputError, cancellable
-from kvcache_rag.integration import refuse_unknown
+from kvcache_rag.integration import JsonGrammars, MetadataWatch, refuse_unknown
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
+from llama_index.kvcache_rag.matching import Ask, watch, writing
 from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
 from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
+    Stream,
     answer,
     aresponses,
     open_stream,
     responses,
 )
 from llama_index.kvcache_rag.stopping import spanned, stoppable
+from llama_index.kvcache_rag.structured import StructuredOutput, choosing, refuse_cut
+from llama_index.kvcache_rag.tools import (
+    Speaking,
+    Spoken,
+    achat_responses,
+    chat_responses,
+    selections,
+    spoken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from llama_index.core.llms.llm import ToolSelection
+    from llama_index.core.prompts import BasePromptTemplate
+    from llama_index.core.tools.types import BaseTool
+    from llama_index.core.types import TokenAsyncGen, TokenGen
     from typing_extensions import Self
 
-    from kvcache_rag import AnswerStream, Engine, PromptTemplate, ReusePolicy
+    from kvcache_rag import Engine, PromptTemplate, ReusePolicy
 
 
-class KVCacheLLM(CustomLLM):
+# What an LLM of LlamaIndex has where its user wrote no form of his own.
+_OF_LLAMA_INDEX: Final = (messages_to_prompt, default_completion_to_prompt, None)
+
+
+class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
     The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`;
-    both are those of transformers' `generate()`.  A `temperature` above 0 samples.
+    both are those of transformers' `generate()`, and `json_schema`, which holds decoding to a JSON
+    schema.  A `temperature` above 0 samples.
 
     Attributes:
         model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
@@ -78,6 +98,12 @@ class KVCacheLLM(CustomLLM):
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         adapter: PEFT adapter to put into the model, a folder or an installed name.
+        match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
+            packed by itself, and answered from their cached KV.  LlamaIndex's evaluators and
+            structured outputs are asked as they are; for a judge of your own set it off.
+        chat_template_kwargs: Values of the chat template's variables, such as `{"enable_thinking":
+            False}`; what changes the text before the chunks belongs into
+            `PromptTemplate(chat_template_kwargs=...)`.  A call may bring its own.
     """
 
     model_name: str = ""
@@ -95,11 +121,17 @@ class KVCacheLLM(CustomLLM):
     gate: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
     adapter: AdapterText | None = None
+    match_chunks: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     _engine: Any = PrivateAttr(default=None)
     _given: Any = PrivateAttr(default=(None, None, None))
     _policy: Any = PrivateAttr(default=None)
+    _loads: bool = PrivateAttr(default=True)
     _loading: Any = PrivateAttr(default_factory=threading.Lock)
+    _warned: set[str] = PrivateAttr(default_factory=set)
+    _grammars: JsonGrammars | None = PrivateAttr(default=None)
+    _watch: Any = PrivateAttr(default_factory=MetadataWatch)
 
     def __init__(
         self,
@@ -134,11 +166,12 @@ class KVCacheLLM(CustomLLM):
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         if engine is not None:
             refuse_beside_engine(self, model=model, tokenizer=tokenizer, template=template)
-        self._engine, self._policy = engine, policy
+        self._engine, self._policy, self._loads = engine, policy, engine is None
         self._given = (model, tokenizer, template)
         loaded = model if engine is None else engine.model
         if not self.model_name and loaded is not None:
             self.model_name = str(getattr(loaded, "name_or_path", "") or type(loaded).__name__)
+        watch()
 
     @classmethod
     def class_name(cls) -> str:
@@ -168,8 +201,20 @@ class KVCacheLLM(CustomLLM):
             context_window=self.context_window or self.engine.context_window,
             num_output=self.max_new_tokens,
             is_chat_model=is_chat,
+            is_function_calling_model=True,
             model_name=self.model_name,
         )
+
+    @property
+    def is_settings(self) -> bool:
+        """Whether its settings are enough to load the same engine again, elsewhere."""
+        return self._loads and self._given == (None, None, None)
+
+    @property
+    def watch(self) -> MetadataWatch:
+        """Notices metadata that changes in what the model reads."""
+        watch: MetadataWatch = self._watch
+        return watch
 
     def keep_in(self, kv_dir: str | os.PathLike[str]) -> None:
         """Keep the chunks' KV in a folder.
@@ -187,65 +232,144 @@ class KVCacheLLM(CustomLLM):
                 )
             self.kv_dir = os.fspath(kv_dir)
 
+    # ------------------------------------------------------------------ templates
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """Answer a template; what of its context was retrieved is answered from cached chunks."""
+        with writing(self, prompt, prompt_args):
+            return super().predict(prompt, **prompt_args)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """`predict` that does not block the event loop."""
+        with writing(self, prompt, prompt_args):
+            return await super().apredict(prompt, **prompt_args)
+
+    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
+        """`predict`, piece by piece."""
+        with writing(self, prompt, prompt_args):
+            return super().stream(prompt, **prompt_args)
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        """`stream` that does not block the event loop."""
+        with writing(self, prompt, prompt_args):
+            return await super().astream(prompt, **prompt_args)
+
+    # ------------------------------------------------------------------ texts and messages
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._answer(self._formatted(prompt, formatted), kwargs)
+        return self._complete(Ask.now(), prompt, formatted, kwargs)
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """`complete` that does not block the event loop."""
-        return await cancellable(self._answer, self._formatted(prompt, formatted), kwargs)
+        return await cancellable(self._complete, Ask.now(), prompt, formatted, kwargs)
 
     @stoppable(llm_completion_callback())
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """`complete`, as a generator; its last item carries usage and metrics."""
-        return responses(self._open(self._formatted(prompt, formatted), kwargs))
+        ask = Ask.now()
+        return responses(
+            self._open(self._completion(ask, prompt, formatted), kwargs),
+            self._last(kwargs, ask.note),
+        )
 
     @stoppable(llm_completion_callback())
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """`stream_complete` that does not block the event loop."""
-        text = self._formatted(prompt, formatted)
-        return aresponses(await asyncio.to_thread(self._open, text, kwargs))
+        ask = Ask.now()
+        stream = await asyncio.to_thread(
+            lambda: self._open(self._completion(ask, prompt, formatted), kwargs)
+        )
+        return aresponses(stream, self._last(kwargs, ask.note))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages, written by the tokenizer's chat template or by `messages_to_prompt`."""
-        return self._chat(messages, kwargs)
+        return self._chat(Ask.now(), messages, kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` that does not block the event loop."""
-        return await cancellable(self._chat, messages, kwargs)
+        return await cancellable(self._chat, Ask.now(), messages, kwargs)
 
     @stoppable(llm_chat_callback())
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat`, as a generator; its last item carries usage and metrics."""
-        return stream_completion_response_to_chat_response(
-            responses(self._open(self.chat_prompt(messages), kwargs))
-        )
+        ask, given = Ask.now(), dict(kwargs)
+        asked = self._spoken(ask, messages, given)
+        stream = self._open(asked.prompt, _both(given, asked.options))
+        return chat_responses(responses(stream, self._last(given, ask.note)), asked)
 
     @stoppable(llm_chat_callback())
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """`stream_chat` that does not block the event loop."""
-        stream = await asyncio.to_thread(lambda: self._open(self.chat_prompt(messages), kwargs))
-        return astream_completion_response_to_chat_response(aresponses(stream))
+        ask, given = Ask.now(), dict(kwargs)
 
-    def chat_prompt(self, messages: Sequence[ChatMessage]) -> str:
-        """Messages as one text, with the beginning of the answer."""
+        def start() -> tuple[Spoken, Stream]:
+            asked = self._spoken(ask, messages, given)
+            return asked, self._open(asked.prompt, _both(given, asked.options))
+
+        asked, stream = await asyncio.to_thread(start)
+        completions = aresponses(stream, self._last(given, ask.note))
+        del stream  # whoever drops the responses drops it
+        return achat_responses(completions, asked)
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        messages = [*(chat_history or ()), *([user_msg] if user_msg else ())]
+        described = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        for tool, one in zip(tools, described, strict=True):
+            choices = choosing(tool.metadata.fn_schema, messages)
+            one["function"]["parameters"] = choices or one["function"]["parameters"]
+        return {
+            "messages": messages,
+            "tools": described,
+            "tool_choice": tool_choice or ("required" if tool_required and described else None),
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in a response.
+
+        Raises:
+            InvalidInputError: If there is none, unless `error_on_no_tool_call` is off.
+        """
+        return selections(response, error_on_no_tool_call)
+
+    def chat_prompt(self, messages: Sequence[ChatMessage], **chat: Any) -> str:
+        """Messages as one text, with the beginning of the answer.
+
+        Args:
+            messages: Oldest first.
+            chat: Arguments of `Engine.render_chat`.
+        """
         own = self.messages_to_prompt
         if own is not None and own is not messages_to_prompt:
             return self.engine.compose(
                 lambda cover: own([_covered(message, cover) for message in messages])
             )
-        return self.engine.render_chat([turn(message) for message in messages])
+        return self.engine.render_chat([turn(message) for message in messages], **chat)
 
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
     @spanned(llm_completion_callback())
@@ -261,26 +385,68 @@ class KVCacheLLM(CustomLLM):
     @spanned(stoppable(llm_completion_callback()))
     def stream_answer(self, prompt: str, request: Prompt, **kwargs: Any) -> CompletionResponseGen:
         """`answer`, as a generator; its last item carries usage and metrics."""
-        return responses(self._open(request, kwargs))
+        return responses(self._open(request, kwargs), self._last(kwargs))
 
     @spanned(stoppable(llm_completion_callback()))
     async def astream_answer(
         self, prompt: str, request: Prompt, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """`stream_answer` that does not block the event loop."""
-        return aresponses(await asyncio.to_thread(self._open, request, kwargs))
+        return aresponses(await asyncio.to_thread(self._open, request, kwargs), self._last(kwargs))
 
     def _answer(self, asked: Prompt, kwargs: Mapping[str, Any], **more: Any) -> CompletionResponse:
-        return answer(self.engine, self._chosen(asked), {**self._options(kwargs), **more})
+        response = answer(self.engine, self._chosen(asked), {**self._options(kwargs), **more})
+        self._last(kwargs)(response)
+        return response
 
-    def _open(self, request: Prompt, kwargs: Mapping[str, Any]) -> AnswerStream:
+    def _open(self, request: Prompt, kwargs: Mapping[str, Any]) -> Stream:
         return open_stream(self.engine, self._chosen(request), self._options(kwargs))
 
+    def _complete(
+        self,
+        ask: Ask,
+        prompt: str,
+        formatted: bool,
+        kwargs: Mapping[str, Any],
+        **more: Any,
+    ) -> CompletionResponse:
+        return ask.note(self._answer(self._completion(ask, prompt, formatted), kwargs, **more))
+
     def _chat(
-        self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any], **more: Any
+        self,
+        ask: Ask,
+        messages: Sequence[ChatMessage],
+        kwargs: Mapping[str, Any],
+        **more: Any,
     ) -> ChatResponse:
-        prompt = self.chat_prompt(messages)
-        return completion_response_to_chat_response(self._answer(prompt, kwargs, **more))
+        given = dict(kwargs)
+        asked = self._spoken(ask, messages, given)
+        response = ask.note(self._answer(asked.prompt, _both(given, asked.options), **more))
+        return Speaking(asked).whole(response)
+
+    def _completion(self, ask: Ask, prompt: str, formatted: bool) -> Prompt:
+        said = () if formatted else (ChatMessage(role=MessageRole.USER, content=prompt),)
+        return ask.prompt(self, said, lambda: self._formatted(prompt, formatted))
+
+    def _spoken(self, ask: Ask, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Spoken:
+        def plain(chat: Mapping[str, Any]) -> Prompt:
+            return ask.prompt(self, messages, lambda: self.chat_prompt(messages, **chat))
+
+        return spoken(self, messages, given, plain)
+
+    @property
+    def has_own_form(self) -> bool:
+        """Whether the user writes prompts in a form of his own, in which they then stay."""
+        own = (self.messages_to_prompt, self.completion_to_prompt, self.query_wrapper_prompt)
+        return any(
+            form not in (None, default) for form, default in zip(own, _OF_LLAMA_INDEX, strict=True)
+        )
+
+    def warn_once(self, text: str) -> None:
+        """Warn, unless this LLM did so before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=2)
 
     def _formatted(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
@@ -293,11 +459,46 @@ class KVCacheLLM(CustomLLM):
             return replace(request, policy=self._policy)
         return request
 
+    def with_schema(self, schema: dict[str, Any]) -> Self:
+        """The same LLM, whose every answer fits a JSON schema.
+
+        Raises:
+            MissingExtraError: If llguidance is not installed.
+            InvalidInputError: If decoding cannot be held to the schema.
+        """
+        self._json_grammars.processor(schema)
+        options = {**self.generate_kwargs, "json_schema": schema}
+        # A prompt that asks for objects stays as it is.
+        return self.model_copy(update={"generate_kwargs": options, "match_chunks": False})
+
+    @property
+    def _json_grammars(self) -> JsonGrammars:
+        engine = self.engine
+        with self._loading:
+            if self._grammars is None:
+                self._grammars = JsonGrammars(engine.model, engine.tokenizer)
+            return self._grammars
+
     def _options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = {"max_new_tokens": self.max_new_tokens, **self.generate_kwargs, **kwargs}
         if self.stopping_ids:
             given.setdefault("eos_token_id", ending_with(self.stopping_ids, self.engine.model))
-        return given
+        schema = given.pop("json_schema", None)
+        return given if schema is None else self._json_grammars.held(schema, given)
+
+    def _last(
+        self, kwargs: Mapping[str, Any], note: Callable[[CompletionResponse], object] | None = None
+    ) -> Callable[[CompletionResponse], None]:
+        """What the last response of a call goes through: `note`, and whether its JSON is whole."""
+        given = {"max_new_tokens": self.max_new_tokens, **self.generate_kwargs, **kwargs}
+
+        def check(response: CompletionResponse) -> None:
+            if note is not None:
+                note(response)
+            if given.get("json_schema") is not None:
+                refuse_cut(response, given["max_new_tokens"])
+
+        return check
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""
@@ -310,6 +511,12 @@ class KVCacheLLM(CustomLLM):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
         KVCacheLLM.__init__(self, policy=state["policy"], **state["fields"])
+
+
+def _both(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call and what its messages add to them."""
+    processors = [one for part in (given, options) for one in part.get("logits_processor") or ()]
+    return {**given, **options, **({"logits_processor": processors} if processors else {})}
 
 
 def _covered(message: ChatMessage, cover: Callable[[str], str]) -> ChatMessage:

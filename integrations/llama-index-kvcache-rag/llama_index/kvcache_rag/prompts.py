@@ -1,14 +1,15 @@
 """Fit LlamaIndex's question templates to a prompt whose beginning is fixed.
 
 The engine owns what stands before the chunks, because the chunks' caches were computed behind it.
-A template is therefore rendered around two marks and cut: what it wants before the chunks can only
-be compared, what it wants behind them is the question.
+A template is therefore rendered around two marks and cut: what it wants before the chunks is
+compared, and if it is not what the engine has there, it begins the question; what it wants behind
+them is the question.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,13 +24,12 @@ _CONTEXT: Final = "@@kvcache-rag-context@@"
 _QUERY: Final = "@@kvcache-rag-query@@"
 
 
-@dataclass(frozen=True)
-class SplitPrompt:
+class SplitPrompt(NamedTuple):
     """A rendered template, cut at the chunks.
 
     Attributes:
-        before: Text before the chunks.
-        behind: Text behind them, question included.
+        before: Text before the chunks, without white space at its ends.
+        behind: Text behind them, question included, likewise.
     """
 
     before: str
@@ -38,7 +38,7 @@ class SplitPrompt:
     def matches(self, engine: Engine) -> bool:
         """Whether the engine has this text before the chunks, white space at its ends aside."""
         own = {engine.prefix_text.strip(), engine.template.system.strip()}
-        return self.before.strip() in own
+        return self.before in own
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,12 @@ class Task:
         prompt: The whole prompt as text, for callbacks.
         request: What the LLM gets: question and chunks, or a plain text.
         template: The template it was written by.
-        references: How many chunks are loaded by reference.
     """
 
     query: str
     prompt: str
     request: Prompt
     template: BasePromptTemplate
-    references: int
 
 
 def split_template(
@@ -82,7 +80,7 @@ def split_template(
     before, found, behind = whole.partition(_CONTEXT)
     if not found or _QUERY in before or _CONTEXT in behind:
         return None
-    return SplitPrompt(before, behind.replace(_QUERY, query).strip())
+    return SplitPrompt(before.strip(), behind.replace(_QUERY, query).strip())
 
 
 def plain_prompt(

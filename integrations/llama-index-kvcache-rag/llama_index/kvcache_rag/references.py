@@ -7,16 +7,18 @@ prompts.  A node read back carries a copy under keys that are excluded from LLM 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from kvcache_rag.integration import REFERENCE_KEYS, Reference
+from kvcache_rag.integration import REFERENCE_KEYS, Reference, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvcache_rag import Engine, StoredChunk
+    from kvcache_rag.integration import MetadataWatch
 
 
 def llm_text(node: BaseNode) -> str:
@@ -42,6 +44,30 @@ def without_reference(node: BaseNode) -> BaseNode:
             "excluded_embed_metadata_keys": _others(node.excluded_embed_metadata_keys),
         }
     )
+
+
+def warn_of_changes(node: BaseNode, text: str, watch: MetadataWatch) -> None:
+    """Warn once of a field of metadata that makes another chunk of the same text again and again.
+
+    Args:
+        node: As it was retrieved.
+        text: Its LLM text.
+        watch: Remembers what was read before.
+    """
+
+    def shown() -> Shown:
+        hidden = {*node.excluded_llm_metadata_keys, *REFERENCE_KEYS}
+        visible = {key: value for key, value in node.metadata.items() if key not in hidden}
+        plain = node.get_content(metadata_mode=MetadataMode.NONE)
+        return Shown(plain, visible, node.ref_doc_id or "")
+
+    for name in watch.changed(node.node_id, text, shown):
+        warnings.warn(
+            f"the metadata field {name!r} changes while the text stays, and it is part of what the "
+            "model reads, so nothing cached of such a node can be reused; exclude it before nodes "
+            f"are added: node.excluded_llm_metadata_keys.append({name!r})",
+            stacklevel=2,
+        )
 
 
 def chunks_of(

@@ -11,10 +11,10 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 
-from kvcache_rag import AsyncAnswerStream
+from kvcache_rag import AsyncAnswerStream, ContextTooLongError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvcache_rag import Answer, AnswerStream, Engine, ReusePolicy, StoredChunk
 
@@ -32,6 +32,7 @@ class Grounded:
             the metrics.
         scores: Of the chunks, where a postprocessor may have put them into another order.
         history: Earlier turns; they stand behind the chunks.
+        pasted: Writes the same as one text, for when the chunks do not fit; None to refuse it.
     """
 
     question: str
@@ -41,6 +42,7 @@ class Grounded:
     prefix_mismatch: bool = False
     scores: tuple[float, ...] | None = None
     history: tuple[dict[str, str], ...] = ()
+    pasted: Callable[[], str] | None = None
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `Engine.generate`."""
@@ -54,66 +56,135 @@ class Grounded:
         }
 
 
-Prompt: TypeAlias = "str | Grounded"
+@dataclass(frozen=True)
+class Pasted:
+    """A text to be continued as it is, although it has a context that chunks might have been.
+
+    Attributes:
+        text: The whole prompt.
+    """
+
+    text: str
+
+
+Prompt: TypeAlias = "str | Grounded | Pasted"
 """A text to be continued as it is, or a question over chunks."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """An answer that is being generated.
+
+    Attributes:
+        pieces: Of the engine.
+        form: How its prompt was made of the caller's (see `answer`).
+    """
+
+    pieces: AnswerStream
+    form: str
+
+
 def answer(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> CompletionResponse:
-    """Generate the whole response."""
-    if isinstance(prompt, str):
-        return _finished(engine.complete(prompt, **options))
-    return _finished(engine.generate(prompt.question, **prompt.options(), **options))
+    """Generate the whole response.
+
+    `raw["kv_cache"]["prompt"]` says what became of the caller's prompt: "reused" if its chunks were
+    answered from where they stood, "rearranged" if something stood before or between them that
+    stands behind them now, "pasted" if nothing of its context could be a chunk, "plain" if it has
+    none.
+    """
+    if isinstance(prompt, Grounded):
+        try:
+            found = engine.generate(prompt.question, **prompt.options(), **options)
+        except ContextTooLongError:
+            if prompt.pasted is None:
+                raise
+            prompt = Pasted(prompt.pasted())
+        else:
+            return _finished(found, _form(prompt))
+    return _finished(engine.complete(_text(prompt), **options), _form(prompt))
 
 
-def open_stream(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> AnswerStream:
+def open_stream(engine: Engine, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
     """Check the prompt and start generating."""
-    if isinstance(prompt, str):
-        return engine.stream_complete(prompt, **options)
-    return engine.stream(prompt.question, **prompt.options(), **options)
+    if isinstance(prompt, Grounded):
+        try:
+            pieces = engine.stream(prompt.question, **prompt.options(), **options)
+        except ContextTooLongError:
+            if prompt.pasted is None:
+                raise
+            prompt = Pasted(prompt.pasted())
+        else:
+            return Stream(pieces, _form(prompt))
+    return Stream(engine.stream_complete(_text(prompt), **options), _form(prompt))
 
 
-def responses(stream: AnswerStream) -> CompletionResponseGen:
-    """Pieces as they come, then an empty one with usage and metrics; closing stops generation."""
+def _text(prompt: str | Pasted) -> str:
+    return prompt.text if isinstance(prompt, Pasted) else prompt
+
+
+def _form(prompt: Prompt) -> str:
+    if isinstance(prompt, Grounded):
+        return "rearranged" if prompt.prefix_mismatch else "reused"
+    return "pasted" if isinstance(prompt, Pasted) else "plain"
+
+
+def responses(
+    stream: Stream, note: Callable[[CompletionResponse], object]
+) -> CompletionResponseGen:
+    """Pieces as they come, then an empty one with usage and metrics; closing stops generation.
+
+    Args:
+        stream: Of the engine.
+        note: Called with the last response.
+    """
     text = ""
     try:
-        for piece in stream:
+        for piece in stream.pieces:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        yield _finished(stream.answer, delta="")
+        last = _finished(stream.pieces.answer, stream.form, delta="")
+        note(last)
+        yield last
     finally:
-        stream.close()
+        stream.pieces.close()
 
 
-async def aresponses(stream: AnswerStream) -> CompletionResponseAsyncGen:
+async def aresponses(
+    stream: Stream, note: Callable[[CompletionResponse], object]
+) -> CompletionResponseAsyncGen:
     """`responses` that does not block the event loop; closing it drops, so stops, the stream."""
     # Closing it awaits nothing: an event loop that ends closes all its generators at once, and what
     # another one is still closing cannot be closed.
-    text, held = "", [stream]
+    text, held, form = "", [stream.pieces], stream.form
     del stream
     pieces = AsyncAnswerStream(held.pop)
     try:
         async for piece in pieces:
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        yield _finished(pieces.answer, delta="")
+        last = _finished(pieces.answer, form, delta="")
+        note(last)
+        yield last
     finally:
         # An event handler that keeps the exception of a cancelled reader keeps this frame.
         held.clear()
 
 
-def _finished(answer: Answer, delta: str | None = None) -> CompletionResponse:
+def _finished(answer: Answer, form: str, delta: str | None = None) -> CompletionResponse:
     metrics = answer.metrics
     usage = {
         "prompt_tokens": metrics.prompt_tokens,
         "completion_tokens": metrics.generated_tokens,
         "total_tokens": metrics.prompt_tokens + metrics.generated_tokens,
+        # As OpenAI writes it, and OpenInference's spans read it.
+        "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens},
     }
     return CompletionResponse(
         text=answer.text,
         delta=delta,
         raw={
             "usage": usage,
-            "kv_cache": metrics.to_dict(),
+            "kv_cache": {**metrics.to_dict(), "prompt": form},
             "finish_reason": answer.finish_reason,
         },
     )

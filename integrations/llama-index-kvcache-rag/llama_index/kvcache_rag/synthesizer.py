@@ -24,13 +24,14 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import refuse_unknown
+from kvcache_rag.integration import json_instruction, refuse_unknown
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
-from llama_index.kvcache_rag.defaults import kv_llm
+from llama_index.kvcache_rag.defaults import kv_llm_with_class
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
 from llama_index.kvcache_rag.prompts import Task, own_template, plain_prompt, written_prompt
-from llama_index.kvcache_rag.references import chunks_of
+from llama_index.kvcache_rag.references import chunks_of, warn_of_changes
 from llama_index.kvcache_rag.responses import Grounded
+from llama_index.kvcache_rag.structured import class_schema
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         CompletionResponseGen,
     )
     from llama_index.core.base.response.schema import RESPONSE_TYPE
+    from llama_index.core.bridge.pydantic import BaseModel
     from llama_index.core.llms.llm import LLM
     from llama_index.core.prompts import BasePromptTemplate
     from llama_index.core.prompts.mixin import PromptDictType
@@ -54,6 +56,12 @@ if TYPE_CHECKING:
 dispatcher = get_dispatcher(__name__)
 
 _OPTIONS: Final = ("callback_manager", "empty_response", "prompt_helper", "chat_prompt_helper")
+# Those that the base class takes: that of chats came with llama-index-core 0.14.22.
+_HELPERS: Final = {
+    name: helper
+    for name, helper in (("prompt_helper", PromptHelper), ("chat_prompt_helper", ChatPromptHelper))
+    if name in signature(BaseSynthesizer).parameters
+}
 
 
 class KVCacheSynthesizer(BaseSynthesizer):
@@ -73,44 +81,51 @@ class KVCacheSynthesizer(BaseSynthesizer):
         chat_history: Sequence[ChatMessage] = (),
         generate_kwargs: dict[str, Any] | None = None,
         streaming: bool = False,
-        output_cls: object = None,
+        output_cls: type[BaseModel] | None = None,
         multimodal: bool = False,
         **options: Any,
     ) -> None:
         """Bind an LLM.
 
         Args:
-            llm: A `KVCacheLLM`; None for `Settings.llm`.
+            llm: A `KVCacheLLM`, or what its `as_structured_llm` gave; None for `Settings.llm`.
             policy: What is reused; None for the LLM's policy.
             overflow: What to do when the chunks do not fit the context window: "refine" (several
                 rounds), "drop_lowest" or "error".
             text_qa_template: A template with `context_str` and, behind it, `query_str`; None for
-                the engine's own. What it has before the context cannot be used (see
+                the engine's own.  What it has before the context begins the question (see
                 `prefix_mismatches`).
             chat_history: Earlier messages, oldest first.  System messages other than the engine's
                 own are written at the beginning of the question; those of tools are left out.
             generate_kwargs: Arguments of generation, such as `max_new_tokens` and `temperature`.
             streaming: Whether answers are streams.
-            output_cls: Not supported.
+            output_cls: A pydantic class to answer with; decoding is held to its schema, which the
+                model is told behind the question.  A stream is the JSON's text.
             multimodal: Not supported.
             options: `callback_manager` and `empty_response` as for every synthesizer.
 
         Raises:
             InvalidInputError: If the LLM is no `KVCacheLLM`, or an argument is not supported.
+            MissingExtraError: If `output_cls` needs llguidance, which is not installed.
         """
         known = {*_OPTIONS, *signature(KVCacheSynthesizer).parameters} - {"options"}
         refuse_unknown(options, known, "argument of KVCacheSynthesizer")
-        if output_cls is not None:
-            raise InvalidInputError("KVCacheSynthesizer answers in text; leave output_cls out")
         if multimodal:
             raise InvalidInputError("KVCacheSynthesizer reads text only; leave multimodal out")
         # The helpers pack texts, which is not done here; made by hand they need not load the model.
-        helpers = {"prompt_helper": PromptHelper(), "chat_prompt_helper": ChatPromptHelper()}
-        self._kv_llm = kv_llm(llm)
-        super().__init__(llm=self._kv_llm, streaming=streaming, **{**helpers, **options})
+        helpers = {name: helper() for name, helper in _HELPERS.items()}
+        self._kv_llm, told = kv_llm_with_class(llm)
+        output_cls = output_cls or told
+        super().__init__(
+            llm=self._kv_llm, streaming=streaming, output_cls=output_cls, **{**helpers, **options}
+        )
         self._policy, self._overflow = policy, overflow
         self._template, self._messages = text_qa_template, tuple(chat_history)
-        self._generate_kwargs = dict(generate_kwargs or {})
+        self._generate_kwargs, self._told = dict(generate_kwargs or {}), ""
+        if output_cls is not None:
+            schema = class_schema(output_cls)
+            self._generate_kwargs["json_schema"] = schema
+            self._told = json_instruction(schema)
         self._mismatches = Mismatches()
 
     @property
@@ -224,25 +239,26 @@ class KVCacheSynthesizer(BaseSynthesizer):
         nodes: Sequence[NodeWithScore],
         variables: dict[str, Any],
     ) -> Task:
-        llm, template = self._kv_llm, self._template
+        llm, template, asked = self._kv_llm, self._template, f"{query}{self._told}"
         spoken = Conversation.of(self._messages, llm.engine)
-        wording = Wording.of(query, spoken)
+        wording = Wording.of(asked, spoken)
         if template is not None:
-            found = Wording.by(template, query, spoken, llm, **variables)
+            found = Wording.by(template, asked, spoken, llm, **variables)
             if found is None:
-                text = plain_prompt(template, llm, query, texts, **variables)
-                return self._started(Task(query, text, text, template, 0))
+                text = plain_prompt(template, llm, asked, texts, **variables)
+                return self._started(Task(query, text, text, template))
             wording = found
         question, turns, mismatch = wording.question, spoken.turns, bool(wording.mismatches)
         self._mismatches.note(wording.mismatches)
         chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
+        for one, text in zip(nodes, texts, strict=False):
+            warn_of_changes(one.node, text, llm.watch)
         known = [one.score for one in nodes if one.score is not None]
         scores = tuple(known) if len(known) == len(nodes) == len(chunks) else None
         request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores, turns)
         prompt = written_prompt(llm.engine, texts, spoken.written(question))
-        references = sum(not isinstance(chunk, str) for chunk in chunks)
         template = template or PromptTemplate(own_template(llm.engine))
-        return self._started(Task(query, prompt, request, template, references))
+        return self._started(Task(query, prompt, request, template))
 
     def _started(self, task: Task) -> Task:
         arguments = {"query_str": task.query}
@@ -273,17 +289,21 @@ class KVCacheSynthesizer(BaseSynthesizer):
                     yield response.delta
         self._report(task, last, report)
 
-    def _finish(self, task: Task, response: CompletionResponse, report: dict[str, Any]) -> str:
+    def _finish(
+        self, task: Task, response: CompletionResponse, report: dict[str, Any]
+    ) -> str | BaseModel:
         dispatcher.event(LLMPredictEndEvent(output=response.text))
         self._report(task, response, report)
-        return response.text
+        if self._output_cls is None:
+            return response.text
+        return self._output_cls.model_validate_json(response.text)
 
     def _report(
         self, task: Task, response: CompletionResponse | None, report: dict[str, Any]
     ) -> None:
         if response is None or not isinstance(response.raw, dict):
             return
-        report.update(response.raw["kv_cache"], references=task.references)
+        report.update(response.raw["kv_cache"])
         dispatcher.event(KVCacheReuseEvent(query_str=task.query, metrics=dict(report)))
 
     # ------------------------------------------------------------------ prompts

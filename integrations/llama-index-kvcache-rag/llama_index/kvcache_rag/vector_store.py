@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.vector_stores.types import (
@@ -24,10 +24,12 @@ from llama_index.core.vector_stores.types import (
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import RowPrefiller, Rows, refuse_unknown
 from llama_index.kvcache_rag.collection import open_collection
+from llama_index.kvcache_rag.llm import KVCacheLLM
 from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.prefilling import row_text, shows_progress
 from llama_index.kvcache_rag.retrieval import Retrieval
 from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
+from llama_index.kvcache_rag.wrapped_store import WrappedVectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -35,13 +37,14 @@ if TYPE_CHECKING:
 
     from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
+    from llama_index.core.llms.llm import LLM
     from llama_index.core.schema import BaseNode
     from typing_extensions import Self
 
     from kvcache_rag import Engine
     from kvcache_rag.integration import Row
-    from llama_index.kvcache_rag.llm import KVCacheLLM
 
+_NO_LLM: Final = object()
 _PLACE = ("persist_dir", "host", "port", "ssl", "headers")
 
 
@@ -76,6 +79,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     _llm: KVCacheLLM | None = PrivateAttr(default=None)
     _engine: Engine | None = PrivateAttr(default=None)
     _reopens: bool = PrivateAttr(default=False)
+    _lost: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
                 options=self.collection_kwargs,
                 **{name: getattr(self, name) for name in _PLACE},
             )
-        self.collection_name = chroma_collection.name
+        self.collection_name = getattr(chroma_collection, "name", self.collection_name)
         self._rows = Rows(chroma_collection)
         self._llm, self._engine = llm, engine
 
@@ -138,6 +142,64 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     def from_params(cls, collection_name: str, **options: Any) -> Self:
         """A store over a new or existing collection."""
         return cls(collection_name=collection_name, **options)
+
+    @staticmethod
+    def wrap(
+        store: BasePydanticVectorStore,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+        name: str = "",
+        show_progress: bool = False,
+    ) -> WrappedVectorStore:
+        """A vector store of any kind (FAISS, Qdrant, pgvector, ...) that prefills what is added.
+
+        Args:
+            store: An open store; it stays usable beside.
+            llm: Prefills with its engine; None for `Settings.llm`.
+            engine: Prefills, if there is no `llm`.
+            name: Of the store, the same whenever it is opened.  Under it chunks are claimed, those
+                of deleted nodes are released, and `kvcache-rag store gc --name` finds what nobody
+                uses.  "": nothing is claimed; chunks go when the limit `kv_max_bytes` drops them.
+            show_progress: Whether to show a bar while prefilling.
+
+        Raises:
+            InvalidInputError: If it is no vector store, or one that prefills already, or both
+                `llm` and `engine` are given.
+        """
+        return WrappedVectorStore(
+            store, llm=llm, engine=engine, name=name, show_progress=show_progress
+        )
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Settings, with those of the LLM under "llm".
+
+        An engine, and an LLM around one or around a loaded model, cannot be written down; "llm" is
+        None then.
+        """
+        data = super().to_dict(**kwargs)
+        if self._llm is not None and self._llm.is_settings:
+            data["llm"] = self._llm.to_dict()
+        elif self._llm is not None or self._engine is not None or self._lost:
+            data["llm"] = None
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
+        """The store that `to_dict` wrote down.
+
+        Args:
+            data: Of `to_dict`.
+            kwargs: Arguments of the constructor, which go first: `client=` for a collection that
+                was handed in, `llm=` or `engine=`.
+        """
+        given = dict(data)
+        llm, has_own = given.pop("llm", _NO_LLM), {"llm", "engine"} & kwargs.keys()
+        if isinstance(llm, dict) and not has_own:
+            kwargs["llm"] = KVCacheLLM.from_dict(llm)
+        store = super().from_dict(given, **kwargs)
+        store._lost = llm is None and not has_own
+        return store
 
     @property
     def client(self) -> Collection:
@@ -158,6 +220,13 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     def _prefilling(self) -> RowPrefiller:
         return RowPrefiller(self._rows, self.engine, self.owner)
 
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise InvalidInputError(
+                "this store was read from a dict, which cannot hold the engine that it prefilled "
+                "with; give llm= or engine= to from_dict"
+            )
+
     # ------------------------------------------------------------------ writing
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Prefill nodes and write them; a node whose id exists replaces that row.
@@ -169,6 +238,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         Raises:
             ContextTooLongError: If a node does not fit the model's context window; nothing is
                 written then.
+            InvalidInputError: If the store was read from a dict and lost its engine.
             ValueError: If a node has no embedding; nothing is prefilled then.
         """
         return self._add(nodes, shows_progress(kwargs, sys._getframe(1)))
@@ -178,6 +248,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         return await asyncio.to_thread(self._add, nodes, shows_progress(kwargs, sys._getframe(1)))
 
     def _add(self, nodes: Sequence[BaseNode], show_progress: bool) -> list[str]:
+        self._refuse_lost()
         prefilling, last = self._prefilling, {node.node_id: node for node in nodes}
         shows, plain = show_progress or self.show_progress, [*map(to_row, last.values())]
         prefilling.write(plain, [*map(row_text, plain)], show_progress=shows)
@@ -192,6 +263,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         Raises:
             InvalidInputError: If the store has neither `llm` nor `engine`.
         """
+        self._refuse_lost()
         return self._prefilling.fill(row_text, show_progress=show_progress)
 
     # ------------------------------------------------------------------ deleting

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag import InvalidInputError, MissingExtraError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
-    from kvcache_rag import Engine
-
-_TOKENIZER: Final = "tokenizer"
 _KEPT: Final = 64  # compiled schemas
 # As json.dumps writes, which is what models have read most; free white space would have no end.
 _WRITING: Final[dict[str, Any]] = {
@@ -71,8 +71,60 @@ class JsonProcessor:
         )
 
 
-def compiled(schema: dict[str, Any]) -> str:
-    """The grammar of a JSON schema.
+class JsonGrammars:
+    """JSON schemas as grammars over the tokens of one model; threads may share one.
+
+    What is costly to make, the tokens' trie and compiled schemas, is made once.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        """Make nothing yet.
+
+        Args:
+            model: Its generation config says which tokens end a sequence.
+            tokenizer: Of the model.
+        """
+        self._model, self._tokenizer = model, tokenizer
+        self._tokens: Any = None
+        self._matchers: dict[str, Any] = {}
+        self._guard = threading.Lock()
+
+    def held(self, schema: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `generate()`, with decoding held to a JSON schema.
+
+        Raises:
+            MissingExtraError: If llguidance is not installed.
+            InvalidInputError: If schema, tokenizer or options do not allow it.
+        """
+        if int(options.get("num_beams") or 1) > 1:
+            raise InvalidInputError("json_schema does not go with beam search; leave num_beams out")
+        others = options.get("logits_processor") or ()
+        return {**options, "logits_processor": [*others, self.processor(schema)]}
+
+    def processor(self, schema: dict[str, Any]) -> JsonProcessor:
+        """A logits processor that holds one call of `generate()` to a JSON schema.
+
+        Raises:
+            MissingExtraError: If llguidance is not installed.
+            InvalidInputError: If schema or tokenizer cannot be used.
+        """
+        name = _checked(schema)
+        with self._guard:
+            if name not in self._matchers:
+                text = json_grammar(schema)
+                if self._tokens is None:
+                    self._tokens = _tokens(self._model, self._tokenizer)
+                matcher = _llguidance().LLMatcher(self._tokens, text, log_level=0)
+                if matcher.is_error():
+                    raise _unusable(matcher.get_error())
+                if len(self._matchers) >= _KEPT:
+                    self._matchers.pop(next(iter(self._matchers)))
+                self._matchers[name] = matcher
+            return JsonProcessor(self._matchers[name])
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of a JSON schema, as llguidance reads it.
 
     Raises:
         MissingExtraError: If llguidance is not installed.
@@ -89,30 +141,24 @@ def compiled(schema: dict[str, Any]) -> str:
     return text
 
 
-def processor(schema: dict[str, Any], engine: Engine, known: dict[str, Any]) -> JsonProcessor:
-    """A processor that holds one call to a schema.
-
-    Args:
-        schema: A JSON schema.
-        engine: Its tokenizer and end-of-sequence tokens count.
-        known: Keeps what is costly to make, for one engine.
+def json_instruction(schema: Any) -> str:
+    """What the model is told behind the question.
 
     Raises:
-        MissingExtraError: If llguidance is not installed.
-        InvalidInputError: If schema or tokenizer cannot be used.
+        InvalidInputError: If it is no JSON schema.
     """
-    name = json.dumps(schema, sort_keys=True)
-    if name not in known:
-        text = compiled(schema)
-        if _TOKENIZER not in known:
-            known[_TOKENIZER] = _tokenizer(engine)
-        matcher = _llguidance().LLMatcher(known[_TOKENIZER], text, log_level=0)
-        if matcher.is_error():
-            raise _unusable(matcher.get_error())
-        if len(known) > _KEPT:
-            known.pop(next(one for one in known if one != _TOKENIZER))
-        known[name] = matcher
-    return JsonProcessor(known[name])
+    _checked(schema)
+    return f"\n\nAnswer with JSON that fits this schema: {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _checked(schema: Any) -> str:
+    """A schema's text, by which it is known."""
+    if not isinstance(schema, dict):
+        raise InvalidInputError(f"json_schema must be a JSON schema, a dict, not {schema!r:.100}")
+    try:
+        return json.dumps(schema, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise _unusable(str(error)) from error
 
 
 def closed(schema: Any) -> Any:
@@ -136,10 +182,10 @@ def closed(schema: Any) -> Any:
     return inner
 
 
-def _tokenizer(engine: Engine) -> Any:
-    stops = engine.model.generation_config.eos_token_id
+def _tokens(model: Any, tokenizer: Any) -> Any:
+    stops = model.generation_config.eos_token_id
     if stops is None:
-        stops = engine.tokenizer.eos_token_id
+        stops = tokenizer.eos_token_id
     if stops is None:
         raise InvalidInputError(
             "structured output needs a model with an end-of-sequence token; set "
@@ -150,9 +196,9 @@ def _tokenizer(engine: Engine) -> Any:
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(engine.tokenizer, eos_token=ends)
+        return from_tokenizer(tokenizer, eos_token=ends)
     except ValueError:  # a decoder that it does not know, or no fast tokenizer
-        wrapped = library.TokenizerWrapper(_Pieces(engine.tokenizer, ends))
+        wrapped = library.TokenizerWrapper(_Pieces(tokenizer, ends))
         return library.LLTokenizer(wrapped, eos_token=ends)
 
 
@@ -207,7 +253,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingExtraError("llguidance", "structured", "langchain-kvcache-rag") from error
+        raise MissingExtraError("llguidance", "structured") from error
     return llguidance
 
 

@@ -1,0 +1,328 @@
+"""Chunks in prompts that LlamaIndex packed by itself, where only the LLM is ours.
+
+Its own synthesizers and chat engines join the retrieved nodes to one text and hand the LLM a
+template with it.  `watch` listens to which nodes were retrieved and are about to be answered from
+(LlamaIndex's spans tell), and `Ask` finds their texts again: they become chunks, and everything
+else of the prompt is the question behind them.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.response.schema import PydanticResponse, Response
+from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.span import BaseSpan
+from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.prompt_type import PromptType
+from llama_index.core.response_synthesizers.base import BaseSynthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore
+
+from kvcache_rag.integration import KnownTexts, Reference
+from llama_index.kvcache_rag.conversation import Conversation
+from llama_index.kvcache_rag.references import llm_text, without_reference
+from llama_index.kvcache_rag.responses import Grounded, Pasted
+
+if TYPE_CHECKING:
+    import inspect
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from llama_index.core.base.llms.types import CompletionResponse
+
+    from kvcache_rag import Engine, StoredChunk
+    from kvcache_rag.integration import FoundText
+    from llama_index.kvcache_rag.llm import KVCacheLLM
+    from llama_index.kvcache_rag.responses import Prompt
+
+KNOWN: Final = KnownTexts()
+"""Of every node that was retrieved in this process.  What is stored, and found in the KV store, is
+all the same that of the namespace of the engine that is asked."""
+
+PASTED: Final = "pasted"
+_Found: TypeAlias = "Grounded | Literal['pasted'] | None"
+"""A question over the chunks that were found, a context in which none was, or no context."""
+
+_CONTEXT: Final = "@@kvcache-rag-context@@"
+# What LlamaIndex's templates call the joined nodes.
+_CONTEXT_NAMES: Final = ("context_str", "context_msg", "context")
+_ANSWERING: Final = frozenset(
+    (PromptType.QUESTION_ANSWER, PromptType.REFINE, PromptType.SUMMARY, PromptType.CUSTOM)
+)
+_READ: Final = (MessageRole.SYSTEM, MessageRole.DEVELOPER, MessageRole.USER)
+_FEWEST_TO_WARN: Final = 400  # characters, about a hundred tokens
+_NOT_FOUND: Final = (
+    "nothing in the context of this prompt is the text of a node that was retrieved, so it is "
+    "computed anew for every question; answer with KVCacheQueryEngine or KVCacheSynthesizer, which "
+    "are handed the nodes themselves, or silence this with KVCacheLLM(match_chunks=False)"
+)
+
+_planned: ContextVar[tuple[_Found, ...]] = ContextVar("kvcache_rag_planned", default=())
+# What the answer that is being made has cost so far, and what the last one did.
+_report: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_report", default=None)
+_shown: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_shown", default=None)
+
+
+# ---------------------------------------------------------------------- which nodes there are
+def know(node: Any) -> None:
+    """Remember the texts by which a node may stand in a prompt."""
+    text = llm_text(without_reference(node))
+    KNOWN.note(text, Reference.from_metadata(node.metadata))
+    bare = node.get_content(metadata_mode=MetadataMode.NONE)
+    if bare != text:
+        KNOWN.note(bare)
+
+
+class _Watch(BaseSpanHandler[BaseSpan]):
+    """Sees the nodes that retrievers give and synthesizers get; keeps no spans."""
+
+    def new_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        parent_span_id: str | None = None,
+        tags: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        nodes = bound_args.arguments.get("nodes")
+        if isinstance(instance, BaseSynthesizer) and isinstance(nodes, list):
+            _know_all(nodes)
+            _report.set({} if nodes else None)
+        elif isinstance(instance, BaseChatEngine):
+            _report.set(None)
+            _shown.set(None)
+
+    def prepare_to_exit_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        result: Any | None = None,
+        **_: Any,
+    ) -> None:
+        if isinstance(result, list):
+            _know_all(result)
+        elif isinstance(instance, BaseSynthesizer) and hasattr(result, "source_nodes"):
+            _show(result, _report.get())
+            _shown.set(_report.get())
+            if not _is_stream(result):  # else the LLM is asked when the stream is read
+                _report.set(None)
+        elif isinstance(instance, BaseChatEngine):
+            _show(result, _shown.get())
+
+    def prepare_to_drop_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        err: BaseException | None = None,
+        **_: Any,
+    ) -> None:
+        _report.set(None)
+
+
+def _know_all(nodes: Sequence[Any]) -> None:
+    for one in nodes:
+        if isinstance(one, NodeWithScore):
+            know(one.node)
+
+
+def _show(response: Any, report: dict[str, Any] | None) -> None:
+    """Put what an answer cost where the user looks for it, if it does not stand there already."""
+    if report is not None and (report or _is_stream(response)):
+        response.metadata = {"kv_cache": report, **(getattr(response, "metadata", None) or {})}
+
+
+def _is_stream(response: Any) -> bool:
+    return not isinstance(response, (Response, PydanticResponse, AgentChatResponse))
+
+
+@lru_cache(maxsize=1)
+def watch() -> None:
+    """Listen to LlamaIndex's spans from now on."""
+    get_dispatcher().add_span_handler(_Watch())
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+    is_count = isinstance(one, (int, float)) and not isinstance(one, bool)
+    return one + other if is_count else other
+
+
+# ---------------------------------------------------------------------- what is asked of the LLM
+@dataclass(frozen=True)
+class Ask:
+    """A call of the LLM, as LlamaIndex makes it.
+
+    Attributes:
+        template: What was found in the template that LlamaIndex writes; empty if it writes none.
+        report: Of the answer that the call is part of.
+    """
+
+    template: tuple[_Found, ...]
+    report: dict[str, Any] | None
+
+    @classmethod
+    def now(cls) -> Ask:
+        """The call that is being made; to be read before a thread or a stream takes over."""
+        return cls(_planned.get(), _report.get())
+
+    def prompt(
+        self, llm: KVCacheLLM, messages: Sequence[ChatMessage], write: Callable[[], str]
+    ) -> Prompt:
+        """What the engine is to answer.
+
+        Args:
+            llm: Is asked.
+            messages: What it is asked; none if that is a text which must stay as it is.
+            write: Writes it as one text.
+        """
+        found = self.template[0] if self.template else _of_messages(llm, messages)
+        if isinstance(found, Grounded):
+            return replace(found, pasted=write)
+        return write() if found is None else Pasted(write())
+
+    def note(self, response: CompletionResponse) -> CompletionResponse:
+        """Add what the answer cost to the report; gives the response."""
+        if self.report is not None and isinstance(response.raw, dict):
+            metrics, report = response.raw["kv_cache"], self.report
+            both = {name: _sum(report[name], metrics[name]) for name in metrics if name in report}
+            report.update({**metrics, **both})
+        return response
+
+
+@contextmanager
+def writing(
+    llm: KVCacheLLM, template: BasePromptTemplate, values: Mapping[str, Any]
+) -> Iterator[None]:
+    """While LlamaIndex writes a template and hands the text to `llm`."""
+    token = _planned.set((_of_template(llm, template, values),))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def _of_template(
+    llm: KVCacheLLM, template: BasePromptTemplate, values: Mapping[str, Any]
+) -> _Found:
+    names = [name for name in _CONTEXT_NAMES if values.get(name)]
+    is_answer = template.metadata.get("prompt_type") in _ANSWERING
+    is_parsed = template.output_parser is not None or llm.output_parser is not None
+    if len(names) != 1 or not is_answer or is_parsed:
+        return None
+    if template.get_template(llm=llm) in _of_judges():
+        return None
+    # `SimpleSummarize` hands over a list.
+    given = values[names[0]]
+    context = given if isinstance(given, str) else "\n".join(map(str, given))
+    found = found_in(context, llm)
+    if not found:
+        if llm.match_chunks and len(context) >= _FEWEST_TO_WARN:
+            llm.warn_once(_NOT_FOUND)
+        return PASTED
+    messages = template.format_messages(llm=llm, **{**values, names[0]: _CONTEXT})
+    return _grounded(llm, messages, _without(context, found), found) or PASTED
+
+
+def _of_messages(llm: KVCacheLLM, messages: Sequence[ChatMessage]) -> _Found:
+    """The same for messages that an app wrote itself."""
+    cut: list[ChatMessage] = []
+    every: list[FoundText] = []
+    gaps = ""
+    for message in messages:
+        text = message.content or ""
+        found = found_in(text, llm) if message.role in _READ else []
+        if found:
+            between = _without(text[: found[-1].end], found)[found[0].start :]
+            gaps += between + text[: found[0].start] if every else between
+            mark = "" if every else _CONTEXT
+            left = f"{text[: found[0].start]}{mark}{between}{text[found[-1].end :]}"
+            message = ChatMessage(role=message.role, content=left)
+            every += found
+        cut.append(message)
+    return _grounded(llm, cut, "", every, gaps) if every else None
+
+
+def _grounded(
+    llm: KVCacheLLM,
+    messages: Sequence[ChatMessage],
+    rest: str,
+    found: Sequence[FoundText],
+    gaps: str = "",
+) -> Grounded | None:
+    """A question over chunks.
+
+    Args:
+        llm: Is asked.
+        messages: With a mark where the first chunk stood.
+        rest: What the mark stands for besides chunks.
+        found: The chunks.
+        gaps: What stood between them elsewhere.
+
+    Returns:
+        None if the mark stands where a chunk cannot be taken away, or nothing is left to ask.
+    """
+    engine = llm.engine
+    spoken = Conversation.of(messages, engine)
+    before, mark, behind = "\n\n".join([*spoken.instructions, *spoken.unanswered]).partition(
+        _CONTEXT
+    )
+    question = f"{before}{rest}{behind}".strip()
+    if not mark or not spoken.unanswered or not question:
+        return None
+    is_after_turns = bool(spoken.turns) and _CONTEXT in spoken.unanswered[0]
+    return Grounded(
+        question,
+        tuple(chunk_of(one, engine) for one in found),
+        overflow="error",
+        prefix_mismatch=is_after_turns or bool((before + rest + gaps).strip()),
+        history=spoken.turns,
+    )
+
+
+def chunk_of(found: FoundText, engine: Engine) -> StoredChunk | str:
+    """What to hand to the engine for a text that was found."""
+    return found.text if found.reference is None else found.reference.chunk(found.text, engine)
+
+
+def found_in(text: str, llm: KVCacheLLM) -> list[FoundText]:
+    """Texts of retrieved nodes in a text, as far as `llm` may look for them."""
+    # A prompt in a form of the user's own is answered in that form.
+    return KNOWN.find(text) if llm.match_chunks and not llm.has_own_form else []
+
+
+def _without(text: str, found: Sequence[FoundText]) -> str:
+    """A text without what was found in it."""
+    ends = [0, *(one.end for one in found)]
+    starts = [*(one.start for one in found), len(text)]
+    return "".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+
+
+def _of_judges() -> frozenset[str]:
+    """Templates by which LlamaIndex's evaluators ask: a judgement is no approximation."""
+    return _judging() if "llama_index.core.evaluation" in sys.modules else frozenset()
+
+
+@lru_cache(maxsize=1)
+def _judging() -> frozenset[str]:
+    from llama_index.core import evaluation
+
+    places = [
+        vars(module) for name, module in sys.modules.items() if name.startswith(evaluation.__name__)
+    ]
+    values = [value for place in places for value in place.values()]
+    values += [one for value in values if isinstance(value, dict) for one in value.values()]
+    templates = [value for value in values if isinstance(value, BasePromptTemplate)]
+    # Other types are those of questions, which some of these modules ask in other places.
+    custom = [one for one in templates if one.metadata.get("prompt_type") == PromptType.CUSTOM]
+    return frozenset(one.get_template() for one in custom)

@@ -1,0 +1,256 @@
+"""A conversation as an engine answers it: tools, thoughts, and documents in what tools said.
+
+Every framework's messages come to the same turns, those that chat templates read; here it is
+decided in which form a model calls tools, and how its answer is taken apart.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.grammar import JsonGrammars
+from kvcache_rag.generation.tools import (
+    JsonReader,
+    TemplateReader,
+    ThoughtReader,
+    ToolCall,
+    ToolChoice,
+    json_turns,
+    read_whole,
+)
+from kvcache_rag.models.responses import known_template, own_template, stream_parser
+from kvcache_rag.prompt.renderer import PROBE_CALL, PROBE_TOOL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.generation.tools import AnswerReader, ToolForm
+
+JSON_FORM: Final = (
+    "chat template or tokenizer of this model do not say how tools are called "
+    "(tokenizer.response_template, and a chat template that writes tools behind the system "
+    "message), so calls are held to JSON by a grammar: they fit their tools' schemas, sensible or "
+    "not"
+)
+"""What is said once where `ConversationForm.tool_form` is "json" for want of another."""
+
+_BEGINNING: Final = 48  # characters by which a text is known again
+
+
+@dataclass(frozen=True)
+class ConversationForm:
+    """How a conversation is put to a model, and how what it answers is read.
+
+    Attributes:
+        turns: As the chat template reads them; the last one asks, or is what a tool said.
+        options: For the engine's `generate`, `complete` and their streams.
+        tool_form: How calls of tools are written; "" where there are none.
+        template: The response template that answers are read by, or None.
+        thinks: Whether the prompt may end with `<think>`.
+        choice: Tools of the answer.
+        is_native: Whether turns hold calls and results as the chat template reads them.
+        is_fallback: Whether calls are written as JSON because the model has no form of its own.
+        chat: Arguments of `Engine.render_chat`.
+    """
+
+    turns: tuple[dict[str, Any], ...]
+    options: dict[str, Any]
+    tool_form: ToolForm
+    template: Mapping[str, Any] | None
+    thinks: bool
+    choice: ToolChoice
+    is_native: bool
+    is_fallback: bool = False
+    chat: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """The question, "" behind what a tool said, and the turns before it."""
+        if self.turns and self.turns[-1]["role"] == "user":
+            return self.turns[-1]["content"], self.turns[:-1]
+        return "", self.turns
+
+    def reader(self, prompt: Callable[[], str]) -> AnswerReader | None:
+        """What takes one answer apart; None where an answer is its text.
+
+        Args:
+            prompt: Writes the prompt, or the part of it behind the documents.
+        """
+        if self.tool_form == "json":
+            return JsonReader()
+        if self.template is not None:
+            return TemplateReader(stream_parser(self.template, prompt(), self.choice.tools))
+        if "logits_processor" in self.options:
+            return None  # held to a grammar of somebody else, which allows no thoughts
+        return ThoughtReader(self.thinks and prompt().rstrip().endswith("<think>"))
+
+
+class ConversationForms:
+    """The forms that the model of one engine knows.  Safe to use from any thread.
+
+    Attributes:
+        known: By the engines that there are.
+    """
+
+    known: ClassVar[weakref.WeakKeyDictionary[Any, ConversationForms]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, engine: Engine) -> None:
+        """Ask nothing of the engine yet."""
+        # Not the engine itself, by which its forms are known.
+        self._renderer, self._model = engine._renderer, engine.model
+        self._tokenizer = engine.tokenizer
+
+    @classmethod
+    def of(cls, engine: Engine) -> ConversationForms:
+        """The forms of an engine, found out once for as long as it lives."""
+        with cls._lock:
+            known = cls.known.get(engine)
+            if known is None:
+                known = cls.known[engine] = cls(engine)
+            return known
+
+    @cached_property
+    def grammars(self) -> JsonGrammars:
+        """Compiled grammars over the model's tokens."""
+        return JsonGrammars(self._model, self._tokenizer)
+
+    @cached_property
+    def native(self) -> Mapping[str, Any] | None:
+        """The response template by which calls in the model's own form are read, or None.
+
+        The one that transformers knows for the type of the model counts where it reads the call
+        that the chat template writes.
+        """
+        if not self._renderer.writes_tools:
+            return None
+        own = own_template(self._tokenizer)
+        if own is not None:
+            return own
+        template = known_template(self._tokenizer, self._model)
+        return template if template is not None and self._reads_calls(template) else None
+
+    def _reads_calls(self, template: Mapping[str, Any]) -> bool:
+        asked = {"role": "user", "content": "c"}
+        function = PROBE_CALL[0]["tool_calls"][0]["function"]
+        try:
+            prompt = self._renderer.render_chat([asked])
+            # The template ends with a new generation prompt; the call stands before it.
+            written = self._renderer.render_chat([asked, PROBE_CALL[0]])
+            parser = stream_parser(template, prompt, [PROBE_TOOL])
+            parts = read_whole(TemplateReader(parser), written.removeprefix(prompt))
+        except (InvalidInputError, ValueError, KeyError, TypeError):
+            return False
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        return [(one.name, one.arguments) for one in calls] == [
+            (function["name"], function["arguments"])
+        ]
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the chat template writes `<think>`, perhaps at the end of a prompt."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return "<think>" in str(template)
+
+    def form(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+        values: Mapping[str, Any] | None = None,
+        *,
+        is_held: bool = False,
+    ) -> ConversationForm:
+        """How a conversation is asked and its answer read.
+
+        Args:
+            turns: As chat templates read them, calls of tools and their results included.
+            choice: Tools of the answer.
+            values: `chat_template_kwargs` of this question.
+            is_held: Whether a grammar of somebody else holds the answer.
+
+        Raises:
+            InvalidInputError: If a schema of a tool cannot be used.
+            MissingExtraError: If calls have to be held to JSON and llguidance is not installed.
+        """
+        has_calls = choice.may_call or any(
+            turn["role"] == "tool" or turn.get("tool_calls") for turn in turns
+        )
+        is_native = has_calls and self.native is not None
+        options: dict[str, Any] = {}
+        chat: dict[str, Any] = {"chat_template_kwargs": dict(values)} if values else {}
+        tool_form: ToolForm = ""
+        is_fallback = False
+        template = None if is_held else own_template(self._tokenizer)
+        written = [dict(turn) for turn in turns]
+        if choice.may_call and is_native and not choice.must_call:
+            tool_form, template = "native", self.native
+            chat["tools"] = choice.tools
+        elif choice.may_call:
+            is_fallback = not is_native and not choice.must_call
+            # Of what is free, no grammar says that a call must be among it.
+            tool_form, template, is_native = "json", None, False
+            options["logits_processor"] = [self.grammars.processor(choice.schema())]
+        if has_calls and not is_native:
+            instruction = choice.instruction() if tool_form == "json" else ""
+            written = json_turns(written, instruction)
+        if template is not None:
+            options["skip_special_tokens"] = False
+        return ConversationForm(
+            turns=tuple(written),
+            options=options,
+            tool_form=tool_form,
+            template=template,
+            thinks=self.thinks and not is_held,
+            choice=choice,
+            is_native=is_native,
+            is_fallback=is_fallback,
+            chat=chat,
+        )
+
+
+def referring(content: str, texts: Sequence[str], place: Callable[[str], int]) -> str:
+    """What a tool said, with the documents in it as references to where they stand as chunks.
+
+    Args:
+        content: With each of `texts` in it, as a whole.
+        texts: In the order in which they stand in `content`.
+        place: The number of a document in the prompt, from 1.
+    """
+    parts, at = [], 0
+    for text in texts:
+        start = content.index(text, at)
+        parts += [content[at:start], reference_to(text, place(text))]
+        at = start + len(text)
+    return "".join([*parts, content[at:]])
+
+
+def reference_to(text: str, number: int) -> str:
+    """How a message refers to a document that stands before the conversation."""
+    beginning = " ".join(text.split())
+    if len(beginning) > _BEGINNING:
+        beginning = beginning[:_BEGINNING].rsplit(" ", 1)[0] + "…"
+    return f'[document {number} above: "{beginning}"]'
+
+
+def whole_texts(content: str, texts: Sequence[str]) -> list[str]:
+    """Those of `texts` that stand in `content`, one behind the other, each as words of its own."""
+    found, at = [], 0
+    for text in texts:
+        start = content.find(text, at) if text.strip() else -1
+        end = start + len(text)
+        if start < 0 or _in_word(content, start) or _in_word(content, end):
+            continue
+        found.append(text)
+        at = end
+    return found
+
+
+def _in_word(text: str, place: int) -> bool:
+    """Whether a place between two characters is within a word."""
+    return text[place - 1 : place].isalnum() and text[place : place + 1].isalnum()

@@ -1,0 +1,134 @@
+"""Texts that were retrieved, found again where a framework has pasted them into a prompt.
+
+A prompt is read line by line.  What is found is a whole known text that begins and ends with lines
+of its own, so a quotation within a sentence, a cut text, or one that only looks alike is no chunk.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvcache_rag.integration.references import Reference
+
+FEWEST_CHARACTERS: Final = 24
+"""A shorter text is left where it stands: computing it costs next to nothing."""
+
+
+@dataclass(frozen=True)
+class FoundText:
+    """A known text within another one.
+
+    Attributes:
+        start: Index of its first character.
+        end: Index behind its last one.
+        text: The known text, white space at its ends included.
+        reference: Where its KV is, if that was noted.
+    """
+
+    start: int
+    end: int
+    text: str
+    reference: Reference | None = None
+
+
+class KnownTexts:
+    """Texts of retrieved chunks, by which a prompt is cut.
+
+    Thread-safe.  White space at the ends of a text does not count, since frameworks strip it.
+    """
+
+    def __init__(self, limit: int = 2**27) -> None:
+        """Know texts of at most `limit` characters together; the least recently noted go first."""
+        self._limit, self._characters = limit, 0
+        self._known: OrderedDict[str, tuple[str, Reference | None]] = OrderedDict()
+        # By their first characters; those of one beginning sorted, because all nodes of a folder
+        # may begin with its path.
+        self._by_beginning: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(self, text: str, reference: Reference | None = None) -> None:
+        """Know a text from now on; `reference` replaces an earlier one, None does not."""
+        core = text.strip()
+        if len(core) < FEWEST_CHARACTERS:
+            return
+        with self._lock:
+            known = self._known.get(core)
+            if known is None:
+                insort(self._by_beginning.setdefault(core[:FEWEST_CHARACTERS], []), core)
+                self._characters += len(core)
+            self._known[core] = (text, reference or (known[1] if known else None))
+            self._known.move_to_end(core)
+            while self._characters > self._limit:
+                self._forget(self._known.popitem(last=False)[0])
+
+    def _forget(self, core: str) -> None:
+        beginning = core[:FEWEST_CHARACTERS]
+        alike = self._by_beginning[beginning]
+        del alike[bisect_left(alike, core)]
+        if not alike:
+            del self._by_beginning[beginning]
+        self._characters -= len(core)
+
+    def find(self, text: str) -> list[FoundText]:
+        """Known texts in `text`, in its order; of several that begin on a line the longest."""
+        found: list[FoundText] = []
+        start = 0
+        with self._lock:
+            while start < len(text):
+                one = self._at(text, start)
+                if one is not None:
+                    found.append(one)
+                    start = one.end
+                start = text.find("\n", start) + 1 or len(text)
+        return found
+
+    def _at(self, text: str, line: int) -> FoundText | None:
+        """The longest known text that begins with the line at index `line`."""
+        start = line
+        while text[start : start + 1] in (" ", "\t"):
+            start += 1
+        alike = self._by_beginning.get(text[start : start + FEWEST_CHARACTERS])
+        if alike is None:
+            return None
+        # Whatever is a beginning of `rest` sorts at or before it, the longest last.
+        rest = text[start:]
+        last = bisect_right(alike, rest)
+        while last:
+            core = alike[last - 1]
+            if rest.startswith(core):
+                end = start + len(core)
+                if _ends_line(text, end):
+                    whole, reference = self._known[core]
+                    return FoundText(start, end, whole, reference)
+                rest = core[:-1]
+            else:
+                rest = _common(core, rest)
+            if len(rest) < FEWEST_CHARACTERS:
+                return None
+            last = bisect_right(alike, rest, hi=last - 1)
+        return None
+
+
+def _ends_line(text: str, end: int) -> bool:
+    behind = text.find("\n", end)
+    return not text[end : behind if behind >= 0 else None].strip()
+
+
+def _common(one: str, other: str) -> str:
+    """The beginning that two texts share, by halves: the slices are compared by C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]

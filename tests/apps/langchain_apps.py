@@ -1,0 +1,367 @@
+"""Apps of LangChain, as its documentation writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import chromadb
+from apps.catalogue import NONE, PART, QUESTION, TEXTS, app, call_of
+from langchain.agents import create_agent
+from langchain_classic.chains import (
+    RetrievalQA,
+    create_history_aware_retriever,
+    create_retrieval_chain,
+)
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import (
+    ContextualCompressionRetriever,
+    EnsembleRetriever,
+    MultiQueryRetriever,
+    ParentDocumentRetriever,
+)
+from langchain_classic.retrievers.document_compressors import LLMChainExtractor
+from langchain_classic.storage import InMemoryStore
+from langchain_core.caches import InMemoryCache
+from langchain_core.chat_history import InMemoryChatMessageHistory
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.messages import HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.runnables.history import RunnableWithMessageHistory
+from langchain_core.tools import create_retriever_tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_qdrant import QdrantVectorStore
+from langchain_text_splitters import CharacterTextSplitter
+from langgraph.checkpoint.memory import MemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+
+from kvcache_rag import FullRecompute
+from langchain_kvcache_rag import (
+    ChatKVCache,
+    HashEmbeddings,
+    KVCacheChroma,
+    KVCacheRAG,
+    KVCacheVectorStore,
+    document_block,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
+
+    Asking = Callable[[], Any]
+
+FRAMEWORK = "LangChain"
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What an app of LangChain begins with.
+
+    Attributes:
+        llm: Ours.
+        collection: Name of a collection that nobody has.
+        scripted: Makes a chat model that says what it is told to.
+    """
+
+    llm: ChatKVCache
+    collection: str
+    scripted: Callable[..., ChatKVCache]
+
+    def documents(self) -> list[Document]:
+        return [
+            Document(page_content=text, metadata={"part": number % 2})
+            for number, text in enumerate(TEXTS)
+        ]
+
+    def store(self) -> VectorStore:
+        return InMemoryVectorStore.from_documents(self.documents(), HashEmbeddings(dimensions=64))
+
+    def retriever(self, **options: Any) -> VectorStoreRetriever:
+        return self.store().as_retriever(search_kwargs={"k": 2, **options})
+
+    def chain(self, retriever: Any) -> Asking:
+        chain = (
+            {"context": retriever, "question": RunnablePassthrough()}
+            | KVCacheRAG(llm=self.llm)
+            | StrOutputParser()
+        )
+        return lambda: chain.invoke(QUESTION)
+
+
+# ---------------------------------------------------------------------- our classes
+@app(FRAMEWORK, "`KVCacheRAG` over any vector store")
+def two_lines(kit: Kit) -> Asking:
+    return kit.chain(kit.retriever())
+
+
+@app(FRAMEWORK, "`KVCacheChroma`: prefilled at ingestion")
+def vector_store(kit: Kit) -> Asking:
+    store = KVCacheChroma(
+        kit.collection,
+        HashEmbeddings(dimensions=64),
+        client=chromadb.EphemeralClient(),
+        llm=kit.llm,
+    )
+    store.add_documents(kit.documents())
+    return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
+
+
+@app(FRAMEWORK, "Qdrant with `KVCacheVectorStore.wrap`: prefilled at ingestion")
+def qdrant_store(kit: Kit) -> Asking:
+    inner = QdrantVectorStore.from_texts(
+        [], HashEmbeddings(dimensions=64), location=":memory:", collection_name=kit.collection
+    )
+    store = KVCacheVectorStore.wrap(inner, llm=kit.llm, name=kit.collection)
+    store.add_documents(kit.documents())
+    return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
+
+
+@app(FRAMEWORK, "`document_prompt=`", remark="metadata is part of the chunk")
+def document_prompt(kit: Kit) -> Asking:
+    prompt = PromptTemplate.from_template("Part {part}: {page_content}")
+    rag = KVCacheRAG(llm=kit.llm, document_prompt=prompt)
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | rag
+    return lambda: chain.invoke(QUESTION).content
+
+
+@app(
+    FRAMEWORK, '`config={"configurable": {"policy": ...}}` of a chain', NONE, "as it was asked for"
+)
+def policy_of_a_call(kit: Kit) -> Asking:
+    chain = (
+        {"context": kit.retriever(), "question": RunnablePassthrough()}
+        | KVCacheRAG(llm=kit.llm)
+        | StrOutputParser()
+    )
+    return lambda: chain.invoke(QUESTION, {"configurable": {"policy": FullRecompute()}})
+
+
+@app(FRAMEWORK, "`create_retrieval_chain(retriever, KVCacheRAG(llm=llm))`")
+def retrieval_chain(kit: Kit) -> Asking:
+    chain = create_retrieval_chain(kit.retriever(), KVCacheRAG(llm=kit.llm))
+    return lambda: chain.invoke({"input": QUESTION})["answer"].content
+
+
+@app(FRAMEWORK, "streaming")
+def streaming(kit: Kit) -> Asking:
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
+        llm=kit.llm
+    )
+    return lambda: "".join(str(piece.content) for piece in chain.stream(QUESTION))
+
+
+@app(FRAMEWORK, "`ainvoke`")
+def asynchronous(kit: Kit) -> Asking:
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
+        llm=kit.llm
+    )
+    return lambda: asyncio.run(chain.ainvoke(QUESTION)).content
+
+
+@app(FRAMEWORK, "`batch`")
+def batch(kit: Kit) -> Asking:
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(
+        llm=kit.llm
+    )
+    return lambda: [one.content for one in chain.batch([QUESTION, "What does the lamp burn?"])]
+
+
+# ---------------------------------------------------------------------- retrievers
+@app(FRAMEWORK, "`MultiQueryRetriever`")
+def multi_query(kit: Kit) -> Asking:
+    prompt = PromptTemplate.from_template("Say it in other words: {question}")
+    return kit.chain(
+        MultiQueryRetriever.from_llm(kit.retriever(), kit.llm, prompt=prompt, include_original=True)
+    )
+
+
+@app(FRAMEWORK, "`ParentDocumentRetriever`", remark="parents are what is prefilled and reused")
+def parent_document(kit: Kit) -> Asking:
+    retriever = ParentDocumentRetriever(
+        vectorstore=InMemoryVectorStore(HashEmbeddings(dimensions=64)),
+        docstore=InMemoryStore(),
+        child_splitter=CharacterTextSplitter(separator=". ", chunk_size=40, chunk_overlap=0),
+    )
+    retriever.add_documents(kit.documents())
+    return kit.chain(retriever)
+
+
+class Longest(BaseDocumentCompressor):
+    """Keeps the longest document, as `EmbeddingsFilter` keeps the nearest ones."""
+
+    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
+        return [max(documents, key=lambda one: len(one.page_content))]
+
+
+@app(FRAMEWORK, "`ContextualCompressionRetriever` with a filter")
+def compression(kit: Kit) -> Asking:
+    return kit.chain(
+        ContextualCompressionRetriever(base_compressor=Longest(), base_retriever=kit.retriever())
+    )
+
+
+@app(FRAMEWORK, "`EnsembleRetriever`")
+def ensemble(kit: Kit) -> Asking:
+    retrievers: list[Any] = [kit.retriever(), kit.retriever(k=3)]
+    return kit.chain(EnsembleRetriever(retrievers=retrievers, weights=[0.5, 0.5]))
+
+
+@app(
+    FRAMEWORK,
+    "a reranker that changes the order",
+    remark="a chunk is stored once, whatever its place",
+)
+def reordering(kit: Kit) -> Asking:
+    orders = iter([1, -1, 1, -1])
+    retriever = kit.retriever()
+    return kit.chain(RunnableLambda(lambda question: retriever.invoke(question)[:: next(orders)]))
+
+
+@app(FRAMEWORK, "a document that is changed and added again", PART, "it is computed")
+def upsert(kit: Kit) -> Asking:
+    store, versions = kit.store(), iter(["", " It was painted white."])
+    ask = kit.chain(store.as_retriever(search_kwargs={"k": 4}))
+
+    def changed() -> Any:
+        store.add_documents([Document(page_content=TEXTS[0] + next(versions), id="changed")])
+        return ask()
+
+    return changed
+
+
+# ---------------------------------------------------------------------- conversations and graphs
+@app(FRAMEWORK, "`RunnableWithMessageHistory`")
+def message_history(kit: Kit) -> Asking:
+    sessions, retriever = iter(range(9)), kit.retriever()
+    chain = RunnablePassthrough.assign(
+        context=lambda given: retriever.invoke(given["question"])
+    ) | KVCacheRAG(llm=kit.llm)
+    talking = RunnableWithMessageHistory(
+        chain,
+        lambda session_id: InMemoryChatMessageHistory(),
+        input_messages_key="question",
+        history_messages_key="chat_history",
+    )
+    return lambda: (
+        talking.invoke(
+            {"question": QUESTION}, {"configurable": {"session_id": str(next(sessions))}}
+        ).content
+    )
+
+
+@app(FRAMEWORK, "`create_history_aware_retriever`")
+def history_aware(kit: Kit) -> Asking:
+    prompt = ChatPromptTemplate.from_messages(
+        [MessagesPlaceholder("chat_history"), ("user", "{input}")]
+    )
+    retriever = create_history_aware_retriever(kit.llm, kit.retriever(), prompt)
+    chain = create_retrieval_chain(retriever, KVCacheRAG(llm=kit.llm))
+    history = [("user", "Hello."), ("assistant", "Good day.")]
+    return lambda: chain.invoke({"input": QUESTION, "chat_history": history})["answer"].content
+
+
+@app(FRAMEWORK, "LangGraph with a checkpointer, document blocks in its state")
+def graph(kit: Kit) -> Asking:
+    def answer(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [kit.llm.invoke(state["messages"])]}
+
+    built = StateGraph(MessagesState).add_node("answer", answer).add_edge(START, "answer")
+    app_ = built.compile(checkpointer=MemorySaver())
+    retriever, threads = kit.retriever(), iter(range(9))
+
+    def ask() -> Any:
+        blocks: list[Any] = [document_block(one) for one in retriever.invoke(QUESTION)]
+        asked = HumanMessage(content=[*blocks, {"type": "text", "text": QUESTION}])
+        config = {"configurable": {"thread_id": str(next(threads))}}
+        return app_.invoke({"messages": [asked]}, config)["messages"][-1].content
+
+    return ask
+
+
+@app(FRAMEWORK, "`MessagesPlaceholder` with document blocks")
+def placeholder(kit: Kit) -> Asking:
+    prompt = ChatPromptTemplate.from_messages(
+        [MessagesPlaceholder("documents"), ("user", "{question}")]
+    )
+    chain, retriever = prompt | kit.llm, kit.retriever()
+
+    def ask() -> Any:
+        blocks: list[Any] = [document_block(one) for one in retriever.invoke(QUESTION)]
+        return chain.invoke(
+            {"documents": [HumanMessage(content=blocks)], "question": QUESTION}
+        ).content
+
+    return ask
+
+
+@app(FRAMEWORK, "`with_retry`, `with_fallbacks`")
+def retries(kit: Kit) -> Asking:
+    steady = KVCacheRAG(llm=kit.llm).with_retry().with_fallbacks([KVCacheRAG(llm=kit.llm)])
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | steady
+    return lambda: chain.invoke(QUESTION).content
+
+
+@app(FRAMEWORK, "an LLM cache (`cache=InMemoryCache()`)", NONE, "the answer itself is kept")
+def answer_cache(kit: Kit) -> Asking:
+    cached = kit.llm.model_copy(update={"cache": InMemoryCache()})
+    chain = {"context": kit.retriever(), "question": RunnablePassthrough()} | KVCacheRAG(llm=cached)
+    return lambda: chain.invoke(QUESTION).content
+
+
+# ---------------------------------------------------------------------- agents
+@app(
+    FRAMEWORK, '`create_agent` with a retriever\'s tool (`response_format="content_and_artifact"`)'
+)
+def agent(kit: Kit) -> Asking:
+    llm = kit.scripted(call_of("search", query=QUESTION), "In the tower.")
+    tool = create_retriever_tool(
+        kit.retriever(), "search", "Finds facts.", response_format="content_and_artifact"
+    )
+    made = create_agent(llm, [tool])
+    return lambda: made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].content
+
+
+# ---------------------------------------------------------------------- what keeps less
+_PASTED = "came without document blocks"
+
+
+@app(
+    FRAMEWORK,
+    "`create_stuff_documents_chain(llm, prompt)`",
+    NONE,
+    "documents are pasted into a text: give `KVCacheRAG(llm=llm)` in its place",
+    _PASTED,
+)
+def stuff_chain(kit: Kit) -> Asking:
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "Use this:\n{context}"), ("user", "{input}")]
+    )
+    chain = create_retrieval_chain(
+        kit.retriever(k=4), create_stuff_documents_chain(kit.llm, prompt)
+    )
+    return lambda: chain.invoke({"input": QUESTION})["answer"]
+
+
+@app(FRAMEWORK, "`RetrievalQA`", NONE, "as above", _PASTED)
+def retrieval_qa(kit: Kit) -> Asking:
+    chain = RetrievalQA.from_llm(kit.llm, retriever=kit.retriever(k=4))
+    return lambda: chain.invoke(QUESTION)["result"]
+
+
+@app(
+    FRAMEWORK,
+    "`LLMChainExtractor`",
+    remark="what it writes is a chunk of its own; another question has it write another, from "
+    "documents that it pastes into its prompts",
+    warning=_PASTED,
+)
+def extractor(kit: Kit) -> Asking:
+    short = LLMChainExtractor.from_llm(kit.llm)
+    return kit.chain(
+        ContextualCompressionRetriever(base_compressor=short, base_retriever=kit.retriever())
+    )

@@ -1,0 +1,116 @@
+"""A tiny random model whose logits are fixed, so that it says what a script wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Script = Callable[[str], str]
+"""Gives the answer to a prompt, of which it sees what is computed last: all behind the chunks."""
+
+THINKING: Final = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+"""A chat template that opens the thoughts of an answer if it is told to."""
+
+NATIVE: Final = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if loop.first and tools %}\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+    "{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that writes tools, behind the first message, and their calls."""
+
+RESPONSE: Final[dict[str, Any]] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*</s>", "content": "text"},
+    },
+}
+"""How calls and thoughts are read."""
+
+
+class ScriptedModel(LlamaForCausalLM):
+    """Whatever it is asked, the tokens of a script come out, and then the end of the sequence."""
+
+    script: Script
+    tokenizer: Any
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **arguments: Any) -> Any:
+        """A forward pass as ever, whose last logits are the script's."""
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **arguments)
+        if input_ids.shape[1] > 1:  # a prompt, or a chunk, after which nothing is generated
+            self._answers = [self._ids(row.tolist()) for row in input_ids]
+            self._place = 0
+        for row, ids in enumerate(self._answers):
+            output.logits[row, -1] = -100.0
+            output.logits[row, -1, ids[min(self._place, len(ids) - 1)]] = 100.0
+        self._place += 1
+        return output
+
+    def _ids(self, prompt: list[int]) -> list[int]:
+        answer = self.script(self.tokenizer.decode(prompt))
+        ids: list[int] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return [*ids, self.tokenizer.eos_token_id]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary.update({letter: index for index, letter in enumerate(alphabet, start=3)})
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def scripted(
+    script: Script, chat_template: str | None, response_template: dict[str, Any] | None = None
+) -> tuple[ScriptedModel, PreTrainedTokenizerFast]:
+    """A model and its tokenizer.
+
+    Args:
+        script: Says what is answered.
+        chat_template: Of the tokenizer.
+        response_template: Of the tokenizer, or None.
+    """
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.response_template = response_template
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        max_position_embeddings=16384,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = ScriptedModel(config).eval()
+    model.script, model.tokenizer = script, tokenizer
+    return model, tokenizer

@@ -1,0 +1,133 @@
+"""Retrieved texts found again in prompts."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache_rag.integration import KnownTexts, Reference, known_texts
+from kvcache_rag.integration.known_texts import FEWEST_CHARACTERS
+
+MOON = "The moon has no air, so there is no sound.\nIt has quakes."
+SEA = "The sea is salt because rivers bring minerals."
+REFERENCE = Reference("a" * 64, "b" * 64, 3, 4, "c" * 64)
+
+
+def known(*texts: str) -> KnownTexts:
+    found = KnownTexts()
+    for text in texts:
+        found.note(text)
+    return found
+
+
+def texts(where: KnownTexts, prompt: str) -> list[str]:
+    return [one.text for one in where.find(prompt)]
+
+
+def test_joined_texts_are_found_in_their_order() -> None:
+    prompt = f"Read this.\n---\n{SEA}\n\n{MOON}\n---\nWhat is salt?"
+    found = known(MOON, SEA).find(prompt)
+    assert [one.text for one in found] == [SEA, MOON]
+    assert [prompt[one.start : one.end] for one in found] == [SEA, MOON]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"He said: {SEA}",
+        f"{SEA} And more.",
+        SEA[:-1],
+        SEA.replace("salt", "sweet"),
+        SEA.upper(),
+        SEA.replace(" ", "  "),
+        MOON.replace("\n", " "),
+    ],
+)
+def test_what_only_looks_alike_is_not_found(prompt: str) -> None:
+    assert texts(known(SEA, MOON), prompt) == []
+
+
+def test_white_space_at_the_ends_does_not_count() -> None:
+    given = f"\n  {SEA} \n"
+    assert texts(known(given), f"a\n \t{SEA}\t\r\nb") == [given]
+
+
+def test_the_longest_of_those_that_begin_alike() -> None:
+    where = known(MOON.partition("\n")[0], MOON, f"{MOON}\n{SEA}")
+    assert texts(where, f"{MOON}\n\n{SEA}") == [MOON]
+    assert texts(where, f"{MOON}\n{SEA}") == [f"{MOON}\n{SEA}"]
+    assert texts(where, MOON + "!") == [MOON.partition("\n")[0]]
+
+
+def test_a_short_text_is_left_alone() -> None:
+    short = "x" * (FEWEST_CHARACTERS - 1)
+    assert texts(known(short), short) == []
+    assert texts(known(short + "x"), short + "x") == [short + "x"]
+
+
+def test_a_reference_is_kept_until_another_comes() -> None:
+    where = KnownTexts()
+    where.note(SEA, REFERENCE)
+    where.note(SEA)
+    assert [one.reference for one in where.find(SEA)] == [REFERENCE]
+
+
+def test_the_longest_unused_are_forgotten() -> None:
+    where = KnownTexts(limit=len(MOON) + len(SEA))
+    for text in (MOON, SEA, MOON, SEA[::-1]):
+        where.note(text)
+    assert len(where) == 2
+    assert texts(where, f"{MOON}\n{SEA}\n{SEA[::-1]}") == [MOON, SEA[::-1]]
+
+
+WORDS = st.lists(st.sampled_from(["alpha", "beta", "alpha beta", "\n"]), min_size=4, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=8), st.lists(st.integers(0, 7), max_size=5))
+def test_law_a_prompt_is_cut_as_by_trying_every_text(
+    lists: list[list[str]], order: list[int]
+) -> None:
+    every = [" ".join(words).strip() for words in lists]
+    prompt = "\n".join(["top", *(every[index % len(every)] for index in order), "end alpha"])
+    assert texts(known(*every), prompt) == slowly(every, prompt)
+
+
+def slowly(every: list[str], prompt: str) -> list[str]:
+    """The specification: at every line, every text, the longest first."""
+    usable = sorted({one for one in every if len(one) >= FEWEST_CHARACTERS}, key=len, reverse=True)
+    found, start = [], 0
+    while start < len(prompt):
+        line = len(prompt) - len(prompt[start:].lstrip(" \t"))
+        for one in usable:
+            end = line + len(one)
+            if prompt.startswith(one, line) and not prompt[end:].partition("\n")[0].strip():
+                found.append(one)
+                start = end
+                break
+        start = prompt.find("\n", start) + 1 or len(prompt)
+    return found
+
+
+def test_many_texts_of_one_beginning_are_searched_by_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work for a prompt does not grow with what is known: comparisons are counted."""
+    shuffled = [f"file_path: /documents/{number:06}\n\n{SEA}" for number in range(20_000)]
+    random.Random(0).shuffle(shuffled)
+    where = known(*shuffled)
+    looked: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> int:
+        looked.append(1)
+        return bisect_right(*arguments, **options)
+
+    monkeypatch.setattr(known_texts, "bisect_right", counted)
+    prompt = "\n\n".join(shuffled[:10])
+    assert texts(where, prompt) == shuffled[:10]
+    assert len(looked) == 10
