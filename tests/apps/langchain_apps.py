@@ -314,14 +314,10 @@ def answer_cache(kit: Kit) -> Asking:
 
 
 # ---------------------------------------------------------------------- agents
-@app(
-    FRAMEWORK, '`create_agent` with a retriever\'s tool (`response_format="content_and_artifact"`)'
-)
+@app(FRAMEWORK, "`create_agent` with `create_retriever_tool`")
 def agent(kit: Kit) -> Asking:
     llm = kit.scripted(call_of("search", query=QUESTION), "In the tower.")
-    tool = create_retriever_tool(
-        kit.retriever(), "search", "Finds facts.", response_format="content_and_artifact"
-    )
+    tool = create_retriever_tool(kit.retriever(), "search", "Finds facts.")
     made = create_agent(llm, [tool])
     return lambda: made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].content
 

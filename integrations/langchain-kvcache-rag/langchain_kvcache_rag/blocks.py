@@ -7,14 +7,18 @@ still sees where each document begins and ends.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from langchain_core.prompts import StringPromptTemplate, format_document
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import Shown
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
+
+    from kvcache_rag.integration import MetadataWatch
 
 DOCUMENT_TYPE: Final = "text-plain"
 """LangChain's standard type of a block that is a plain-text document."""
@@ -80,6 +84,33 @@ def document_text(document: Document, document_prompt: StringPromptTemplate | No
         raise InvalidInputError(
             f"document_prompt cannot write the document {name!r}: {error}"
         ) from error
+
+
+def warn_of_changes(
+    document: Document, document_prompt: StringPromptTemplate, watch: MetadataWatch
+) -> None:
+    """Warn once of a field of metadata that makes another chunk of one text again and again.
+
+    Args:
+        document: As it was retrieved; without an id nothing tells it from another.
+        document_prompt: Says what the model reads of it.
+        watch: Remembers what was read before.
+    """
+    if document.id is None:
+        return
+
+    def shown() -> Shown:
+        named = {*document_prompt.input_variables} & {*document.metadata}
+        return Shown(document.page_content, {name: document.metadata[name] for name in named})
+
+    written = document_text(document, document_prompt)
+    for name in watch.changed(document.id, written, shown):
+        warnings.warn(
+            f"the metadata field {name!r} changes while the text stays, and document_prompt makes "
+            "it part of what the model reads, so nothing cached of such a document can be reused; "
+            f"leave {{{name}}} out of document_prompt",
+            stacklevel=2,
+        )
 
 
 def checked_prompt(document_prompt: Any) -> StringPromptTemplate:

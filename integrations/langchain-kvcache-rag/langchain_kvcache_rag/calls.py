@@ -42,6 +42,7 @@ class Call:
         asked: What the messages ask.
         options: Keyword arguments of the engine's `generate` or `complete`.
         form: How it is written and how the answer is read.
+        is_pasted: Whether documents seem to stand in its messages as mere text.
     """
 
     engine: Engine
@@ -49,6 +50,14 @@ class Call:
     asked: Asked
     options: dict[str, Any]
     form: ConversationForm
+    is_pasted: bool = False
+
+    @property
+    def prompt_kind(self) -> str:
+        """What became of the caller's messages, as `kv_cache["prompt"]` says it."""
+        if isinstance(self.asked, Grounded):
+            return "rearranged" if self.asked.prefix_mismatch else "reused"
+        return "pasted" if self.is_pasted else "plain"
 
     @property
     def question(self) -> tuple[str, list[dict[str, Any]]]:
@@ -105,7 +114,13 @@ class Call:
 
 
 def call_of(
-    engine: Engine, references: References, asked: Asked, options: dict[str, Any], is_held: bool
+    engine: Engine,
+    references: References,
+    asked: Asked,
+    options: dict[str, Any],
+    *,
+    is_held: bool,
+    is_pasted: bool,
 ) -> Call:
     """A call, with tools and other values of the chat template taken out of its options.
 
@@ -115,6 +130,7 @@ def call_of(
         asked: What the messages ask.
         options: As `call_options` gave them.
         is_held: Whether a grammar holds the answer already.
+        is_pasted: As of `Call`.
 
     Raises:
         InvalidInputError: If tools cannot be used, or not beside that grammar.
@@ -137,7 +153,7 @@ def call_of(
         if choice.may_call or not form.asked[0]:
             # If not everything fits, what was found first is left out first.
             options.setdefault("scores", range(len(asked.texts)))
-    return Call(engine, references, asked, options, form)
+    return Call(engine, references, asked, options, form, is_pasted)
 
 
 def call_options(

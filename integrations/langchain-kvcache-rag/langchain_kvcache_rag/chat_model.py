@@ -17,6 +17,7 @@ from langchain_kvcache_rag.calls import (
 )
 from langchain_kvcache_rag.messages import Conversation, read_messages
 from langchain_kvcache_rag.responses import AsyncChunks, chunks, result
+from langchain_kvcache_rag.retrieved import documents_in
 from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class ChatKVCache(ChatSettings):
 
     Tools are called in the model's own form where its chat template and its response template say
     how, else in JSON that a grammar holds (`response_metadata["tool_form"]`).  Documents in what a
-    tool said are chunks like others: blocks in its message, or its `artifact`.  What a model thinks
+    tool said are chunks like others: blocks in its message, its `artifact`, or texts that a
+    retriever gave and that stand whole in it.  What a model thinks
     before it answers is `additional_kwargs["reasoning_content"]`.  Structured output works with
     every model, because decoding is held to the schema (`with_structured_output`).
 
@@ -229,12 +231,14 @@ class ChatKVCache(ChatSettings):
         engine, shared = self.engine, self._shared
         schema = options.pop("json_schema", None)
         suffix = "" if schema is None else json_instruction(schema)
-        asked = read_messages(messages, engine.template.system, suffix)
+        found_in = documents_in if self.match_chunks else None
+        asked = read_messages(messages, engine.template.system, suffix, found_in)
         if schema is not None:
             options = shared.grammars(engine).held(schema, options)
+        is_pasted = False
         if isinstance(asked, Conversation):
             asked = asked.opened(self.system_prompt)
-            _warn_of_pasted(asked, engine, shared)
+            is_pasted = _is_pasted(asked, engine, shared)
         else:
             shared.pasted.note(asked.texts)
             if asked.prefix_mismatch:
@@ -245,16 +249,20 @@ class ChatKVCache(ChatSettings):
                     "ChatKVCache(system_prompt=...) to have it first",
                 )
         call = call_of(
-            engine, shared.references, asked, for_asked(asked, options), is_held=schema is not None
+            engine,
+            shared.references,
+            asked,
+            for_asked(asked, options),
+            is_held=schema is not None,
+            is_pasted=is_pasted,
         )
         if call.form.is_fallback:
             shared.warn_once("tools", JSON_FORM)
         return call
 
 
-def _warn_of_pasted(asked: Conversation, engine: Engine, shared: Shared) -> None:
-    if shared.has_warned("pasted"):
-        return
+def _is_pasted(asked: Conversation, engine: Engine, shared: Shared) -> bool:
+    """Whether documents seem to stand in a message as text; the first time it warns."""
     tokens = max((shared.pasted.tokens(text, engine) for text in asked.brought), default=0)
     if tokens:
         shared.warn_once(
@@ -263,3 +271,4 @@ def _warn_of_pasted(asked: Conversation, engine: Engine, shared: Shared) -> None
             "reused; if documents stand in it, hand them over with KVCacheRAG, or as "
             "document_block(document) in a message's content",
         )
+    return tokens > 0

@@ -112,18 +112,24 @@ Asked: TypeAlias = Conversation | Grounded
 """What messages ask."""
 
 
-def read_messages(messages: Sequence[BaseMessage], system: str, suffix: str = "") -> Asked:
+def read_messages(
+    messages: Sequence[BaseMessage],
+    system: str,
+    suffix: str = "",
+    documents_in: Callable[[str], Sequence[str]] | None = None,
+) -> Asked:
     """Sort messages into documents, instruction, history and question.
 
     Args:
         messages: Oldest first; document blocks may stand in any of them.
         system: The engine's own instruction, which stands before the chunks already.
         suffix: Written behind the last user message.
+        documents_in: Finds documents in what a tool said without an artifact.
 
     Raises:
         InvalidInputError: If a message has a block that is not text, or nothing is asked.
     """
-    read = [_Read.of(index, message) for index, message in enumerate(messages)]
+    read = [_Read.of(index, message, documents_in) for index, message in enumerate(messages)]
     texts = tuple(dict.fromkeys(text for one in read for text in one.documents if text.strip()))
     if not any(one.documents for one in read):
         return _conversation(read, suffix)
@@ -183,14 +189,21 @@ class _Read:
     more: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, index: int, message: BaseMessage) -> _Read:
+    def of(
+        cls,
+        index: int,
+        message: BaseMessage,
+        documents_in: Callable[[str], Sequence[str]] | None,
+    ) -> _Read:
         kind = message.role if isinstance(message, ChatMessage) else message.type
         role = _ROLES.get(kind)
         if role is None:
             raise InvalidInputError(
                 f"message {index} has the role {kind!r}; use system, user, assistant or tool"
             )
-        documents = _artifact(message)
+        documents: Sequence[str] = _artifact(message)
+        if not documents and documents_in is not None and role == "tool":
+            documents = documents_in(message.text)
         parts: list[_Part] = []
         content = message.content
         for block in [content] if isinstance(content, str) else content:

@@ -19,11 +19,12 @@ from langchain_core.runnables import (
     RunnableConfig,
     RunnableSerializable,
 )
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PrivateAttr
 from typing_extensions import NotRequired, TypedDict
 
 from kvcache_rag import InvalidInputError
-from langchain_kvcache_rag.blocks import checked_prompt, document_block
+from kvcache_rag.integration import MetadataWatch
+from langchain_kvcache_rag.blocks import checked_prompt, document_block, warn_of_changes
 from langchain_kvcache_rag.first_step import FirstStep
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 
     llm: Runnable[Any, BaseMessage]
     document_prompt: StringPromptTemplate | None = None
+    _watch: MetadataWatch = PrivateAttr(default_factory=MetadataWatch)
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -175,7 +177,11 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         )
 
     def _messages(self, given: Mapping[str, Any]) -> list[BaseMessage]:
-        return messages_of(given, self.document_prompt)
+        messages = messages_of(given, self.document_prompt)
+        if self.document_prompt is not None:
+            for document in given["context"]:
+                warn_of_changes(document, self.document_prompt, self._watch)
+        return messages
 
     # What LangChain calls with a run manager takes one; the config has its child callbacks already.
     def _answer(

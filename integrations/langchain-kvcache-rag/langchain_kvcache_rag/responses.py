@@ -49,14 +49,14 @@ def usage(answer: Answer) -> UsageMetadata:
 
 
 def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
-    """What `response_metadata` says: times in seconds, `kv_cache` all metrics."""
+    """What `response_metadata` says: times in seconds, `kv_cache` all metrics and what became of the prompt."""
     tool_form = call.form.tool_form
     return {
         "model_name": model_name,
         "model_provider": PROVIDER,
         "finish_reason": answer.finish_reason,
         "ttft": answer.metrics.ttft,
-        "kv_cache": answer.metrics.to_dict(),
+        "kv_cache": {**answer.metrics.to_dict(), "prompt": call.prompt_kind},
         **({"tool_form": tool_form} if tool_form else {}),
     }
 

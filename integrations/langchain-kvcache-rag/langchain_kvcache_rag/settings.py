@@ -12,6 +12,7 @@ from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
 from kvcache_rag.integration import open_engine, refuse_unknown
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
+from langchain_kvcache_rag.retrieved import watch
 from langchain_kvcache_rag.shared import Shared
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class ChatSettings(BaseChatModel):
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
         streaming: As LangChain defines it: True streams `invoke` too, False streams nothing.
+        match_chunks: Whether texts that a retriever of this process gave, and that stand whole in
+            what a tool said, are chunks.
         max_retries: Taken and ignored: a local model has nothing to retry.
         api_key: Taken and ignored: a local model needs none.
         engine_source: The loaded engine, which copies hand on; not for callers.
@@ -126,6 +129,7 @@ class ChatSettings(BaseChatModel):
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None
+    match_chunks: bool = True
     max_retries: int | None = Field(default=None, exclude=True)
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     engine_source: Any = Field(default=None, exclude=True, repr=False)
@@ -164,6 +168,7 @@ class ChatSettings(BaseChatModel):
             ) from error
         if self.engine_source is None:
             self.engine_source = Shared(engine)
+        watch()
         if engine is not None and not self.model:
             loaded = engine.model
             self.model = str(getattr(loaded, "name_or_path", "") or type(loaded).__name__)

@@ -74,9 +74,6 @@ class Shared:
                 self._grammars = JsonGrammars(engine.model, engine.tokenizer)
             return self._grammars
 
-    def has_warned(self, kind: str) -> bool:
-        return kind in self._warned
-
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warn with `sentence`, unless there was a warning of this kind before."""
         with self.guard:

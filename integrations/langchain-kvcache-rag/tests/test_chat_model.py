@@ -388,7 +388,8 @@ def test_pasted_context_warns_once(llm: ChatKVCache, messages: Any) -> None:
         llm.invoke(messages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        llm.model_copy().invoke(messages)
+        second = llm.model_copy().invoke(messages)
+    assert second.response_metadata["kv_cache"]["prompt"] == "pasted"
 
 
 def test_pasted_context_is_counted_in_tokens(llm: ChatKVCache) -> None:
@@ -406,10 +407,12 @@ def test_what_the_model_said_is_not_pasted(llm: ChatKVCache) -> None:
 
 def test_a_long_question_is_none_that_documents_were_pasted_into(llm: ChatKVCache) -> None:
     document = "The cat sat on the mat for days."
-    llm.invoke(over("what?", document))
-    llm.invoke(PASTED)  # no warning: what is handed over elsewhere does not stand in it
+    chunked = llm.invoke(over("what?", document))
+    plain = llm.invoke(PASTED)  # no warning: what is handed over elsewhere does not stand in it
     with pytest.warns(UserWarning, match="nothing of it can be reused"):
-        llm.invoke(f"{PASTED}\n\n{document}\n\nWho sat?")
+        pasted = llm.invoke(f"{PASTED}\n\n{document}\n\nWho sat?")
+    kinds = [one.response_metadata["kv_cache"]["prompt"] for one in (chunked, plain, pasted)]
+    assert kinds == ["reused", "plain", "pasted"]
 
 
 def test_another_instruction_warns_once_and_is_said(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -231,3 +232,33 @@ def test_metadata_that_changes_while_it_is_prefilled_gets_no_reference(
     assert metadata_of(store, "a") == {"source": "cats", "page": 9}
     monkeypatch.undo()
     assert store.prefill_missing() == 1
+
+
+# ---------------------------------------------------------------------- what changes
+def told(rag: KVCacheRAG, *rounds: list[Document]) -> list[str]:
+    """Warnings of one question per round."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for documents in rounds:
+            rag.invoke({"question": "Who sat?", "context": documents})
+    return [str(one.message) for one in found if "changes while the text" in str(one.message)]
+
+
+def of_page(page: int, id_: str | None = "a", **metadata: Any) -> list[Document]:
+    return [
+        Document("The cat sat.", id=id_, metadata={"source": "cats", "page": page, **metadata})
+    ]
+
+
+def test_a_field_that_changes_is_named_once(llm: ChatKVCache) -> None:
+    rag = KVCacheRAG(llm, document_prompt=PROMPT)
+    (message,) = told(rag, *(of_page(page) for page in range(4)))
+    assert "field 'page'" in message
+    assert "leave {page} out of document_prompt" in message
+
+
+def test_a_field_that_is_not_written_may_change(llm: ChatKVCache) -> None:
+    rag = KVCacheRAG(llm, document_prompt=PROMPT)
+    assert told(rag, *(of_page(1, score=score) for score in range(4))) == []
+    assert told(rag, *(of_page(page, None) for page in range(4))) == []
+    assert told(KVCacheRAG(llm), *(of_page(page) for page in range(4))) == []

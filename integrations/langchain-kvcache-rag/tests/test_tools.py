@@ -16,6 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool, tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
@@ -23,6 +24,7 @@ from scripted import NATIVE, RESPONSE, THINKING, scripted
 
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate
 from langchain_kvcache_rag import ChatKVCache
+from langchain_kvcache_rag.retrieved import documents_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,14 +192,17 @@ def test_a_schema_and_tools_in_one_call_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:chat template or tokenizer")
-def test_an_agents_later_steps_reuse_what_its_tools_found(call: Callable[..., str]) -> None:
+@pytest.mark.parametrize("response_format", ["content", "content_and_artifact"])
+def test_an_agents_later_steps_reuse_what_its_tools_found(
+    call: Callable[..., str], response_format: str
+) -> None:
     llm, seen = make(
         call(("search", {"query": "Mora"})),
         call(("search", {"query": "Mora, Vug"}), ("add", {"a": 1, "b": 2})),
         said("Vug, in Kiel.", call),
         native=is_native(call),
     )
-    agent = create_agent(llm, [search(), add])
+    agent = create_agent(llm, [search(response_format), add])
     messages = agent.invoke({"messages": [HumanMessage("Who sails the Mora?")]})["messages"]
     assert messages[-1].content == "Vug, in Kiel."
     steps = [one for one in messages if isinstance(one, AIMessage)]
@@ -208,6 +213,36 @@ def test_an_agents_later_steps_reuse_what_its_tools_found(call: Callable[..., st
     assert "in the year 1911" not in seen[2]
     assert '[document 1 above: "The ship Mora was built in Kiel' in seen[2]
     assert '[document 2 above: "Captain Vug' in seen[2]
+
+
+def told(content: str, **settings: Any) -> dict[str, Any]:
+    """What became of a conversation in which a tool said `content`."""
+    llm, _ = make("So.")
+    asked = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
+    found = ToolMessage(content, tool_call_id="1")
+    messages = [HumanMessage("Look."), asked, found]
+    answer = ChatKVCache(engine=llm.engine, **settings).invoke(messages)
+    metadata: dict[str, Any] = answer.response_metadata["kv_cache"]
+    return metadata
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")
+def test_a_tools_text_is_a_chunk_only_where_a_retriever_gave_it_whole() -> None:
+    fact, other = FACTS["Mora"].page_content, FACTS["Vug"].page_content
+    search("content").invoke({"query": "Mora, Vug"})
+    assert told(f"{fact}\n\n{other}")["misses"] == 2
+    assert told(f"Found:\n{fact}\nThat is all.")["prompt"] == "reused"
+    for unlike in (f"It says: {fact}", f"{fact} And more.", fact[:-1], fact.lower(), "Nothing."):
+        assert told(unlike)["prompt"] == "plain"
+    assert told(fact, match_chunks=False)["prompt"] == "plain"
+
+
+async def test_retrievers_are_seen_without_blocking_and_other_runs_are_not() -> None:
+    await Facts().ainvoke("Kiel")
+    assert documents_in(FACTS["Kiel"].page_content) == [FACTS["Kiel"].page_content]
+    said_only = "This line was said by a chain and never retrieved."
+    await RunnableLambda(lambda _: [Document(said_only)]).ainvoke("Kiel")
+    assert documents_in(said_only) == []
 
 
 def test_a_graphs_tool_node_runs_the_calls() -> None:

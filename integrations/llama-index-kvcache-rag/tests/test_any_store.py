@@ -349,13 +349,13 @@ def test_kv_cache_has_the_documented_fields_and_reasons(
     engine = disk_llm.engine
     index = index_over(KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm), embedding)
     first = ask(index, disk_llm)
-    assert ({*first}, first["missed"], first["references"]) == ({*FIELDS, "prompt"}, [], 2)
+    assert ({*first}, first["missed"], first["references"]) == (FIELDS, [], 2)
     texts = [one.get_content(MetadataMode.LLM) for one in documents()]
     for key in engine.keys(texts):
         engine.store.delete(key)
     second = ask(index, disk_llm)
     assert [one["reason"] for one in second["missed"]] == ["evicted", "evicted"]
-    assert {*disk_llm.complete("Hello").raw["kv_cache"]} == {*FIELDS, "prompt"}
+    assert {*disk_llm.complete("Hello").raw["kv_cache"]} == FIELDS
 
 
 def test_a_node_that_was_edited_misses_for_its_text(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from llama_index.core import get_response_synthesizer
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 
-from llama_index.kvcache_rag import KVCacheSynthesizer
-
-if TYPE_CHECKING:
-    from llama_index.kvcache_rag import KVCacheLLM
+from llama_index.kvcache_rag import KVCacheLLM, KVCacheSynthesizer
 
 TEXT = "The tower is tall."
 
@@ -66,3 +64,18 @@ def test_nodes_made_anew_with_their_document_are_noticed(llm: KVCacheLLM) -> Non
 def test_two_rows_may_share_a_text(llm: KVCacheLLM, document: str) -> None:
     pages = [node(id_=f"n{page}", document=document, page=page) for page in range(2)]
     assert told(llm, pages, pages[:1], pages[1:], pages) == []
+
+
+def test_nodes_of_stock_synthesizers_are_watched_where_their_texts_are_found(
+    llm: KVCacheLLM,
+) -> None:
+    def stock(asked: KVCacheLLM) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for day in range(4):
+                get_response_synthesizer(asked).synthesize("How tall?", [node(page=3, date=day)])
+        return [str(one.message) for one in found if "changes while" in str(one.message)]
+
+    assert stock(KVCacheLLM(engine=llm.engine, match_chunks=False)) == []
+    (message,) = stock(KVCacheLLM(engine=llm.engine))
+    assert "'date'" in message

@@ -28,7 +28,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from kvcache_rag.integration import KnownTexts, Reference
 from llama_index.kvcache_rag.conversation import Conversation
-from llama_index.kvcache_rag.references import llm_text, without_reference
+from llama_index.kvcache_rag.references import llm_text, warn_of_changes, without_reference
 from llama_index.kvcache_rag.responses import Grounded, Pasted
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         nodes = bound_args.arguments.get("nodes")
         if isinstance(instance, BaseSynthesizer) and isinstance(nodes, list):
             _know_all(nodes)
+            llm = getattr(instance, "_llm", None)
+            if getattr(llm, "match_chunks", False):
+                _warn_of_changes(nodes, llm)
             _report.set({} if nodes else None)
         elif isinstance(instance, BaseChatEngine):
             _report.set(None)
@@ -133,6 +136,12 @@ def _know_all(nodes: Sequence[Any]) -> None:
     for one in nodes:
         if isinstance(one, NodeWithScore):
             know(one.node)
+
+
+def _warn_of_changes(nodes: Sequence[Any], llm: Any) -> None:
+    for one in nodes:
+        if isinstance(one, NodeWithScore):
+            warn_of_changes(one.node, llm_text(without_reference(one.node)), llm.watch)
 
 
 def _show(response: Any, report: dict[str, Any] | None) -> None:
