@@ -49,7 +49,7 @@ def usage(answer: Answer) -> UsageMetadata:
 
 
 def metadata(answer: Answer, model_name: str, call: Call) -> dict[str, Any]:
-    """What `response_metadata` says: times in seconds, `kv_cache` all metrics and what became of the prompt."""
+    """What `response_metadata` says: times in seconds, `kv_cache` metrics and more."""
     tool_form = call.form.tool_form
     return {
         "model_name": model_name,

@@ -37,13 +37,14 @@ class _Watch(BaseCallbackHandler):
             KNOWN.note(document.page_content)
 
 
-_watch: Final[ContextVar[Any]] = ContextVar("kvcache_rag_retrieved", default=_Watch())
+_WATCH: Final = _Watch()
+_watching: Final[ContextVar[Any]] = ContextVar("kvcache_rag_retrieved", default=_WATCH)
 
 
 @lru_cache(maxsize=1)
 def watch() -> None:
     """Listen to the retrievers of this process from now on."""
-    register_configure_hook(_watch, inheritable=False)
+    register_configure_hook(_watching, inheritable=False)
 
 
 def documents_in(text: str) -> list[str]:

@@ -245,9 +245,7 @@ def told(rag: KVCacheRAG, *rounds: list[Document]) -> list[str]:
 
 
 def of_page(page: int, id_: str | None = "a", **metadata: Any) -> list[Document]:
-    return [
-        Document("The cat sat.", id=id_, metadata={"source": "cats", "page": page, **metadata})
-    ]
+    return [Document("The cat sat.", id=id_, metadata={"source": "cats", "page": page, **metadata})]
 
 
 def test_a_field_that_changes_is_named_once(llm: ChatKVCache) -> None:
