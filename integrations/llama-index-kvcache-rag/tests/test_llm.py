@@ -485,3 +485,8 @@ def test_chunks_are_attended_to_where_they_lie_if_that_is_wanted() -> None:
         KVCacheLLM(model_name="tiny", rotation="lazy")
     with pytest.raises(ValueError, match="rotation belong"):
         KVCacheLLM(engine=llm.engine, rotation="copied")
+
+
+def test_a_name_where_a_loaded_model_goes_is_told_its_place() -> None:
+    with pytest.raises(InvalidInputError, match=r"KVCacheLLM\(model_name='smollm2'\)"):
+        KVCacheLLM(model="smollm2")

@@ -162,6 +162,10 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         refuse_unknown(
             fields, {*type(self).model_fields, *own}, f"argument of {type(self).__name__}"
         )
+        if isinstance(model, str):
+            raise InvalidInputError(
+                f"model= takes a loaded model; name one by KVCacheLLM(model_name={model!r})"
+            )
         # `HuggingFaceLLM` takes None for "nothing"; pydantic would refuse it.
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         if engine is not None:
