@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvcache_rag import Engine, PromptTemplate
 
 Script = Callable[[str], str]
 """Gives the answer to a prompt, of which it sees what is computed last: all behind the chunks."""
@@ -114,3 +117,42 @@ def scripted(
     model = ScriptedModel(config).eval()
     model.script, model.tokenizer = script, tokenizer
     return model, tokenizer
+
+
+def scripted_engine(
+    *answers: str, native: bool = True, template: str = NATIVE
+) -> tuple[Engine, list[str]]:
+    """An engine that gives these answers, one after the other, and a list of what it was asked.
+
+    Args:
+        answers: One for each question.
+        native: Whether its tokenizer says how calls of tools are read.
+        template: For chats.
+    """
+    left, seen = list(answers), list[str]()
+
+    def script(prompt: str) -> str:
+        if not prompt.endswith(("<assistant>", "<think>\n")):
+            return ""  # a chunk
+        seen.append(prompt)
+        return left.pop(0)
+
+    model, tokenizer = scripted(script, template, RESPONSE if native else None)
+    return Engine(model, tokenizer, template=PromptTemplate(system="Read.\n")), seen
+
+
+def native_call(*calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls of tools, as `NATIVE` writes them."""
+    written = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    return "".join(f"<tool_call>{one}</tool_call>" for one in written)
+
+
+def json_call(*calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls of tools, as a grammar holds models that have no form of their own."""
+    written = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return json.dumps({"tool_calls": written})
+
+
+def said(text: str, call: Callable[..., str]) -> str:
+    """An answer that calls nothing, in the form of `call`, one of the two above."""
+    return text if call is native_call else json.dumps({"answer": text})

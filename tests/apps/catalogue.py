@@ -7,7 +7,6 @@ by the engine, which counts what its prompts cost.  `docs/apps.md` is written of
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from itertools import cycle
@@ -94,11 +93,6 @@ def scripted_engine(costs: list[Metrics], *answers: str) -> CountingEngine:
     engine = CountingEngine(*scripted(script, NATIVE, RESPONSE), template=template)
     engine.costs = costs
     return engine
-
-
-def call_of(tool: str, **arguments: Any) -> str:
-    """A call of a tool, as that model writes it."""
-    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import chromadb
-from apps.catalogue import NONE, PART, QUESTION, TEXTS, app, call_of
+from apps.catalogue import NONE, PART, QUESTION, TEXTS, app
 from langchain.agents import create_agent
 from langchain_classic.chains import (
     RetrievalQA,
@@ -37,6 +37,7 @@ from langchain_qdrant import QdrantVectorStore
 from langchain_text_splitters import CharacterTextSplitter
 from langgraph.checkpoint.memory import MemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
+from scripted import native_call
 
 from kvcache_rag import FullRecompute
 from langchain_kvcache_rag import (
@@ -316,7 +317,7 @@ def answer_cache(kit: Kit) -> Asking:
 # ---------------------------------------------------------------------- agents
 @app(FRAMEWORK, "`create_agent` with `create_retriever_tool`")
 def agent(kit: Kit) -> Asking:
-    llm = kit.scripted(call_of("search", query=QUESTION), "In the tower.")
+    llm = kit.scripted(native_call(("search", {"query": QUESTION})), "In the tower.")
     tool = create_retriever_tool(kit.retriever(), "search", "Finds facts.")
     made = create_agent(llm, [tool])
     return lambda: made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].content

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import faiss
-from apps.catalogue import NONE, PART, QUESTION, TEXTS, app, call_of
+from apps.catalogue import NONE, PART, QUESTION, TEXTS, app
 from llama_index.core import Document, SummaryIndex, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -48,6 +48,7 @@ from llama_index.vector_stores.faiss import FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
 from pydantic import BaseModel
 from qdrant_client import QdrantClient
+from scripted import native_call
 
 from llama_index.kvcache_rag import (
     KVCacheChatEngine,
@@ -393,7 +394,7 @@ def llm_router(kit: Kit) -> Asking:
 
 @app(FRAMEWORK, "`FunctionAgent` with a retriever's tool")
 def agent(kit: Kit) -> Asking:
-    llm = kit.scripted(call_of("search", input=QUESTION), "In the tower.")
+    llm = kit.scripted(native_call(("search", {"input": QUESTION})), "In the tower.")
     about = ToolMetadata(name="search", description="Finds facts.")
     made = FunctionAgent(
         tools=[RetrieverTool(kit.index().as_retriever(), about)], llm=llm, streaming=False

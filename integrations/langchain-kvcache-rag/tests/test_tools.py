@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool, tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
-from scripted import NATIVE, RESPONSE, THINKING, scripted
+from scripted import NATIVE, THINKING, json_call, native_call, said, scripted_engine
 
-from kvcache_rag import Engine, InvalidInputError, PromptTemplate
+from kvcache_rag import InvalidInputError
 from langchain_kvcache_rag import ChatKVCache
 from langchain_kvcache_rag.retrieved import documents_in
 
@@ -66,51 +65,24 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def native_call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def json_call(*calls: tuple[str, dict[str, Any]]) -> str:
-    written = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return json.dumps({"tool_calls": written})
-
-
 def make(
     *answers: str, native: bool = True, template: str = NATIVE, **options: Any
 ) -> tuple[ChatKVCache, list[str]]:
     """A chat model that gives these answers, one after the other, and what it was asked."""
-    left, seen = list(answers), list[str]()
-
-    def script(prompt: str) -> str:
-        if not prompt.endswith(("<assistant>", "<think>\n")):
-            return ""  # a chunk
-        seen.append(prompt)
-        return left.pop(0)
-
-    model, tokenizer = scripted(script, template, RESPONSE if native else None)
-    engine = Engine(model, tokenizer, template=PromptTemplate(system="Read.\n"))
+    engine, seen = scripted_engine(*answers, native=native, template=template)
     return ChatKVCache(engine=engine, max_tokens=400, **options), seen
 
 
-@pytest.fixture(params=["native", "json"])
+@pytest.fixture(params=[native_call, json_call], ids=["native", "json"])
 def call(request: pytest.FixtureRequest) -> Callable[..., str]:
-    if request.param == "native":
-        return lambda *calls: "".join(native_call(name, **given) for name, given in calls)
-    return json_call
-
-
-def is_native(call: Callable[..., str]) -> bool:
-    return call is not json_call
-
-
-def said(text: str, call: Callable[..., str]) -> str:
-    return text if is_native(call) else json.dumps({"answer": text})
+    found: Callable[..., str] = request.param
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:chat template or tokenizer")
 def test_calls_are_read_in_both_forms_and_in_streams(call: Callable[..., str]) -> None:
     answer = call(("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}))
-    llm, _ = make(answer, answer, native=is_native(call))
+    llm, _ = make(answer, answer, native=call is native_call)
     bound = llm.bind_tools([add])
     whole = bound.invoke("Add.")
     assert [(one["name"], one["args"]) for one in whole.tool_calls] == [
@@ -123,14 +95,14 @@ def test_calls_are_read_in_both_forms_and_in_streams(call: Callable[..., str]) -
     full = joined(chunks)
     assert [one["args"] for one in full.tool_calls] == [one["args"] for one in whole.tool_calls]
     assert [one["index"] for chunk in chunks for one in chunk.tool_call_chunks] == [0, 1]
-    form = "native" if is_native(call) else "json"
+    form = "native" if call is native_call else "json"
     assert whole.response_metadata["tool_form"] == full.response_metadata["tool_form"] == form
 
 
 @pytest.mark.filterwarnings("ignore:chat template or tokenizer")
 async def test_async_is_alike(call: Callable[..., str]) -> None:
     answer = call(("add", {"a": 1, "b": 2}))
-    llm, _ = make(answer, answer, native=is_native(call))
+    llm, _ = make(answer, answer, native=call is native_call)
     bound = llm.bind_tools([add])
     whole = await bound.ainvoke("Add.")
     full = joined([chunk async for chunk in bound.astream("Add.")])
@@ -140,7 +112,7 @@ async def test_async_is_alike(call: Callable[..., str]) -> None:
 @pytest.mark.filterwarnings("ignore:chat template or tokenizer")
 def test_an_answer_without_a_call_is_text(call: Callable[..., str]) -> None:
     answer = said('Three, "of course".', call)
-    llm, _ = make(answer, answer, native=is_native(call))
+    llm, _ = make(answer, answer, native=call is native_call)
     bound = llm.bind_tools([add])
     assert bound.invoke("Add.").content == 'Three, "of course".'
     chunks = list(bound.stream("Add."))
@@ -200,7 +172,7 @@ def test_an_agents_later_steps_reuse_what_its_tools_found(
         call(("search", {"query": "Mora"})),
         call(("search", {"query": "Mora, Vug"}), ("add", {"a": 1, "b": 2})),
         said("Vug, in Kiel.", call),
-        native=is_native(call),
+        native=call is native_call,
     )
     agent = create_agent(llm, [search(response_format), add])
     messages = agent.invoke({"messages": [HumanMessage("Who sails the Mora?")]})["messages"]
@@ -246,7 +218,7 @@ async def test_retrievers_are_seen_without_blocking_and_other_runs_are_not() -> 
 
 
 def test_a_graphs_tool_node_runs_the_calls() -> None:
-    llm, _ = make(native_call("search", query="Mora") + native_call("add", a=1, b=2), "So.")
+    llm, _ = make(native_call(("search", {"query": "Mora"}), ("add", {"a": 1, "b": 2})), "So.")
     bound = llm.bind_tools([search(), add])
     graph: Any = StateGraph(MessagesState)
     graph.add_node("ask", lambda state: {"messages": bound.invoke(state["messages"])})
@@ -339,7 +311,7 @@ def test_a_tool_cannot_write_control_tokens() -> None:
 
 
 def test_a_system_message_of_an_agent_stands_behind_the_documents() -> None:
-    llm, seen = make(native_call("search", query="Mora"), "So.")
+    llm, seen = make(native_call(("search", {"query": "Mora"})), "So.")
     agent_messages: list[Any] = [SystemMessage("Be kind."), HumanMessage("Look.")]
     with pytest.warns(UserWarning, match="system_prompt"):
         messages = create_agent(llm, [search()]).invoke({"messages": agent_messages})["messages"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,9 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool, ToolMetadata
-from scripted import NATIVE, RESPONSE, THINKING, scripted
+from scripted import NATIVE, THINKING, json_call, native_call, said, scripted_engine
 
-from kvcache_rag import Engine, InvalidInputError, PromptTemplate
+from kvcache_rag import InvalidInputError
 from llama_index.kvcache_rag import KVCacheLLM
 
 if TYPE_CHECKING:
@@ -57,34 +56,11 @@ ADD = FunctionTool.from_defaults(add)
 SEARCH = RetrieverTool(Facts(), ToolMetadata(name="search", description="Finds facts."))
 
 
-def json_call(*calls: tuple[str, dict[str, Any]]) -> str:
-    written = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return json.dumps({"tool_calls": written})
-
-
-def native_call(*calls: tuple[str, dict[str, Any]]) -> str:
-    written = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
-    return "".join(f"<tool_call>{one}</tool_call>" for one in written)
-
-
-def said(text: str, call: Callable[..., str]) -> str:
-    return text if call is native_call else json.dumps({"answer": text})
-
-
 def make(
     *answers: str, native: bool = True, template: str = NATIVE, **options: Any
 ) -> tuple[KVCacheLLM, list[str]]:
     """An LLM that gives these answers, one after the other, and what it was asked."""
-    left, seen = list(answers), list[str]()
-
-    def script(prompt: str) -> str:
-        if not prompt.endswith(("<assistant>", "<think>\n")):
-            return ""  # a chunk
-        seen.append(prompt)
-        return left.pop(0)
-
-    model, tokenizer = scripted(script, template, RESPONSE if native else None)
-    engine = Engine(model, tokenizer, template=PromptTemplate(system="Read.\n"))
+    engine, seen = scripted_engine(*answers, native=native, template=template)
     return KVCacheLLM(engine=engine, max_new_tokens=400, **options), seen
 
 
