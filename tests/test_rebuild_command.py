@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from small import make_model, make_tokenizer
 from store_place import TEMPLATE, TEXTS, Place, age, write
+from zoo import build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
 from kvcache_rag.integration import NewRow, Reference, Rows
@@ -73,6 +74,22 @@ def test_rebuild_shows_then_fills_then_retires(
     old = {key.digest for key in place.engine.keys(TEXTS)}
     assert {digest for digest, chunk in place.chunks().items() if chunk.released} == old
     assert sum(mark in chunk.owners for chunk in place.chunks().values()) == 3
+
+
+def test_rebuild_for_a_model_that_cannot_stitch_changes_nothing(
+    place: Place,
+    other: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        return build("gpt2"), byte_tokenizer(), TEMPLATE
+
+    monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
+    before, chunks = references(place), set(place.chunks())
+    assert cli.main([*other, "--collection", "docs", "--yes"]) == 2
+    assert "stored chunks would be of no use" in capsys.readouterr().err
+    assert (references(place), set(place.chunks())) == (before, chunks)
 
 
 def test_rebuild_for_another_codec(

@@ -25,7 +25,7 @@ from kvcache_rag.commands.listing import (
     quiet,
     size,
 )
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import argparse
@@ -101,7 +101,10 @@ def _open(arguments: argparse.Namespace) -> Engine:
     if arguments.remote is not None:
         store = TieredStore(store, open_store(arguments.remote, **common))
     with quiet():
-        return settings.open(store)
+        engine = settings.open(store)
+    if engine.refusal:
+        raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
+    return engine
 
 
 @dataclass(frozen=True)
