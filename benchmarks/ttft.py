@@ -238,8 +238,11 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write JSON."""
+    """Measure, print, write JSON; 2 without the GPU that was asked for."""
     parsed = parse(arguments)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here; run this on a machine with one", file=sys.stderr)
+        return 2
     torch.set_num_threads(parsed.threads)
     about = described(parsed.device, parsed.threads)
     print(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, ttft
 from benchmarks.gpu_check import Bench, answers, is_right, main, measure
 from benchmarks.timing import chunk_of
 from tests.chunks import LAYOUTS
@@ -62,9 +66,25 @@ def test_a_model_answers_alike_from_every_store(tmp_path: Path) -> None:
     assert found == dict.fromkeys(["disk native", "disk int8", "pageable", "resident"], 0.0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+ABSENT = "there is no CUDA device here; run this on a machine with one\n"
+
+
+@without_a_gpu
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "there is no CUDA device here; run this on a machine with one\n"
-    assert captured.out == ""
+    assert capsys.readouterr() == ("", ABSENT)
+    assert ttft.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr() == ("", ABSENT)
+
+
+@without_a_gpu
+def test_a_step_without_a_gpu_is_not_passed(tmp_path: Path) -> None:
+    command = ["tools/gpu/run.sh", str(tmp_path), "kernel", "nonsense"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    steps = (tmp_path / "steps.txt").read_text(encoding="utf-8")
+    assert re.search(r"^kernel +not run: there is no CUDA device, \d+ s$", steps, re.MULTILINE)
+    assert re.search(r"^nonsense +failed with status 64, \d+ s$", steps, re.MULTILINE)
+    assert {one.name for one in tmp_path.iterdir()} == {"log", "steps.txt"}
