@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import commit, described
+from benchmarks.machine import commit, described, load
 from benchmarks.when_not import articles, chunks_of
 from kvcache_rag import Engine, FullRecompute, MemoryStore, Reuse
 from kvcache_rag.integration import ConversationForms, ToolChoice, reference_to
@@ -203,11 +203,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     documents = 1 + max(index for found in SEARCHES for index in found)
     texts = chunks_of(engine.tokenizer, articles(), documents, arguments.tokens)
+    before = load()
     steps = measure(engine, texts, arguments.rounds)
     show(steps)
     report = {
         **described("cpu", arguments.threads),
         "commit": commit(),
+        "load": [before, load()],
         "model": arguments.model,
         "tokens": arguments.tokens,
         "rounds": arguments.rounds,
