@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.explain import Explained
     from kvcache_rag.metrics import Answer
+    from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
 
@@ -182,6 +183,7 @@ class Engine:
         tokenizer: Any = None,
         gguf_file: str | None = None,
         adapter: str | os.PathLike[str] | None = None,
+        weight_format: WeightFormat = "auto",
         **options: Any,
     ) -> Engine:
         """Load a model and make an engine for it.
@@ -198,6 +200,8 @@ class Engine:
             tokenizer: A loaded one, or the name of one; None for the model's own.
             gguf_file: Name of a GGUF file in that folder or on the hub.
             adapter: PEFT adapter to put into the model, a folder or an installed name.
+            weight_format: How the linear layers keep their weights on a CPU (see `WeightFormat`):
+                "auto" changes no number, "int8" and "int4" decode sooner and need less memory.
             options: Further arguments of `Engine`.
 
         Raises:
@@ -205,7 +209,13 @@ class Engine:
         """
         further = {**(model_kwargs or {}), **({"gguf_file": gguf_file} if gguf_file else {})}
         model, tokenizer, brought = load(
-            name, dtype=dtype, device=device, options=further, tokenizer=tokenizer, adapter=adapter
+            name,
+            dtype=dtype,
+            device=device,
+            options=further,
+            tokenizer=tokenizer,
+            adapter=adapter,
+            weight_format=weight_format,
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.generation.context import RotationMode
+    from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, MemoryStore
@@ -34,6 +35,8 @@ class EngineSettings:
             model.
         tokenizer: A loaded one or a name; None for the model's own.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4"; a loaded model stays as it is with "auto".
         dtype: "auto" for the checkpoint's own.
         device: "cpu", "cuda", ...; None for CUDA if there is one.
         revision: Commit, branch or tag of a model on the hub; None for its default.
@@ -47,6 +50,7 @@ class EngineSettings:
     model: Any
     tokenizer: Any = None
     adapter: str | os.PathLike[str] | None = None
+    weight_format: WeightFormat = "auto"
     dtype: Any = "auto"
     device: str | None = None
     revision: str | None = None
@@ -120,12 +124,15 @@ class EngineSettings:
 
     def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
         from kvcache_rag.models.adapters import adapter_template, with_adapter
+        from kvcache_rag.models.linears import pack_weights
         from kvcache_rag.models.pretrained import load
 
         tokenizer = self._load_tokenizer()
         if self._is_loaded:
             if tokenizer is None:
                 raise InvalidInputError("a loaded model needs its tokenizer= too")
+            if self.weight_format != "auto":
+                pack_weights(self.model, self.weight_format)
             if self.adapter is None:
                 return self.model, tokenizer, None
             name = str(getattr(self.model, "name_or_path", "") or type(self.model).__name__)
@@ -139,6 +146,7 @@ class EngineSettings:
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
             adapter=self.adapter,
+            weight_format=self.weight_format,
         )
 
     def _load_tokenizer(self) -> Any:
@@ -229,6 +237,7 @@ def open_engine(
     rotation: RotationMode | None = None,
     signing_key: KeySource = None,
     adapter: str | os.PathLike[str] | None = None,
+    weight_format: WeightFormat = "auto",
 ) -> Engine:
     """Load what the settings describe.
 
@@ -249,6 +258,7 @@ def open_engine(
         signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
             (`KVCACHE_RAG_SIGNING_KEY`), or none.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: As for `EngineSettings`.
 
     Raises:
         InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its
@@ -276,6 +286,7 @@ def open_engine(
         gate=gate,
         rotation=rotation,
         adapter=adapter,
+        weight_format=weight_format,
     )
     store = open_store(
         kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key

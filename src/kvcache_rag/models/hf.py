@@ -19,6 +19,7 @@ from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.models.attention.packed import use_packed_attention
 from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
+from kvcache_rag.models.linears import unpack_weights
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.weights import Weights, unwrapped
 
@@ -265,7 +266,7 @@ class TransformersModel:
             return self
         if self._wide is None or self._wide.dtype != dtype:
             self._wide = copy.copy(self)  # the same layout; nothing is measured again
-            self._wide.model = copy.deepcopy(self.model).to(dtype)
+            self._wide.model = unpack_weights(copy.deepcopy(self.model)).to(dtype)
             self._wide.dtype = dtype
         return self._wide
 

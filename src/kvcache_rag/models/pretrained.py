@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
 from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, merged, with_adapter
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
+from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.prompt.template import PromptTemplate
 
 TINY = "tiny"
@@ -117,6 +118,7 @@ def load(
     options: dict[str, Any],
     tokenizer: Any = None,
     adapter: str | os.PathLike[str] | None = None,
+    weight_format: WeightFormat = "plain",
 ) -> tuple[Any, Any, PromptTemplate | None]:
     """Model, tokenizer and the prompt template that they bring along, if any.
 
@@ -129,6 +131,7 @@ def load(
             file in a folder or on the hub.
         tokenizer: A loaded one, or the name of one, instead of the model's own; None for that.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: How its linear layers keep their weights, after the adapter was put in.
 
     Raises:
         InvalidInputError: If something cannot be loaded, or does not fit.
@@ -150,6 +153,7 @@ def load(
         model, tokenizer = loaded
         if adapter is not None:
             model = merged(with_adapter(model, adapter, os.fspath(name)))
+    pack_weights(model, weight_format)
     return model, tokenizer, brought_template(resolved, adapter)
 
 

@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
@@ -57,6 +57,24 @@ _ACTIVE = attrgetter("_active_adapter")
 _MERGED = attrgetter("merged_adapters")
 # A strided view of elements can be compared as integers of their size: NaN equals itself then.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+PACKED: Final = "_kvcache_rag_packed"
+"""Attribute of a model whose linear layers keep their weights in another form, a `Packed`."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How the linear layers of a model keep their weights (see `models/linears.py`).
+
+    Attributes:
+        weight_format: The form.
+        identity: What names the weights: what named them before, with the form unless the numbers
+            are the same.
+    """
+
+    weight_format: str
+    identity: dict[str, Any]
 
 
 def unwrapped(model: Any) -> Any:
@@ -315,6 +333,15 @@ class Weights:
         return self._known[adapters]
 
     def _digested(self) -> dict[str, Any]:
+        packed: Packed | None = getattr(self._model, PACKED, None)
+        if packed is None:
+            return self._digested_weights()
+        if not self._is_written:
+            return packed.identity
+        # What is packed cannot be written; the norms and embeddings beside it can.
+        return {**packed.identity, "beside": weights_digest(self._model)}
+
+    def _digested_weights(self) -> dict[str, Any]:
         config = self._model.config
         commit = getattr(config, "_commit_hash", None)
         quantization = getattr(config, "quantization_config", None)

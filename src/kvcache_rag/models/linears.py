@@ -1,0 +1,318 @@
+"""Weights of linear layers in the forms that CPUs multiply fastest.
+
+A generated token reads every weight once, so decoding takes the time of a matrix times a vector per
+layer.  torch's own function for bfloat16 reaches half of what memory gives there.  oneDNN's blocked
+order of the same weights reaches all of it; eight and four bits read less.  Attention, caches and
+everything else stay as they are.
+
+Layers are exchanged in place, and the memory of the weights they had is given back.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models.weights import PACKED, Packed, model_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
+WeightFormat: TypeAlias = Literal["auto", "plain", "prepacked", "int8", "int4"]
+"""How the linear layers of a model keep their weights.
+
+"plain" as they were loaded; "prepacked" the same numbers in oneDNN's order; "int8" with one scale
+per output; "int4" with a scale and a zero point per 32 inputs, the output layer in int8; "auto" is
+"prepacked" for a bfloat16 model on an x86 CPU that multiplies bfloat16, else "plain".
+"""
+
+FORMATS: Final = ("auto", "plain", "prepacked", "int8", "int4")
+
+# Inputs that share a scale and a zero point in four bits, as in llama.cpp's Q4_1.
+GROUP: Final = 32
+
+# torch's kernel takes outputs in such blocks.
+_BLOCK: Final = 16
+
+# Smaller layers (routers of experts, heads of values) cost nothing and lose most.
+_SMALLEST: Final = 2**12
+
+# Rows from which on eight bits are widened first: their kernel's time grows with every row.
+_WIDEN: Final = 48
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights are kept in another form.
+
+    Attributes:
+        in_features: Width of its input.
+        out_features: Width of its output.
+        bias: `(out_features,)`, or None.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Take the place of `linear`."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("bias", linear.bias)
+        self.dtype = linear.weight.dtype
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Self:
+        """`linear`, in this form."""
+        # Not in an inference mode: torch counts writes to no tensor that is made there.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return cls(linear)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(out_features, in_features)`, a copy in the dtype of the model."""
+        raise NotImplementedError
+
+    def plain(self) -> nn.Linear:
+        """A linear layer of torch's with these weights."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            linear = nn.Linear(
+                self.in_features, self.out_features, self.bias is not None, dtype=self.dtype
+            )
+            linear.weight.copy_(self.weight)
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear.requires_grad_(False)
+
+    def extra_repr(self) -> str:
+        """Its widths, as torch prints them."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        probe = torch.empty(1, dtype=self.dtype)
+        moved = fn(probe)
+        if moved.dtype != probe.dtype or moved.device != probe.device:
+            raise InvalidInputError(
+                f"weights that are packed for a CPU stay there, in {self.dtype}; load the model "
+                'with weight_format="plain" to move or cast it'
+            )
+        return self
+
+
+class PrepackedLinear(PackedLinear):
+    """The same numbers in oneDNN's blocked order: bfloat16, added up in float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Reorder the weights of `linear`."""
+        super().__init__(linear)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(out_features, in_features)`, bit by bit what it was made of."""
+        return cast("Tensor", self._packed.to_dense())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(..., out_features)` of `(..., in_features)`."""
+        return cast(
+            "Tensor",
+            torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], ""),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedLinear:
+        return PrepackedLinear.of(self.plain())  # torch copies no opaque tensor
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+
+class Int8Linear(PackedLinear):
+    """Eight bits a weight, one scale per output; inputs stay as they are.
+
+    Attributes:
+        integers: `(out_features, in_features)` int8.
+        scales: `(out_features,)` in the dtype of the model.
+    """
+
+    integers: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Round the weights of `linear` to 255 steps per output, symmetrically around 0."""
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        # In the model's dtype before dividing: the same scale multiplies later.
+        scales = (weight.abs().amax(1) / 127).clamp(min=1e-12).to(self.dtype)
+        integers = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self.register_buffer("integers", integers)
+        self.register_buffer("scales", scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(out_features, in_features)`, as rounded."""
+        return self.integers.to(self.dtype) * self.scales[:, None]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(..., out_features)` of `(..., in_features)`."""
+        rows = inputs.reshape(-1, self.in_features).contiguous()  # (rows, in_features)
+        if len(rows) >= _WIDEN:
+            return nn.functional.linear(inputs, self.weight, self.bias)
+        output = torch._weight_int8pack_mm(rows, self.integers, self.scales)
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*inputs.shape[:-1], self.out_features)
+
+
+class Int4Linear(PackedLinear):
+    """Four bits a weight, a scale and a zero point per `GROUP` inputs; inputs stay as they are.
+
+    Attributes:
+        packed: `(out_features, in_features / 2)` uint8, in an order that depends on the CPU.
+        levels: `(in_features / GROUP, out_features, 2)`: scale, and the weight that 8 stands for.
+    """
+
+    packed: Tensor
+    levels: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Round the weights of `linear` to 16 steps from the least to the largest of a group."""
+        super().__init__(linear)
+        # (out_features, groups, GROUP)
+        weight = linear.weight.detach().float().view(self.out_features, -1, GROUP)
+        low, high = weight.amin(-1), weight.amax(-1)
+        scales = ((high - low) / 15).clamp(min=1e-12).to(self.dtype)
+        middle = (low + 8 * scales.float()).to(self.dtype)
+        steps = (weight - middle.float()[..., None]) / scales.float()[..., None] + 8
+        integers = steps.round_().clamp_(0, 15).to(torch.int32).flatten(1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+        self.register_buffer("packed", packed)
+        self.register_buffer("levels", torch.stack([scales.t(), middle.t()], -1).contiguous())
+
+    @property
+    def weight(self) -> Tensor:
+        """`(out_features, in_features)`, as rounded: what the kernel makes of a unit matrix."""
+        units = torch.eye(self.in_features, dtype=self.dtype)
+        return self._product(units).t().contiguous()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(..., out_features)` of `(..., in_features)`."""
+        rows = inputs.reshape(-1, self.in_features).contiguous()  # (rows, in_features)
+        output = self._product(rows)
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*inputs.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return cast(
+            "Tensor",
+            torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.levels),
+        )
+
+
+def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
+    """Exchange the linear layers of a model on a CPU for ones that are faster there.
+
+    Chunks of a "prepacked" model are those of the plain one (its numbers are the same, added up in
+    another order); "int8" and "int4" are models of their own, whose chunks are kept apart.
+
+    Args:
+        model: A loaded transformers model; it is changed.  Layers that are no plain `nn.Linear`
+            (an adapter's, experts in one tensor) stay.
+        weight_format: See `WeightFormat`.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInputError: If there is no such form, or it is none for this model.
+    """
+    if weight_format not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
+    before = getattr(model, PACKED, None)
+    if weight_format == "auto":
+        weight_format = "prepacked" if before is None and _prepacks(model) else "plain"
+    if weight_format == "plain" or (before and before.weight_format == weight_format):
+        return model
+    _ensure_packable(model, weight_format, before)
+    identity = model_identity(model)
+    if weight_format != "prepacked":
+        identity = {**identity, "weight_format": weight_format}
+    head = model.get_output_embeddings()
+    for module in [*model.modules()]:
+        for name in [*module._modules]:
+            linear = module._modules[name]
+            form = _form(linear, weight_format, is_head=linear is head)
+            if form is not None:
+                setattr(module, name, form.of(linear))
+                linear.weight = None  # its memory is given back before the next one is packed
+    setattr(model, PACKED, Packed(weight_format, identity))
+    return model
+
+
+def unpack_weights(model: Any) -> Any:
+    """Give a model layers of torch's again, with the numbers that they have now."""
+    for module in [*model.modules()]:
+        for name, child in [*module._modules.items()]:
+            if isinstance(child, PackedLinear):
+                setattr(module, name, child.plain())
+    if getattr(model, PACKED, None) is not None:
+        delattr(model, PACKED)
+    return model
+
+
+def _form(module: nn.Module | None, weight_format: str, *, is_head: bool) -> type[PackedLinear] | None:
+    if type(module) is not nn.Linear:  # not one derived from it, which may do something else
+        return None
+    if weight_format == "prepacked":
+        return PrepackedLinear if module.weight.dtype == torch.bfloat16 else None
+    whole = not (module.in_features % GROUP or module.out_features % _BLOCK)
+    if not whole or module.weight.numel() < _SMALLEST:
+        return None
+    return Int8Linear if weight_format == "int8" or is_head else Int4Linear
+
+
+def _prepacks(model: Any) -> bool:
+    return (
+        model.device.type == "cpu"
+        and model.dtype == torch.bfloat16
+        and not hasattr(model, "peft_config")
+        and getattr(model, "hf_quantizer", None) is None
+        and platform.machine().lower() in ("x86_64", "amd64")
+        and torch._C._has_mkldnn
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def _ensure_packable(model: Any, weight_format: str, before: Packed | None) -> None:
+    if model.device.type != "cpu":
+        raise InvalidInputError(
+            f"weight_format={weight_format!r} is for CPUs; on {model.device.type} load quantised "
+            "weights by model_kwargs={'quantization_config': ...}"
+        )
+    if before is not None:
+        raise InvalidInputError(
+            f"the model's weights are {before.weight_format} already; load it again for "
+            f"{weight_format}"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise InvalidInputError(
+            "the model's weights are quantised by transformers already; leave weight_format out"
+        )
+    if hasattr(model, "peft_config"):
+        raise InvalidInputError(
+            "an adapter that can be switched needs the weights as they are; merge it "
+            "(merge_and_unload) or leave weight_format out"
+        )
+    if weight_format == "prepacked" and not _prepacks(model):
+        raise InvalidInputError(
+            "prepacked weights are for bfloat16 models on x86 CPUs that multiply bfloat16 "
+            '(AVX-512); use weight_format="auto"'
+        )
