@@ -1,5 +1,6 @@
 """Run transformers' own `generate()` over a cache that is already filled, and watch it.
 
+One greedy answer takes a shorter way to the same tokens (`models/decode.py`).
 The full ids are handed in together with the cache, so that sampling, stopping and every logits
 processor see what they would see without us.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
+from kvcache_rag.models.decode import decode, decodes
 
 if TYPE_CHECKING:
     import threading
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 # refused.
 _REFUSED = (
     "assistant_model",
-    "prompt_lookup_num_tokens",
     "assistant_early_exit",
     "custom_generate",
 )
@@ -201,6 +202,22 @@ def generate(
     """
     config, arguments = _configured(model, options, max_new_tokens, tokenizer)
     stops = _stop_ids(config.eos_token_id)
+    if decodes(model, len(ids), config, arguments):
+        with torch.inference_mode():
+            decoded = decode(
+                model,
+                ids,
+                cache,
+                config=config,
+                stops=stops,
+                processors=arguments.get("logits_processor"),
+                emit=emit,
+                cancelled=cancelled,
+            )
+        reason = "stop" if decoded.ids[-1] in stops else "length"
+        return Generated((decoded.ids,), decoded.first_at, time.perf_counter(), (reason,))
+    # Guesses are of `decode` alone: transformers' own give wrong tokens from a filled cache.
+    config.prompt_lookup_num_tokens = None
     watch = _Watch(ids, stops, emit, cancelled)
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     arguments["stopping_criteria"] = criteria

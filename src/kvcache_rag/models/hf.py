@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -19,14 +19,18 @@ from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.models.attention.packed import use_packed_attention
 from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
+from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.linears import unpack_weights
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
-from kvcache_rag.models.weights import Weights, unwrapped
+from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
+
+# By the form of the weights: kernels for few bits take their time for every row.
+_ROW_COSTS: Final = {"int8": 0.15, "int4": 0.3}
 
 
 class TransformersModel:
@@ -125,6 +129,12 @@ class TransformersModel:
     def why_refused(self) -> str:
         """Why its chunks cannot be stitched; "" if they can."""
         return self.refusal if self.layout is None else self.layout.immovable
+
+    @property
+    def row_cost(self) -> float:
+        """What a row more costs in a pass of few rows, in passes of one row (measured)."""
+        packed: Packed | None = getattr(self.model, PACKED, None)
+        return _ROW_COSTS.get("" if packed is None else packed.weight_format, ROW_COST)
 
     @cached_property
     def weights(self) -> Weights:

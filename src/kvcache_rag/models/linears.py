@@ -268,7 +268,9 @@ def unpack_weights(model: Any) -> Any:
     return model
 
 
-def _form(module: nn.Module | None, weight_format: str, *, is_head: bool) -> type[PackedLinear] | None:
+def _form(
+    module: nn.Module | None, weight_format: str, *, is_head: bool
+) -> type[PackedLinear] | None:
     if type(module) is not nn.Linear:  # not one derived from it, which may do something else
         return None
     if weight_format == "prepacked":

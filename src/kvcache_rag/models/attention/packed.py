@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvcache_rag.models.attention import few_queries
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -86,7 +88,8 @@ def packed_attention(
     is_plain = not special_mask and kwargs.get("position_bias") is None
     if attention_mask is not None and is_plain and queries >= FEWEST_BLOCKED:
         return _blocked(query, key, value, attention_mask, dropout, scaling), None
-    if repeats == 1 or empty_cache or not is_plain or repeats * queries > MAX_PACKED_ROWS:
+    alone = repeats == 1 and not few_queries.takes(query, key, value, dropout)
+    if alone or empty_cache or not is_plain or repeats * queries > MAX_PACKED_ROWS:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module,
             query,
@@ -99,6 +102,9 @@ def packed_attention(
             **kwargs,
         )
         return result
+    if few_queries.takes(query, key, value, dropout):
+        mask = None if attention_mask is None else _added(attention_mask, query.dtype, 1)
+        return few_queries.attend(query, key, value, mask, scaling), None
     mask = None
     if attention_mask is not None:
         mask = _added(attention_mask, query.dtype, repeats)[..., : key.shape[2]]
@@ -156,15 +162,13 @@ def _blocked(
     added = _added(mask, query.dtype, 1)  # (rows or 1, 1, queries, tokens)
     for start, stop, first, last in mask_blocks(mask):
         last = min(last, key.shape[2])  # a mask may be wider than the cache is filled
-        part = _packed(
-            query[:, :, start:stop],
-            key[:, :, first:last],
-            value[:, :, first:last],
-            added[:, :, start:stop, first:last].repeat(1, 1, heads // key.shape[1], 1),
-            dropout,
-            scaling,
-        )
-        output[:, start:stop] = part.transpose(1, 2)
+        inputs = (query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last])
+        hidden = added[:, :, start:stop, first:last]
+        if few_queries.takes(*inputs, dropout):
+            output[:, start:stop] = few_queries.attend(*inputs, hidden, scaling)
+            continue
+        hidden = hidden.repeat(1, 1, heads // key.shape[1], 1)
+        output[:, start:stop] = _packed(*inputs, hidden, dropout, scaling).transpose(1, 2)
     return output
 
 

@@ -1,0 +1,300 @@
+/* Attention of few queries over a long cache in bfloat16, for x86 CPUs with AVX-512.
+ *
+ * torch's kernel for CPUs is made for as many queries as keys; here a block of keys and values is
+ * widened to float32 once, lies in the first cache, and serves every query of its head.  Scores,
+ * weights and sums are float32 (online softmax: Milakov and Gimelshein 2018; Dao et al. 2022).
+ */
+
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TOKENS 64 /* keys of a block */
+#define LANES 16
+#define LOG2_E 1.44269504f
+#define MOST_SPLITS 64
+#define ROWS 4 /* queries computed side by side */
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+typedef struct {
+    /* All strides in elements; the last dimension lies together. */
+    int64_t rows, groups, heads, queries, tokens, width, value_width;
+    int64_t q_row, q_head, q_query;
+    int64_t k_row, k_head, k_token;
+    int64_t v_row, v_head, v_token;
+    int64_t out_row, out_head, out_query;
+    int64_t mask_row, mask_query;
+    int64_t threads, splits;
+    float scale;
+} Shape;
+
+int kvcache_rag_supported(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+int64_t kvcache_rag_shape_bytes(void) { return sizeof(Shape); }
+
+INLINE __m512 widened(__m256i from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
+}
+
+INLINE uint16_t narrowed(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to the nearest, ties to even */
+}
+
+/* 2 to the power of x, for x of at most 0; 0 below -150. */
+INLINE __m512 power(__m512 x) {
+    __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-150.f), _CMP_GT_OQ);
+    x = _mm512_max_ps(x, _mm512_set1_ps(-150.f));
+    __m512 whole = _mm512_roundscale_ps(x, 0);
+    __m512 part = _mm512_sub_ps(x, whole);
+    __m512 sum = _mm512_set1_ps(1.535336188319500e-4f); /* Cephes, exp2f */
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.339887440266574e-3f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(9.618437357674640e-3f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.550332471162809e-2f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.402264791363012e-1f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.931472028550421e-1f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.f));
+    return _mm512_maskz_scalef_ps(kept, sum, whole);
+}
+
+/* 16 keys of 32 elements each, to 16 pairs of elements of 16 keys each. */
+INLINE void transposed(const uint16_t *from, int64_t stride, int64_t count, uint32_t *to) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = i < count ? _mm512_loadu_si512(from + i * stride) : _mm512_setzero_si512();
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        _mm512_store_si512(to + i * TOKENS, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_store_si512(to + (i + 8) * TOKENS, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+    }
+}
+
+/* 2 values of 32 elements each, to 32 pairs; `place` says which element stands where. */
+INLINE void paired(const uint16_t *from, const uint16_t *next, uint32_t *to) {
+    __m512i a = _mm512_loadu_si512(from);
+    __m512i b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(to + LANES, _mm512_unpackhi_epi16(a, b));
+}
+
+INLINE int64_t place(int64_t element) {
+    const int64_t within = element % 8;
+    return element / 32 * 32 + (within < 4 ? 0 : LANES) + element % 32 / 8 * 4 + within % 4;
+}
+
+#define PAIRS(address) ((__m512bh)_mm512_load_si512(address))
+
+INLINE __m512bh repeated(const uint16_t *pair) {
+    uint32_t bits;
+    memcpy(&bits, pair, 4);
+    return (__m512bh)_mm512_set1_epi32((int)bits);
+}
+
+/* Scores of `count` queries (at most ROWS) with the keys of a block. */
+INLINE void scored(const uint16_t *q, int64_t stride, const uint32_t *keys, int64_t width,
+                   float *scores, const int count) {
+    __m512 sums[ROWS][4];
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < 4; c++) sums[r][c] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < width / 2; d++) {
+        const uint32_t *row = keys + d * TOKENS;
+        __m512bh k0 = PAIRS(row), k1 = PAIRS(row + 16), k2 = PAIRS(row + 32), k3 = PAIRS(row + 48);
+        for (int r = 0; r < count; r++) {
+            __m512bh one = repeated(q + r * stride + 2 * d);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], one, k0);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], one, k1);
+            sums[r][2] = _mm512_dpbf16_ps(sums[r][2], one, k2);
+            sums[r][3] = _mm512_dpbf16_ps(sums[r][3], one, k3);
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < 4; c++) _mm512_store_ps(scores + r * TOKENS + c * LANES, sums[r][c]);
+}
+
+/* Adds some columns of the values of a block, weighted, to the sums of `count` queries. */
+INLINE void added(const uint16_t *weights, const uint32_t *values, int64_t width, int64_t tokens,
+                  const float *kept, float *sums, const int count, const int columns) {
+    __m512 own[ROWS][4];
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < columns; c++)
+            own[r][c] = _mm512_mul_ps(_mm512_set1_ps(kept[r]),
+                                      _mm512_load_ps(sums + r * width + c * LANES));
+    for (int64_t t = 0; t < tokens; t += 2, values += width) {
+        __m512bh row[4];
+        for (int c = 0; c < columns; c++) row[c] = PAIRS(values + c * LANES);
+        for (int r = 0; r < count; r++) {
+            __m512bh one = repeated(weights + r * TOKENS + t);
+            for (int c = 0; c < columns; c++) own[r][c] = _mm512_dpbf16_ps(own[r][c], one, row[c]);
+        }
+    }
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < columns; c++)
+            _mm512_store_ps(sums + r * width + c * LANES, own[r][c]);
+}
+
+INLINE void gathered(const uint16_t *weights, const uint32_t *values, int64_t width,
+                     int64_t tokens, const float *kept, float *sums, const int count) {
+    int64_t first = 0;
+    for (; first + 4 * LANES <= width; first += 4 * LANES)
+        added(weights, values + first, width, tokens, kept, sums + first, count, 4);
+    if (first < width) added(weights, values + first, width, tokens, kept, sums + first, count, 2);
+}
+
+/* Up to ROWS queries with one block: scores, weights, sums. */
+INLINE void together(const Shape *s, const uint16_t *q, const uint32_t *keys,
+                     const uint32_t *values, const uint16_t *mask, int64_t query, int64_t start,
+                     int64_t tokens, float *highest, float *total, float *sums, const int count) {
+    float scores[ROWS * TOKENS] __attribute__((aligned(64)));
+    uint16_t weights[ROWS * TOKENS] __attribute__((aligned(64)));
+    float kept[ROWS];
+    const __m512 scale = _mm512_set1_ps(s->scale * LOG2_E);
+    scored(q, s->width, keys, s->width, scores, count);
+    for (int r = 0; r < count; r++) {
+        float *row = scores + r * TOKENS;
+        for (int c = 0; c < TOKENS; c += LANES)
+            _mm512_store_ps(row + c, _mm512_mul_ps(_mm512_load_ps(row + c), scale));
+        if (mask) {
+            const uint16_t *hidden = mask + (query + r) % s->queries * s->mask_query + start;
+            for (int64_t c = 0; c < tokens; c += LANES) {
+                const int64_t left = tokens - c < LANES ? tokens - c : LANES;
+                const __mmask16 some = (__mmask16)((1u << left) - 1);
+                __m512 one = widened(_mm256_maskz_loadu_epi16(some, hidden + c));
+                one = _mm512_fmadd_ps(one, _mm512_set1_ps(LOG2_E), _mm512_load_ps(row + c));
+                _mm512_store_ps(row + c, one);
+            }
+        }
+        for (int64_t t = tokens; t < TOKENS; t++) row[t] = -INFINITY;
+        __m512 a = _mm512_load_ps(row), b = _mm512_load_ps(row + 16);
+        __m512 c = _mm512_load_ps(row + 32), d = _mm512_load_ps(row + 48);
+        float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
+        most = most > highest[r] ? most : highest[r];
+        __m512 top = _mm512_set1_ps(most);
+        kept[r] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[r] - most)));
+        a = power(_mm512_sub_ps(a, top)), b = power(_mm512_sub_ps(b, top));
+        c = power(_mm512_sub_ps(c, top)), d = power(_mm512_sub_ps(d, top));
+        __m256bh *to = (__m256bh *)(weights + r * TOKENS);
+        to[0] = _mm512_cvtneps_pbh(a), to[1] = _mm512_cvtneps_pbh(b);
+        to[2] = _mm512_cvtneps_pbh(c), to[3] = _mm512_cvtneps_pbh(d);
+        total[r] = total[r] * kept[r] +
+                   _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)));
+        highest[r] = most;
+    }
+    gathered(weights, values, s->value_width, tokens, kept, sums, count);
+}
+
+/* All queries of one head of K and V over some of the tokens. */
+TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *key,
+                            const uint16_t *value, const uint16_t *mask, int64_t start,
+                            int64_t stop, uint32_t *block, float *highest, float *total,
+                            float *sums) {
+    const int64_t lines = s->heads * s->queries;
+    uint32_t *keys = block, *values = block + s->width / 2 * TOKENS;
+    for (int64_t i = 0; i < lines; i++) highest[i] = -FLT_MAX, total[i] = 0;
+    memset(sums, 0, lines * s->value_width * sizeof(float));
+    for (; start < stop; start += TOKENS) {
+        const int64_t tokens = stop - start < TOKENS ? stop - start : TOKENS;
+        for (int64_t t = 0; t < TOKENS; t += LANES)
+            for (int64_t d = 0; d < s->width; d += 2 * LANES)
+                transposed(key + (start + t) * s->k_token + d, s->k_token, tokens - t,
+                           keys + d / 2 * TOKENS + t);
+        for (int64_t t = 0; t < tokens; t += 2) {
+            const uint16_t *from = value + (start + t) * s->v_token;
+            for (int64_t d = 0; d < s->value_width; d += 2 * LANES)
+                paired(from + d, t + 1 < tokens ? from + s->v_token + d : 0,
+                       values + t / 2 * s->value_width + d);
+        }
+        for (int64_t i = 0; i < lines; i += ROWS) {
+#define TOGETHER(COUNT)                                                                          \
+    together(s, q + i * s->width, keys, values, mask, i, start, tokens, highest + i, total + i, \
+             sums + i * s->value_width, COUNT)
+            switch (lines - i) {
+                case 1: TOGETHER(1); break;
+                case 2: TOGETHER(2); break;
+                case 3: TOGETHER(3); break;
+                default: TOGETHER(4);
+            }
+        }
+    }
+}
+
+/* Returns 0, or 1 if there was no memory. */
+TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint16_t *key,
+                              const uint16_t *value, const uint16_t *mask, uint16_t *out) {
+    const int64_t lines = s->heads * s->queries, parts = s->rows * s->groups * s->splits;
+    /* Of each part, in floats: a block of keys and values, sums, queries, maxima and totals. */
+    const int64_t room = (s->width + s->value_width) / 2 * TOKENS;
+    const int64_t held = lines * s->value_width, asked = lines * s->width / 2;
+    const int64_t each = (room + held + asked + 2 * lines + LANES - 1) / LANES * LANES;
+    float *memory = aligned_alloc(64, parts * each * sizeof(float));
+    if (!memory) return 1;
+    const int64_t span = (s->tokens + s->splits - 1) / s->splits;
+#pragma omp parallel for schedule(static) num_threads(s->threads) if (s->threads > 1)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t split = part % s->splits, group = part / s->splits % s->groups;
+        const int64_t row = part / s->splits / s->groups;
+        float *block = memory + part * each, *sums = block + room, *behind = sums + held;
+        uint16_t *q = (uint16_t *)behind;
+        for (int64_t i = 0; i < lines; i++) {
+            const int64_t head = group * s->heads + i / s->queries;
+            memcpy(q + i * s->width,
+                   query + row * s->q_row + head * s->q_head + i % s->queries * s->q_query,
+                   s->width * sizeof(uint16_t));
+        }
+        const int64_t stop = (split + 1) * span < s->tokens ? (split + 1) * span : s->tokens;
+        one_part(s, q, key + row * s->k_row + group * s->k_head,
+                 value + row * s->v_row + group * s->v_head, mask ? mask + row * s->mask_row : 0,
+                 split * span, stop, (uint32_t *)block, behind + asked, behind + asked + lines, sums);
+    }
+    for (int64_t part = 0; part < parts; part += s->splits) {
+        const int64_t group = part / s->splits % s->groups, row = part / s->splits / s->groups;
+        for (int64_t i = 0; i < lines; i++) {
+            const int64_t head = group * s->heads + i / s->queries;
+            uint16_t *to = out + row * s->out_row + head * s->out_head + i % s->queries * s->out_query;
+            const float *first = memory + part * each + room;
+            float most = -FLT_MAX, whole = 0, shares[MOST_SPLITS];
+            for (int64_t j = 0; j < s->splits; j++) {
+                const float highest = first[j * each + held + asked + i];
+                most = highest > most ? highest : most;
+            }
+            for (int64_t j = 0; j < s->splits; j++) {
+                const float *highest = first + j * each + held + asked;
+                shares[j] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[i] - most)));
+                whole += shares[j] * highest[lines + i];
+            }
+            whole = whole > 0 ? 1 / whole : 0; /* a query that sees nothing */
+            for (int64_t d = 0; d < s->value_width; d++) {
+                float sum = 0;
+                for (int64_t j = 0; j < s->splits; j++)
+                    sum += shares[j] * first[j * each + i * s->value_width + place(d)];
+                to[d] = narrowed(sum * whole);
+            }
+        }
+    }
+    free(memory);
+    return 0;
+}

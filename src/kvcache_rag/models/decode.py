@@ -1,0 +1,215 @@
+"""Decode one answer greedily, without what `generate()` does for everybody at every token.
+
+`generate()` is the law: where it is asked for anything that is not written here, it runs instead
+(`models/generate.py`), and what comes from here is what it would say.  Of several guessed tokens
+(`models/drafts.py`) those stay that the model says itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_rag.models.drafts import Drafts
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    from kvcache_rag.models.hf import TransformersModel
+
+# Settings that are heeded here, or that change nothing for one greedy answer.
+_HEEDED: Final = frozenset(
+    {
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "bos_token_id",
+        "compile_config",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "early_stopping",
+        "eos_token_id",
+        "is_assistant",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "min_new_tokens",
+        "min_p",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "pad_token_id",
+        "prompt_lookup_num_tokens",
+        "return_dict_in_generate",
+        "target_lookbehind",
+        "temperature",
+        "top_k",
+        "top_p",
+        "transformers_version",
+        "typical_p",
+        "use_cache",
+        "_from_model_config",
+        "_original_object_hash",
+    }
+)
+
+# What these settings are where they do nothing, if not None, False or 0.
+_INERT: Final = {
+    "epsilon_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "eta_cutoff": (0.0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1.0,),
+}
+
+# Most tokens of a guess when nothing else is said.
+LOOKUP: Final = 10
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was said.
+
+    Attributes:
+        ids: New tokens, the one that ended it included.
+        first_at: `time.perf_counter()` at the first.
+        passes: Forward passes.
+    """
+
+    ids: tuple[int, ...]
+    first_at: float
+    passes: int
+
+
+def decodes(
+    model: TransformersModel, rows: int, config: GenerationConfig, rest: dict[str, Any]
+) -> bool:
+    """Whether `decode` gives what `generate()` would, so far as its settings go.
+
+    Args:
+        model: The model.
+        rows: Prompts.
+        config: Checked settings.
+        rest: Arguments of `generate()` that are no settings.
+    """
+    kind = type(model.model)
+    return (
+        rows == 1
+        and not config.do_sample
+        and model.takes_positions
+        and rest.keys() <= {"logits_processor"}
+        # A model that prepares its inputs in a way of its own is given them in that way only.
+        and getattr(kind, "prepare_inputs_for_generation", None)
+        is GenerationMixin.prepare_inputs_for_generation
+        and all(
+            name in _HEEDED or not value or value in _INERT.get(name, ())
+            for name, value in vars(config).items()
+        )
+    )
+
+
+def decode(
+    model: TransformersModel,
+    ids: Tensor,
+    cache: Any,
+    *,
+    config: GenerationConfig,
+    stops: frozenset[int],
+    processors: LogitsProcessorList | None,
+    emit: Callable[[int, Sequence[int]], bool] | None,
+    cancelled: threading.Event | None,
+) -> Decoded:
+    """Decode one prompt greedily.
+
+    Args:
+        model: The model.
+        ids: `(1, n)` int64.
+        cache: A transformers cache of all but its last columns, or None for a plain prefill.
+        config: Settings that `decodes` takes.
+        stops: Tokens that end the answer.
+        processors: Of the caller; they see all ids so far and `(1, vocabulary)` float32 logits.
+        emit: Called with row 0 and each token; True ends the answer.
+        cancelled: Stops at the next token once set.
+    """
+    if cache is None:
+        cache = DynamicCache(config=model.model.config)
+    begun, said, passes = time.perf_counter(), list[int](), 0
+    whole, held = ids, cache.get_seq_length()
+    fresh = ids[:, held:]  # (1, tokens) that the next pass computes
+    drafts = _drafts(model, ids[0], cache, config, processors)
+    guessed: list[int] = []
+    first_at = 0.0
+    while True:
+        positions = torch.arange(held, held + fresh.shape[1])
+        logits = model.forward(fresh, cache, positions, keep=len(guessed) + 1)  # (1, keep, vocab)
+        held, passes = held + fresh.shape[1], passes + 1
+        tokens = _chosen(logits[0], whole, len(said), config, stops, processors)
+        right = 0
+        while right < len(guessed) and guessed[right] == tokens[right]:
+            right += 1
+        wrong = len(guessed) - right
+        if wrong:
+            cache.crop(-wrong)
+            held -= wrong
+        first_at = first_at or time.perf_counter()
+        for token in tokens[: right + 1]:
+            said.append(token)
+            ends = token in stops or len(said) == config.max_new_tokens
+            ends |= bool(emit is not None and emit(0, [token]))
+            ends |= cancelled is not None and cancelled.is_set()
+            ends |= config.max_time is not None and time.perf_counter() - begun > config.max_time
+            if ends:
+                return Decoded(tuple(said), first_at, passes)
+        newest = said[len(said) - right - 1 :]
+        if processors:
+            whole = torch.cat([whole, torch.tensor([newest], device=whole.device)], 1)
+        if drafts is not None:
+            drafts.judged(len(guessed), right)
+            drafts.said(newest)
+            guessed = drafts.guess(config.max_new_tokens - len(said) - 1)
+        fresh = torch.tensor([[said[-1], *guessed]])
+
+
+def _drafts(
+    model: TransformersModel,
+    prompt: Tensor,
+    cache: Any,
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+) -> Drafts | None:
+    asked = config.prompt_lookup_num_tokens
+    limit = LOOKUP if asked is None else int(asked)
+    # A layer that lets go of tokens cannot take a wrong guess back.
+    if not limit or processors or not all(isinstance(one, DynamicLayer) for one in cache.layers):
+        return None
+    return Drafts(prompt, limit, model.row_cost)
+
+
+def _chosen(
+    logits: Tensor,
+    whole: Tensor,
+    said: int,
+    config: GenerationConfig,
+    stops: frozenset[int],
+    processors: LogitsProcessorList | None,
+) -> list[int]:
+    """The likeliest token at each of the places of `logits`, `(places, vocabulary)`."""
+    soonest = config.min_new_tokens or 0
+    if processors or said < soonest:
+        logits = logits.to(torch.float32, copy=True)
+        for place in range(min(len(logits), soonest - said)):
+            logits[place, list(stops)] = -torch.inf
+    if processors:  # one place only: nothing is guessed then
+        logits = processors(whole, logits)  # type: ignore[arg-type]  # int64, as it wants
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
