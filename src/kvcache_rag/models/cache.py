@@ -165,8 +165,8 @@ class BufferLayer(DynamicLayer):
             target.copy_(states if self.keep is None else _kept(target, states, self.keep))
         self.keep = None  # of the first update only
         self.length = stop
-        self._expose()
-        return self._held()
+        self.keys, self.values = held = self._held()
+        return held
 
     def get_seq_length(self) -> int:
         """Tokens held."""

@@ -47,6 +47,11 @@ _SMALLEST: Final = 2**12
 _WIDEN: Final = 48
 
 
+# Found once: looking for an operator takes as long as calling it.
+_PREPACKED: Final = torch.ops.mkldnn._linear_pointwise.default
+_INT4: Final = torch._weight_int4pack_mm_for_cpu
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weights are kept in another form.
 
@@ -118,10 +123,8 @@ class PrepackedLinear(PackedLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
-        return cast(
-            "Tensor",
-            torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], ""),
-        )
+        bias = self._parameters["bias"]
+        return cast("Tensor", _PREPACKED(inputs, self._packed, bias, "none", [], ""))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedLinear:
         return PrepackedLinear.of(self.plain())  # torch copies no opaque tensor
@@ -161,13 +164,13 @@ class Int8Linear(PackedLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
-        rows = inputs.reshape(-1, self.in_features).contiguous()  # (rows, in_features)
+        rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
         if len(rows) >= _WIDEN:
             return nn.functional.linear(inputs, self.weight, self.bias)
-        output = torch._weight_int8pack_mm(rows, self.integers, self.scales)
-        if self.bias is not None:
-            output += self.bias
-        return output.view(*inputs.shape[:-1], self.out_features)
+        # Looked up without a call of Python's.
+        own = cast("dict[str, Tensor]", self._buffers)
+        output = torch._weight_int8pack_mm(rows.contiguous(), own["integers"], own["scales"])
+        return _shaped(output, inputs, self._parameters["bias"])
 
 
 class Int4Linear(PackedLinear):
@@ -203,17 +206,18 @@ class Int4Linear(PackedLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
-        rows = inputs.reshape(-1, self.in_features).contiguous()  # (rows, in_features)
-        output = self._product(rows)
-        if self.bias is not None:
-            output += self.bias
-        return output.view(*inputs.shape[:-1], self.out_features)
+        rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
+        return _shaped(self._product(rows), inputs, self._parameters["bias"])
 
     def _product(self, rows: Tensor) -> Tensor:
-        return cast(
-            "Tensor",
-            torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.levels),
-        )
+        own = cast("dict[str, Tensor]", self._buffers)
+        return _INT4(rows.contiguous(), own["packed"], GROUP, own["levels"])
+
+
+def _shaped(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        output += bias
+    return output.view(*inputs.shape[:-1], -1)
 
 
 def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
