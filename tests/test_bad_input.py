@@ -110,7 +110,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": "8"}, "not '8'"),
     ({"max_new_tokens": None}, "not None"),
     ({"overflow": "truncate"}, 'must be "error", "drop_lowest" or "refine", not \'truncate\''),
-    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens gives wrong tokens"),
+    ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens must be a whole number"),
     ({"assistant_model": object()}, "assistant_model gives wrong tokens"),
     ({"assistant_early_exit": 2}, "assistant_early_exit gives wrong tokens"),
     ({"past_key_values": None}, "past_key_values is set by the engine"),

@@ -92,9 +92,9 @@ def test_beams_from_a_generation_config_work() -> None:
         engine.stream(QUESTION, TEXTS[:1], generation_config=config)
 
 
-def test_prompt_lookup_in_a_generation_config_is_refused_too() -> None:
-    config = GenerationConfig(prompt_lookup_num_tokens=3)
-    with pytest.raises(InvalidInputError, match="prompt_lookup_num_tokens"):
+def test_an_assistant_in_a_generation_config_is_refused_too() -> None:
+    config = GenerationConfig(assistant_early_exit=3)
+    with pytest.raises(InvalidInputError, match="assistant_early_exit"):
         make_engine().generate(QUESTION, TEXTS, generation_config=config)
 
 

@@ -187,8 +187,8 @@ def test_stop_and_stopping_ids(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["complete", "stream_complete"])
 def test_wrong_arguments_are_told(llm: KVCacheLLM, name: str) -> None:
-    with pytest.raises(InvalidInputError, match="prompt_lookup_num_tokens"):
-        list(getattr(llm, name)("a", prompt_lookup_num_tokens=2))
+    with pytest.raises(InvalidInputError, match="assistant_early_exit"):
+        list(getattr(llm, name)("a", assistant_early_exit=2))
 
 
 # ---------------------------------------------------------------------- chunks

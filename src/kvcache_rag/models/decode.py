@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_rag.models.drafts import Drafts
 
@@ -190,7 +190,11 @@ def _drafts(
     asked = config.prompt_lookup_num_tokens
     limit = LOOKUP if asked is None else int(asked)
     # A layer that lets go of tokens cannot take a wrong guess back.
-    if not limit or processors or not all(isinstance(one, DynamicLayer) for one in cache.layers):
+    keeps = all(
+        isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        for layer in cache.layers
+    )
+    if not limit or processors or not keeps:
         return None
     return Drafts(prompt, limit, model.row_cost)
 

@@ -139,6 +139,14 @@ def checked_generation(options: dict[str, Any], *, streaming: bool) -> dict[str,
                 f"{name} gives wrong tokens from a filled cache in transformers itself; leave it "
                 "out"
             )
+    lookup = settings.get("prompt_lookup_num_tokens")
+    if lookup is not None and (
+        isinstance(lookup, bool) or not isinstance(lookup, int) or lookup < 0
+    ):
+        raise InvalidInputError(
+            "prompt_lookup_num_tokens must be a whole number, 0 for no guesses from the prompt, "
+            f"not {lookup!r}"
+        )
     for name in options:
         if name in _OWNED:
             raise InvalidInputError(f"{name} is set by the engine; leave it out")

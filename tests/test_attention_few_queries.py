@@ -1,0 +1,121 @@
+"""The compiled attention of few queries against float32, and torch's kernel where it is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcache_rag.models.attention import few_queries
+from kvcache_rag.models.attention.few_queries import attend, takes
+from kvcache_rag.models.attention.packed import packed_attention
+
+needs_kernel = pytest.mark.skipif(
+    few_queries.library() is None, reason="no compiled kernel, or no CPU with AVX-512 for bfloat16"
+)
+
+
+def _inputs(
+    rows: int, heads: int, groups: int, queries: int, tokens: int, width: int = 64, values: int = 64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seeded = torch.Generator().manual_seed(queries * 1000 + tokens)
+
+    def made(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=seeded) * 1.5).bfloat16()
+
+    query = made(rows, queries, heads, width).transpose(1, 2)  # as models hand it over
+    # Views of a larger buffer, as caches are.
+    buffer = made(2, rows, groups, tokens + 7, max(width, values))
+    return query, buffer[0, :, :, :tokens, :width], buffer[1, :, :, :tokens, :values]
+
+
+def _causal(queries: int, tokens: int) -> torch.Tensor:
+    allowed = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    return allowed[None, None]  # (1, 1, queries, tokens)
+
+
+def _errors(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None
+) -> tuple[float, float]:
+    """Mean error of the kernel and of torch's own, against float32."""
+    query, key, value = inputs
+
+    def by_torch(dtype: torch.dtype) -> torch.Tensor:
+        given = (query.to(dtype), key.to(dtype), value.to(dtype), mask)
+        return scaled_dot_product_attention(*given, enable_gqa=True).transpose(1, 2)
+
+    exact, stock = by_torch(torch.float32), by_torch(torch.bfloat16)
+    added = None
+    if mask is not None:
+        added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf).bfloat16()
+    found = attend(*inputs, added, None)
+    assert found.shape == exact.shape
+    return float((found - exact).abs().mean()), float((stock - exact).abs().mean())
+
+
+@needs_kernel
+@pytest.mark.parametrize("queries", [1, 2, 3, 5, 16, 33])
+@pytest.mark.parametrize("tokens", [40, 64, 129, 700])
+def test_it_is_as_exact_as_torch(queries: int, tokens: int) -> None:
+    for heads, groups in ((6, 2), (4, 4), (7, 1)):
+        inputs = _inputs(1, heads, groups, queries, tokens)
+        for mask in (None, _causal(queries, tokens)):
+            own, stock = _errors(inputs, mask)
+            assert own <= 1.1 * stock + 1e-6
+
+
+@needs_kernel
+@pytest.mark.parametrize(("width", "values"), [(32, 32), (96, 96), (128, 64), (256, 256)])
+def test_widths_of_heads(width: int, values: int) -> None:
+    own, stock = _errors(_inputs(2, 4, 2, 3, 200, width, values), _causal(3, 200))
+    assert own <= 1.5 * stock + 1e-6  # of unequal widths, torch rounds less
+
+
+@needs_kernel
+def test_rows_have_masks_of_their_own_and_what_sees_nothing_is_0() -> None:
+    inputs = _inputs(2, 4, 2, 3, 150)
+    mask = _causal(3, 150).repeat(2, 1, 1, 1)
+    mask[1, :, :, :70] = False  # padding on the left
+    own, stock = _errors(inputs, mask)
+    assert own <= 1.1 * stock + 1e-6
+    added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    added[1, 0, 1] = -torch.inf
+    found = attend(*inputs, added.bfloat16(), None)
+    assert not found[1, 1].any()
+    assert found.isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_the_tokens(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _inputs(1, 3, 1, 2, 1500)
+    alone = attend(*inputs, None, None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    shared = attend(*inputs, None, None)
+    assert (shared.float() - alone.float()).abs().max() <= 0.01
+
+
+@needs_kernel
+def test_models_attend_by_it_and_by_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]  # read by transformers
+    for queries, mask in ((1, None), (3, _causal(3, 90))):
+        inputs = _inputs(1, 6, 2, queries, 90)
+        own, _ = packed_attention(module, *inputs, mask)
+        with monkeypatch.context() as patch:
+            patch.setattr(few_queries, "library", lambda: None)
+            stock, _ = packed_attention(module, *inputs, mask)
+        assert own.shape == stock.shape
+        assert (own.float() - stock.float()).abs().max() < 0.02
+
+
+def test_what_it_cannot_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_queries, "library", object)
+    query, key, value = _inputs(1, 4, 2, 2, 50)
+    assert takes(query, key, value, 0.0)
+    assert not takes(query, key, value, 0.1)
+    assert not takes(query.float(), key.float(), value.float(), 0.0)
+    assert not takes(query[..., :40], key[..., :40], value, 0.0)
+    assert not takes(query, key.transpose(2, 3).contiguous().transpose(2, 3), value, 0.0)
+    monkeypatch.setattr(few_queries, "library", lambda: None)
+    assert not takes(query, key, value, 0.0)
