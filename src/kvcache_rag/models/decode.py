@@ -125,7 +125,7 @@ def decode(
     *,
     config: GenerationConfig,
     stops: frozenset[int],
-    processors: LogitsProcessorList | None,
+    processors: LogitsProcessorList,
     emit: Callable[[int, Sequence[int]], bool] | None,
     cancelled: threading.Event | None,
 ) -> Decoded:
@@ -185,7 +185,7 @@ def _drafts(
     prompt: Tensor,
     cache: Any,
     config: GenerationConfig,
-    processors: LogitsProcessorList | None,
+    processors: LogitsProcessorList,
 ) -> Drafts | None:
     asked = config.prompt_lookup_num_tokens
     limit = LOOKUP if asked is None else int(asked)
@@ -205,7 +205,7 @@ def _chosen(
     said: int,
     config: GenerationConfig,
     stops: frozenset[int],
-    processors: LogitsProcessorList | None,
+    processors: LogitsProcessorList,
 ) -> list[int]:
     """The likeliest token at each of the places of `logits`, `(places, vocabulary)`."""
     soonest = config.min_new_tokens or 0

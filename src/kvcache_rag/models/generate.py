@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
 from kvcache_rag.models.decode import decode, decodes
@@ -218,7 +223,7 @@ def generate(
                 cache,
                 config=config,
                 stops=stops,
-                processors=arguments.get("logits_processor"),
+                processors=LogitsProcessorList(arguments.get("logits_processor") or ()),
                 emit=emit,
                 cancelled=cancelled,
             )

@@ -242,9 +242,11 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *k
     }
 }
 
-/* Returns 0, or 1 if there was no memory. */
+/* `levels`, (rows, heads, queries) or none: log-sum-exp of the scores, by which partial results are
+ * merged.  Returns 0, or 1 if there was no memory. */
 TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint16_t *key,
-                              const uint16_t *value, const uint16_t *mask, uint16_t *out) {
+                              const uint16_t *value, const uint16_t *mask, uint16_t *out,
+                              float *levels) {
     const int64_t lines = s->heads * s->queries, parts = s->rows * s->groups * s->splits;
     /* Of each part, in floats: a block of keys and values, sums, queries, maxima and totals. */
     const int64_t room = (s->width + s->value_width) / 2 * TOKENS;
@@ -286,6 +288,9 @@ TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint1
                 shares[j] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[i] - most)));
                 whole += shares[j] * highest[lines + i];
             }
+            if (levels)
+                levels[(row * s->groups * s->heads + head) * s->queries + i % s->queries] =
+                    whole > 0 ? (most + log2f(whole)) / LOG2_E : -INFINITY;
             whole = whole > 0 ? 1 / whole : 0; /* a query that sees nothing */
             for (int64_t d = 0; d < s->value_width; d++) {
                 float sum = 0;

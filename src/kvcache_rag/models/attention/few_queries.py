@@ -50,7 +50,7 @@ def library() -> Any:
             return None  # of another version
     except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
         return None
-    found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 6
+    found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 7
     return found
 
 
@@ -83,21 +83,50 @@ def attend(
         `(rows, queries, heads, value_width)` bfloat16; 0 for a query that sees nothing.
     """
     rows, heads, queries, width = query.shape
-    groups, tokens, value_width = key.shape[1], key.shape[2], value.shape[3]
-    output = query.new_empty(rows, queries, heads, value_width)
+    output = query.new_empty(rows, queries, heads, value.shape[3])
+    _run(query, key, value, mask, scaling or width**-0.5, output.transpose(1, 2), None)
+    return output
+
+
+def attend_partially(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same, with what is needed to merge it with attention to other tokens.
+
+    Returns:
+        `(rows, heads, queries, value_width)` bfloat16 and the log-sum-exp of the scores,
+        `(rows, heads, queries)` float32.
+    """
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    levels = query.new_empty(query.shape[:3], dtype=torch.float32)
+    _run(query, key, value, mask, scaling, output, levels)
+    return output, levels
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    output: Tensor,
+    levels: Tensor | None,
+) -> None:
+    rows, heads, queries, width = query.shape
+    groups, tokens = key.shape[1], key.shape[2]
     masked = (0, 0)
     if mask is not None:
         masked = (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))
     threads = torch.get_num_threads()
     shape = _Shape(
-        *(rows, groups, heads // groups, queries, tokens, width, value_width),
+        *(rows, groups, heads // groups, queries, tokens, width, value.shape[3]),
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *(output.stride(0), output.stride(2), output.stride(1)),
+        *output.stride()[:3],
         *masked,
         *(threads, _splits(rows * groups, tokens, threads)),
-        width**-0.5 if scaling is None else scaling,
+        scaling,
     )
     failed = library().kvcache_rag_attend(
         ctypes.addressof(shape),
@@ -106,10 +135,10 @@ def attend(
         value.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         output.data_ptr(),
+        0 if levels is None else levels.data_ptr(),
     )
     if failed:
         raise MemoryError
-    return output
 
 
 def _splits(heads: int, tokens: int, threads: int) -> int:

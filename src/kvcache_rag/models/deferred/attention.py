@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.rotary import rotate_
+from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.scaled import scaled_attention
 from kvcache_rag.models.deferred.cache import LayerSegments, awaited, segments_of
 from kvcache_rag.models.deferred.segments import CallShape, Plan, make_plan
@@ -215,13 +216,12 @@ def fast_attention(
 
     Needs `has_fast_path`.
     """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows, heads, queries, width = query.shape
     groups = key.shape[1]
     packed = query.reshape(rows, groups, -1, width)  # the heads of a group fold into the queries
     length = packed.shape[2]  # repeats * queries
     plan = _plan(layer, mask, CallShape(queries, heads // groups, key.shape[2], width), query.dtype)
-    out, level = attend(packed, key, value, 0.0, False, attn_mask=plan.tail_mask, scale=factor)
+    out, level = _partial(packed, key, value, plan.tail_mask, factor)
     if rows > 1:  # as the partial results of chunks are: (1, kv_heads, rows * length, width)
         out = out.transpose(0, 1).reshape(1, groups, -1, width)
         level = level.transpose(0, 1).reshape(1, groups, -1)  # log-sum-exps
@@ -231,7 +231,7 @@ def fast_attention(
         keys, values = (slot[layer.place] for slot in views[call.chunk])  # (1, kv_heads, n, width)
         if call.mask is not None:
             keys, values = keys[:, :, call.start : call.stop], values[:, :, call.start : call.stop]
-        partial = attend(rotated, keys, values, 0.0, False, attn_mask=call.mask, scale=factor)
+        partial = _partial(rotated, keys, values, call.mask, factor)
         outs.append(partial[0])
         levels.append(partial[1])
     # Pairs of a row and a chunk in the order of the calls, then the tails, row by row.
@@ -241,6 +241,17 @@ def fast_attention(
     # (kv_heads, rows, repeats, queries, width) to (rows, queries, kv_heads, repeats, width)
     by_head = merged.view(groups, rows, -1, queries, width).permute(1, 3, 0, 2, 4)
     return by_head.reshape(rows, queries, heads, width).to(query.dtype)
+
+
+def _partial(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to some of the tokens, and the log-sum-exp of its scores."""
+    if few_queries.takes(query, key, value, 0.0):
+        return few_queries.attend_partially(query, key, value, mask, factor)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, level = attend(query, key, value, 0.0, False, attn_mask=mask, scale=factor)
+    return output, level
 
 
 def _rotated(packed: Tensor, plan: Plan) -> tuple[Tensor, ...]:
