@@ -390,9 +390,7 @@ def test_a_packed_model_stays_on_the_processor_in_its_dtype(name: Any) -> None:
     assert model.to(BF16) is model
     for move in (FP32, "meta"):
         moved = copy.deepcopy(model)
-        with pytest.raises(
-            InvalidInputError, match="stay there, in torch.bfloat16; load the model"
-        ):
+        with pytest.raises(InvalidInputError, match=r"there, in torch\.bfloat16; load"):
             moved.to(move)
     with pytest.raises(InvalidInputError, match="stay there"):
         copy.deepcopy(model).half()
@@ -430,7 +428,7 @@ def test_a_prepacked_model_is_saved_as_the_plain_one(tied: bool, tmp_path: Path)
 def test_rounded_weights_are_not_saved(name: Any, tmp_path: Path) -> None:
     model = pack_weights(make(), name)
     for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
-        with pytest.raises(InvalidInputError, match="are not saved.*unpack_weights"):
+        with pytest.raises(InvalidInputError, match=r"are not saved.*unpack_weights"):
             save()
     assert not [*tmp_path.glob("*.safetensors")]
     unpack_weights(model).save_pretrained(tmp_path)
@@ -469,6 +467,8 @@ def test_prepacked_weights_become_plain_ones_where_these_are_asked_for() -> None
         assert packed_layers(pack_weights(model)), "auto leaves what is packed"
         assert not packed_layers(pack_weights(model, "plain"))
         assert model_identity(model) == expected
+    pack_weights(pack_weights(model), "int8")
+    assert model_identity(model) == model_identity(pack_weights(make(tied=True), "int8"))
 
 
 def test_a_form_that_is_none_for_the_model_is_refused_before_anything_is_changed() -> None:
@@ -505,8 +505,22 @@ def test_an_adapter_that_can_be_switched_needs_plain_weights(tmp_path: Path) -> 
     given = EngineSettings(make(), byte_tokenizer(), adapter=tmp_path, weight_format="int8")
     with pytest.raises(InvalidInputError, match="name the model and its adapter"):
         given.open()
+    rounded = pack_weights(make(), "int8")
+    with pytest.raises(InvalidInputError, match="are int8 already; load it again for plain"):
+        EngineSettings(rounded, byte_tokenizer(), adapter=tmp_path).open()
     merged = model.merge_and_unload()
     assert packed_layers(pack_weights(merged, "int8"))
+
+
+@needs_bfloat16
+def test_a_prepacked_model_takes_an_adapter_as_the_plain_one(tmp_path: Path) -> None:
+    get_peft_model(make(), LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    engines = [
+        EngineSettings(model, byte_tokenizer(), adapter=tmp_path).open()
+        for model in (make(), pack_weights(make()))
+    ]
+    assert not packed_layers(engines[1].model)
+    assert torch.equal(logits(engines[0].model), logits(engines[1].model))
 
 
 def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:

@@ -272,10 +272,11 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
     if weight_format == "auto":
         gains = now == "plain" and _prepacks(model) and any(_forms(model, "prepacked"))
         return _pack(model, "prepacked") if gains else model
+    if now == "prepacked" != weight_format:
+        unpack_weights(model)  # the numbers are the same
+        now, before = "plain", None
     if weight_format == now:
         return model
-    if (now, weight_format) == ("prepacked", "plain"):
-        return unpack_weights(model)
     _ensure_packable(model, weight_format, before)
     return _pack(model, weight_format)
 
