@@ -176,6 +176,10 @@ def test_a_layer_is_copied_pickled_and_made_plain(name: str) -> None:
     for other in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
         assert type(other) is type(form)
         assert torch.equal(other(inputs), form(inputs))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update"):
+        form.weight.mul_(2)  # of a copy: it would be lost
+    with pytest.raises(KeyError, match="already exists"):
+        form.weight = nn.Parameter(torch.zeros(192, 256))
     plain = form.plain()
     assert type(plain) is nn.Linear
     assert torch.equal(plain.weight, form.weight)

@@ -79,7 +79,15 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`(out_features, in_features)`, a copy in the dtype of the model."""
+        """`(out_features, in_features)`, a copy in the dtype of the model.
+
+        Made in inference mode, so that torch refuses writes, which would be lost.
+        """
+        with torch.inference_mode():
+            return self.dense()
+
+    def dense(self) -> Tensor:
+        """`(out_features, in_features)`, as it multiplies."""
         raise NotImplementedError
 
     def plain(self) -> nn.Linear:
@@ -88,7 +96,7 @@ class PackedLinear(nn.Module):
             linear = nn.Linear(
                 self.in_features, self.out_features, self.bias is not None, dtype=self.dtype
             )
-            linear.weight.copy_(self.weight)
+            linear.weight.copy_(self.dense())
             if self.bias is not None:
                 linear.bias.copy_(self.bias)
         return linear.requires_grad_(False)
@@ -132,8 +140,7 @@ class PrepackedLinear(PackedLinear, OpaqueWeight):
         super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, bit by bit what it was made of."""
         return cast("Tensor", self._packed.to_dense())
 
@@ -158,7 +165,7 @@ class PrepackedLinear(PackedLinear, OpaqueWeight):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
+        destination[f"{prefix}weight"] = self.dense()
 
 
 class Int8Linear(PackedLinear):
@@ -183,8 +190,7 @@ class Int8Linear(PackedLinear):
         self.register_buffer("integers", integers)
         self.register_buffer("scales", scales)
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, as rounded."""
         return self.integers.to(self.dtype) * self.scales[:, None]
 
@@ -192,7 +198,7 @@ class Int8Linear(PackedLinear):
         """`(..., out_features)` of `(..., in_features)`."""
         rows = inputs.reshape(-1, self.in_features).contiguous()  # (rows, in_features)
         if len(rows) >= _WIDEN:
-            return nn.functional.linear(inputs, self.weight, self.bias)
+            return nn.functional.linear(inputs, self.dense(), self.bias)
         output = torch._weight_int8pack_mm(rows, self.integers, self.scales)
         if self.bias is not None:
             output += self.bias
@@ -225,8 +231,7 @@ class Int4Linear(PackedLinear):
         self.register_buffer("packed", packed)
         self.register_buffer("levels", torch.stack([scales.t(), middle.t()], -1).contiguous())
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, as rounded: what the kernel makes of a unit matrix."""
         units = torch.eye(self.in_features, dtype=self.dtype)
         return self._product(units).t().contiguous()
