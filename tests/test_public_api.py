@@ -57,11 +57,16 @@ NAMES = [
     "UnsupportedModelError",
     "UntrustedChunkError",
     "Verdict",
+    "WeightFormat",
     "auto",
     "cancellable",
     "in_thread",
+    "pack_weights",
     "policy_by_name",
+    "unpack_weights",
 ]
+# Names of choices, which carry neither name nor docstring in Python.
+CHOICES = {"WeightFormat"}
 ERRORS = [name for name in NAMES if name.endswith("Error")]
 HEAVY = ("torch", "transformers", "safetensors", "numpy", "chromadb", "llama_index")
 
@@ -71,7 +76,7 @@ def test_names_are_pinned_and_sorted() -> None:
     assert kvcache_rag.__all__ == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in CHOICES])
 def test_every_name_is_there_and_documented(name: str) -> None:
     assert name in dir(kvcache_rag)
     value = getattr(kvcache_rag, name)

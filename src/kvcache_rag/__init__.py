@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKV as ChunkKV
     from kvcache_rag.metrics import Answer as Answer
     from kvcache_rag.metrics import Metrics as Metrics
+    from kvcache_rag.models.linears import WeightFormat as WeightFormat
+    from kvcache_rag.models.linears import pack_weights as pack_weights
+    from kvcache_rag.models.linears import unpack_weights as unpack_weights
     from kvcache_rag.policies import Ape as Ape
     from kvcache_rag.policies import CacheBlend as CacheBlend
     from kvcache_rag.policies import CacheClip as CacheClip

@@ -31,6 +31,7 @@ from kvcache_rag.errors import (
     UnsupportedModelError,
     check_settings,
 )
+from kvcache_rag.models.weights import PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -400,6 +401,11 @@ def ensure_same_keys(engine: Engine, second: Engine) -> None:
 
 def _placed(model: Any, device: torch.device) -> Any:
     """A copy of a module whose weights lie on `device`; those that lie there are shared."""
+    if getattr(model, PACKED, None) is not None and device.type != "cpu":
+        raise InvalidInputError(
+            f"weights packed for a CPU cannot be copied to {str(device)!r}; load the model "
+            'with weight_format="plain"'
+        )
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _moved(tensor, device)

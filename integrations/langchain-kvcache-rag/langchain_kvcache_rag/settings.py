@@ -35,6 +35,7 @@ _OF_THE_ENGINE: Final = (
     "kv_max_bytes",
     "model_kwargs",
     "rotation",
+    "weight_format",
 )
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # What of the settings changes an answer, and is plain.
@@ -95,6 +96,8 @@ class ChatSettings(BaseChatModel):
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         adapter: PEFT adapter to put into the model, a folder or an installed name.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4".
         system_prompt: Instruction before the documents, instead of the template's; part of every
             chunk's KV.  A chat without documents and without a system message begins with it too.
         template: How prompts are written; None for the one the model brings, else the default.
@@ -126,6 +129,7 @@ class ChatSettings(BaseChatModel):
     gate: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
+    weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     system_prompt: str | None = None
     template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None
@@ -222,6 +226,7 @@ class ChatSettings(BaseChatModel):
             **named,
             "model_name": self.model,
             **({"chat_template_kwargs": repr(values)} if values else {}),
+            **({} if self.weight_format == "auto" else {"weight_format": self.weight_format}),
             "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
             "model_kwargs": kwargs,
             "policy": repr(policy),
@@ -274,7 +279,9 @@ class ChatSettings(BaseChatModel):
 
 
 def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:
-    clash = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if settings.get(name)]
+    names = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if settings.get(name)]
+    # "auto" says nothing.
+    clash = [name for name in names if (name, settings[name]) != ("weight_format", "auto")]
     if clash:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"

@@ -35,7 +35,7 @@ def test_the_llm_takes_a_gguf_file_and_an_adapter(tmp_path: Path) -> None:
     assert named.engine.spec == spec
     by_tokenizer = KVCacheLLM(model_name=str(path), tokenizer_name=str(path))
     assert by_tokenizer.engine.spec == spec
-    inner = Engine.from_pretrained(path).model
+    inner = Engine.from_pretrained(path, weight_format="plain").model  # as PEFT needs it
     settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(copy.deepcopy(inner), settings).save_pretrained(str(tmp_path / "adapter"))
     given = KVCacheLLM(

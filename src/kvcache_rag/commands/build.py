@@ -17,6 +17,7 @@ from kvcache_rag.commands.listing import (
     ADAPTER,
     MODEL,
     add_signing_key,
+    add_weight_format,
     check_file,
     duration,
     plural,
@@ -108,6 +109,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     add_signing_key(group)
     group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
     group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(group)
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
 
 
@@ -170,6 +172,7 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
     return BuildSettings(
         model=_found_anywhere(arguments.model),
         adapter=arguments.adapter and lasting_adapter(arguments.adapter),
+        weight_format=arguments.weight_format or "auto",
         # Workers may stand in another folder.
         store=store if is_url(store) else os.path.abspath(store),
         codec=arguments.codec,

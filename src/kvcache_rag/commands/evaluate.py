@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache_rag.commands.listing import add_weight_format
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
@@ -96,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
     compared.add_argument("--adapter", metavar="NAME", help="PEFT adapter, put into each model")
+    add_weight_format(compared)
     compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
     compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     compared.add_argument(
@@ -252,7 +255,11 @@ def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
 
     return {
         name: EngineSettings(
-            name, adapter=arguments.adapter, dtype=arguments.dtype, device=arguments.device
+            name,
+            adapter=arguments.adapter,
+            weight_format=arguments.weight_format or "auto",
+            dtype=arguments.dtype,
+            device=arguments.device,
         ).open
         for name in arguments.models
     }

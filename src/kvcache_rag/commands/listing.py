@@ -16,12 +16,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# How commands say what a model and an adapter may be.
+# How commands say what a model, an adapter and its weights may be.
 MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
 ADAPTER: Final = "PEFT adapter for the model: folder, or an installed name such as block"
+WEIGHT_FORMATS: Final = ("auto", "plain", "int8", "int4")
+WEIGHT_FORMAT: Final = (
+    "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"
+)
 
 # transformers reads them when it is imported.
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
+    """Declare how linear layers keep their weights; unsaid is None, which means "auto"."""
+    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, help=help_)
 
 
 @contextmanager

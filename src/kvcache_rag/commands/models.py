@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, moment, plural, quiet, size, table
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_weight_format,
+    moment,
+    plural,
+    quiet,
+    size,
+    table,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help=_CHECK, description=_CHECK)
     check.add_argument("model", help=MODEL)
     check.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(check)
     check.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     check.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype to load; auto: as it was saved"
@@ -86,6 +96,7 @@ def _load(arguments: argparse.Namespace) -> Any:
             device=None,
             options=options,
             adapter=arguments.adapter,
+            weight_format=arguments.weight_format or "auto",
         )
     return model
 

@@ -11,7 +11,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, duration, plural, quiet, size, table
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    MODEL,
+    add_weight_format,
+    duration,
+    plural,
+    quiet,
+    size,
+    table,
+)
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
     parser.add_argument("--model", default="tiny", help=f"{MODEL} (default: tiny)")
     parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(parser)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--codec", choices=CODECS, default="native", help="form on disk")
     parser.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")

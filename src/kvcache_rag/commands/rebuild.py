@@ -19,6 +19,7 @@ from kvcache_rag.commands.listing import (
     ADAPTER,
     MODEL,
     add_signing_key,
+    add_weight_format,
     duration,
     model_name,
     plural,
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of the store")
     parser.add_argument("--model", required=True, help=MODEL)
     parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(parser)
     parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     parser.add_argument("--dtype", help="such as bfloat16 (default: as it was saved)")
     parser.add_argument(

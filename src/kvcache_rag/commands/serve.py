@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, add_signing_key
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_signing_key, add_weight_format
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def add_model_arguments(group: Any) -> None:
     """Declare what is served."""
     group.add_argument("--model", dest="model_option", metavar="MODEL", help="as MODEL")
     group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(group)
     group.add_argument("--served-name", metavar="NAME", help="its name in requests")
     group.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", help="dtype to load (default: as it was saved)")

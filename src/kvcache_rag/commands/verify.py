@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, plural, table
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_weight_format, plural, table
 from kvcache_rag.scoring.statistics import trials_without_loss, wilson
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, questions, policies and where the verdict goes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(parser)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--questions",

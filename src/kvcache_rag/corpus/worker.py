@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcache_rag.corpus.texts import Text
     from kvcache_rag.engine import Engine
     from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore
 
@@ -50,6 +51,8 @@ class BuildSettings:
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4".
         signing_key: File of the store's key, on every machine that works; None for that of the
             environment, or none.
     """
@@ -65,6 +68,7 @@ class BuildSettings:
     device: str | None = None
     adapter: str | None = None
     signing_key: str | None = None
+    weight_format: WeightFormat = "auto"
 
     def __post_init__(self) -> None:
         check_settings(BuildSettings, vars(self))

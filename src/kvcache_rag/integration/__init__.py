@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.watch import MetadataWatch as MetadataWatch
     from kvcache_rag.integration.watch import Shown as Shown
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
+    from kvcache_rag.models.linears import parameter_count as parameter_count
 else:
     from kvcache_rag.exports import lazy_names
 

@@ -131,10 +131,15 @@ class EngineSettings:
         if self._is_loaded:
             if tokenizer is None:
                 raise InvalidInputError("a loaded model needs its tokenizer= too")
-            if self.weight_format != "auto":
-                pack_weights(self.model, self.weight_format)
             if self.adapter is None:
+                if self.weight_format != "auto":
+                    pack_weights(self.model, self.weight_format)
                 return self.model, tokenizer, None
+            if self.weight_format not in ("auto", "plain"):
+                raise InvalidInputError(
+                    "adapter= of a loaded model can be switched, which needs weights as they are; "
+                    "leave weight_format out, or name the model and its adapter"
+                )
             name = str(getattr(self.model, "name_or_path", "") or type(self.model).__name__)
             model = with_adapter(self.model, self.adapter, name)
             return model, tokenizer, adapter_template(self.adapter)

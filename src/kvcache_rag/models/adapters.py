@@ -168,11 +168,15 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         name: What the model was loaded as, for messages.
 
     Raises:
-        InvalidInputError: If it is none, or does not fit the model.
+        InvalidInputError: If it is none, or does not fit the model, or that is rounded (see
+            `models/linears.py`).
         MissingExtraError: If peft is not installed.
     """
+    from kvcache_rag.models.linears import pack_weights
+
     folder = adapter_folder(adapter)
     base = base_of(folder)
+    pack_weights(model, "plain")  # PEFT puts its layers around those of torch
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ImportError as error:

@@ -10,17 +10,18 @@ Layers are exchanged in place, and the memory of the weights they had is given b
 
 from __future__ import annotations
 
+import copy
 import platform
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.weights import PACKED, Packed, model_identity
+from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
 
@@ -32,7 +33,7 @@ per output; "int4" with a scale and a zero point per 32 inputs, the output layer
 "prepacked" for a bfloat16 model on an x86 CPU that multiplies bfloat16, else "plain".
 """
 
-FORMATS: Final = ("auto", "plain", "prepacked", "int8", "int4")
+FORMATS: Final[tuple[str, ...]] = get_args(WeightFormat)
 
 # Inputs that share a scale and a zero point in four bits, as in llama.cpp's Q4_1.
 GROUP: Final = 32
@@ -42,6 +43,9 @@ _BLOCK: Final = 16
 
 # Smaller layers (routers of experts, heads of values) cost nothing and lose most.
 _SMALLEST: Final = 2**12
+
+# Scales are no less than this in their dtype; float16 has nothing so small.
+_LEAST: Final = {torch.bfloat16: 1e-12, torch.float16: 2.0**-24, torch.float32: 1e-12}
 
 # Rows from which on eight bits are widened first: their kernel's time grows with every row.
 _WIDEN: Final = 48
@@ -61,6 +65,7 @@ class PackedLinear(nn.Module):
         bias: `(out_features,)`, or None.
     """
 
+    weight_format: ClassVar[str]
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -79,7 +84,15 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`(out_features, in_features)`, a copy in the dtype of the model."""
+        """`(out_features, in_features)`, a copy in the dtype of the model.
+
+        Made in inference mode, so that torch refuses writes, which would be lost.
+        """
+        with torch.inference_mode():
+            return self.dense()
+
+    def dense(self) -> Tensor:
+        """`(out_features, in_features)`, as it multiplies."""
         raise NotImplementedError
 
     def plain(self) -> nn.Linear:
@@ -88,7 +101,7 @@ class PackedLinear(nn.Module):
             linear = nn.Linear(
                 self.in_features, self.out_features, self.bias is not None, dtype=self.dtype
             )
-            linear.weight.copy_(self.weight)
+            linear.weight.copy_(self.dense())
             if self.bias is not None:
                 linear.bias.copy_(self.bias)
         return linear.requires_grad_(False)
@@ -107,17 +120,32 @@ class PackedLinear(nn.Module):
             )
         return self
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        raise InvalidInputError(
+            f"weights rounded to {self.weight_format} are not saved, as transformers would load "
+            "others in their place; save the model that they were made of, or unpack_weights(model)"
+        )
 
-class PrepackedLinear(PackedLinear):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        raise InvalidInputError(
+            f"weights that are {self.weight_format} take no others in; load the others into the "
+            "plain model, or call unpack_weights(model) first"
+        )
+
+
+class PrepackedLinear(PackedLinear, OpaqueWeight):
     """The same numbers in oneDNN's blocked order: bfloat16, added up in float32."""
+
+    weight_format = "prepacked"
 
     def __init__(self, linear: nn.Linear) -> None:
         """Reorder the weights of `linear`."""
         super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, bit by bit what it was made of."""
         return cast("Tensor", self._packed.to_dense())
 
@@ -126,14 +154,21 @@ class PrepackedLinear(PackedLinear):
         bias = self._parameters["bias"]
         return cast("Tensor", _PREPACKED(inputs, self._packed, bias, "none", [], ""))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedLinear:
-        return PrepackedLinear.of(self.plain())  # torch copies no opaque tensor
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # torch copies no opaque tensor; nothing writes this one, so copies share it.
+        memo[id(self)] = other = self.__class__.__new__(self.__class__)
+        for name, value in vars(self).items():
+            other.__dict__[name] = value if name == "_packed" else copy.deepcopy(value, memo)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.plain(),)  # nor can it be pickled
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.dense()
 
 
 class Int8Linear(PackedLinear):
@@ -144,6 +179,7 @@ class Int8Linear(PackedLinear):
         scales: `(out_features,)` in the dtype of the model.
     """
 
+    weight_format = "int8"
     integers: Tensor
     scales: Tensor
 
@@ -152,13 +188,12 @@ class Int8Linear(PackedLinear):
         super().__init__(linear)
         weight = linear.weight.detach().float()
         # In the model's dtype before dividing: the same scale multiplies later.
-        scales = (weight.abs().amax(1) / 127).clamp(min=1e-12).to(self.dtype)
+        scales = (weight.abs().amax(1) / 127).clamp(min=_LEAST[self.dtype]).to(self.dtype)
         integers = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         self.register_buffer("integers", integers)
         self.register_buffer("scales", scales)
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, as rounded."""
         return self.integers.to(self.dtype) * self.scales[:, None]
 
@@ -166,7 +201,7 @@ class Int8Linear(PackedLinear):
         """`(..., out_features)` of `(..., in_features)`."""
         rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
         if len(rows) >= _WIDEN:
-            return nn.functional.linear(inputs, self.weight, self.bias)
+            return nn.functional.linear(inputs, self.dense(), self.bias)
         # Looked up without a call of Python's.
         own = cast("dict[str, Tensor]", self._buffers)
         output = torch._weight_int8pack_mm(rows.contiguous(), own["integers"], own["scales"])
@@ -181,6 +216,7 @@ class Int4Linear(PackedLinear):
         levels: `(in_features / GROUP, out_features, 2)`: scale, and the weight that 8 stands for.
     """
 
+    weight_format = "int4"
     packed: Tensor
     levels: Tensor
 
@@ -190,7 +226,7 @@ class Int4Linear(PackedLinear):
         # (out_features, groups, GROUP)
         weight = linear.weight.detach().float().view(self.out_features, -1, GROUP)
         low, high = weight.amin(-1), weight.amax(-1)
-        scales = ((high - low) / 15).clamp(min=1e-12).to(self.dtype)
+        scales = ((high - low) / 15).clamp(min=_LEAST[self.dtype]).to(self.dtype)
         middle = (low + 8 * scales.float()).to(self.dtype)
         steps = (weight - middle.float()[..., None]) / scales.float()[..., None] + 8
         integers = steps.round_().clamp_(0, 15).to(torch.int32).flatten(1)
@@ -198,8 +234,7 @@ class Int4Linear(PackedLinear):
         self.register_buffer("packed", packed)
         self.register_buffer("levels", torch.stack([scales.t(), middle.t()], -1).contiguous())
 
-    @property
-    def weight(self) -> Tensor:
+    def dense(self) -> Tensor:
         """`(out_features, in_features)`, as rounded: what the kernel makes of a unit matrix."""
         units = torch.eye(self.in_features, dtype=self.dtype)
         return self._product(units).t().contiguous()
@@ -235,47 +270,94 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
         The model.
 
     Raises:
-        InvalidInputError: If there is no such form, or it is none for this model.
+        InvalidInputError: If there is no such form, or it is none for this model.  Then nothing
+            was changed.
     """
     if weight_format not in FORMATS:
         names = ", ".join(map(repr, FORMATS))
         raise InvalidInputError(f"weight_format must be one of {names}, not {weight_format!r}")
     before = getattr(model, PACKED, None)
+    now = "plain" if before is None else before.weight_format
     if weight_format == "auto":
-        weight_format = "prepacked" if before is None and _prepacks(model) else "plain"
-    if weight_format == "plain" or (before and before.weight_format == weight_format):
+        gains = now == "plain" and _prepacks(model) and any(_forms(model, "prepacked"))
+        return _pack(model, "prepacked") if gains else model
+    if now == "prepacked" != weight_format:
+        unpack_weights(model)  # the numbers are the same
+        now, before = "plain", None
+    if weight_format == now:
         return model
     _ensure_packable(model, weight_format, before)
-    identity = model_identity(model)
-    if weight_format != "prepacked":
-        identity = {**identity, "weight_format": weight_format}
-    head = model.get_output_embeddings()
-    for module in [*model.modules()]:
-        for name in [*module._modules]:
-            linear = module._modules[name]
-            form = _form(linear, weight_format, is_head=linear is head)
-            if form is not None:
-                setattr(module, name, form.of(linear))
-                linear.weight = None  # its memory is given back before the next one is packed
-    setattr(model, PACKED, Packed(weight_format, identity))
-    return model
+    return _pack(model, weight_format)
 
 
 def unpack_weights(model: Any) -> Any:
     """Give a model layers of torch's again, with the numbers that they have now."""
+    made: dict[nn.Module, nn.Linear] = {}
     for module in [*model.modules()]:
         for name, child in [*module._modules.items()]:
             if isinstance(child, PackedLinear):
-                setattr(module, name, child.plain())
+                if child not in made:
+                    made[child] = child.plain()
+                setattr(module, name, made[child])
     if getattr(model, PACKED, None) is not None:
         delattr(model, PACKED)
+        _tie_again(model)
     return model
 
 
-def _form(
-    module: nn.Module | None, weight_format: str, *, is_head: bool
-) -> type[PackedLinear] | None:
-    if type(module) is not nn.Linear:  # not one derived from it, which may do something else
+def parameter_count(model: Any) -> int:
+    """Parameters of a model, however its layers keep them; tied ones count once."""
+    packed: Packed | None = getattr(model, PACKED, None)
+    if packed is not None:
+        return packed.parameters
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _pack(model: Any, weight_format: str) -> Any:
+    forms = [*_forms(model, weight_format)]
+    if not forms:
+        raise InvalidInputError(
+            f"no linear layer of the model can be {weight_format}; leave weight_format out"
+        )
+    identity = model_identity(model)
+    if weight_format != "prepacked":
+        # The number tells models apart of which some layers cannot be exchanged.
+        identity = {**identity, "weight_format": weight_format, "packed_layers": len(forms)}
+    parameters = parameter_count(model)
+    made: dict[nn.Module, PackedLinear] = {}  # a layer may be at two places
+    for module, name, linear, form in forms:
+        if linear not in made:
+            made[linear] = form.of(linear)
+            linear.weight = None  # type: ignore[assignment]  # gives memory back before the next
+        setattr(module, name, made[linear])
+    setattr(model, PACKED, Packed(weight_format, identity, parameters))
+    return model
+
+
+def _tie_again(model: Any) -> None:
+    """Let the output layer share the memory of the embeddings where the numbers are the same."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    if ties and type(head) is nn.Linear and torch.equal(head.weight, embeddings.weight):
+        head.weight = embeddings.weight
+
+
+def _forms(
+    model: Any, weight_format: str
+) -> Iterator[tuple[nn.Module, str, nn.Linear, type[PackedLinear]]]:
+    """Where linear layers stand that can be packed, and what each becomes."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        for name, child in module._modules.items():
+            # Not one derived from it, which may do something else, nor one that is hooked into.
+            if type(child) is nn.Linear and not (child._forward_hooks or child._forward_pre_hooks):
+                form = _form(child, weight_format, is_head=child is head)
+                if form is not None:
+                    yield module, name, child, form
+
+
+def _form(module: nn.Linear, weight_format: str, *, is_head: bool) -> type[PackedLinear] | None:
+    if module.weight.dtype not in _LEAST or module.weight.device.type != "cpu":
         return None
     if weight_format == "prepacked":
         return PrepackedLinear if module.weight.dtype == torch.bfloat16 else None

@@ -16,7 +16,7 @@ import math
 import threading
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -71,10 +71,24 @@ class Packed:
         weight_format: The form.
         identity: What names the weights: what named them before, with the form unless the numbers
             are the same.
+        parameters: How many the model had before.
     """
 
     weight_format: str
     identity: dict[str, Any]
+    parameters: int
+
+
+class OpaqueWeight:
+    """A module whose weight is neither parameter nor buffer, as torch can do little with it.
+
+    Nothing can write it; who wants another one exchanges the module.
+    """
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy of it."""
+        raise NotImplementedError
 
 
 def unwrapped(model: Any) -> Any:
@@ -115,7 +129,7 @@ def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
         sample: Elements per tensor, evenly spread; None for all.
     """
     state = xxhash.xxh3_128()
-    for name, tensor in sorted(_tensors(model).items()):
+    for name, tensor in _tensors(model):
         state.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         flat = tensor.detach().reshape(-1)  # (elements,)
         if sample is not None:
@@ -125,10 +139,15 @@ def weights_digest(model: torch.nn.Module, sample: int | None = None) -> str:
     return state.hexdigest()
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name; one at a time, as copies are made of opaque ones."""
+    tensors: dict[str, Any] = dict(model.named_parameters())
     tensors.update({k: v for k, v in model.named_buffers() if "inv_freq" not in k})
-    return tensors
+    for name, module in model.named_modules():
+        if isinstance(module, OpaqueWeight):
+            tensors[f"{name}.weight"] = module
+    for name, found in sorted(tensors.items(), key=itemgetter(0)):
+        yield name, found.weight if isinstance(found, OpaqueWeight) else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,8 +357,7 @@ class Weights:
             return self._digested_weights()
         if not self._is_written:
             return packed.identity
-        # What is packed cannot be written; the norms and embeddings beside it can.
-        return {**packed.identity, "beside": weights_digest(self._model)}
+        return {**packed.identity, "written": weights_digest(self._model)}
 
     def _digested_weights(self) -> dict[str, Any]:
         config = self._model.config
@@ -382,12 +400,18 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
                     yield place, name
 
 
+def _has_weights(module: torch.nn.Module) -> bool:
+    return any(True for _ in _weights(module)) or any(
+        isinstance(part, OpaqueWeight) for part in module.modules()
+    )
+
+
 def _parts(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the modules with weights are kept; of the parts of a PEFT layer one per adapter."""
     children = {
         name: child
         for name, child in module._modules.items()
-        if child is not None and any(True for _ in _weights(child))
+        if child is not None and _has_weights(child)
     }
     adapters: dict[str, dict[str, Any]] = {}
     for name, child in children.items():

@@ -13,6 +13,7 @@ from kvcache_rag.policies import policy_by_name
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.prompt.template import PromptTemplate
 
 DEFAULT_HOST: Final = "127.0.0.1"
@@ -112,6 +113,8 @@ class ServerSettings:
         grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4".
 
     Raises:
         InvalidInputError: If two of them contradict each other.
@@ -155,6 +158,7 @@ class ServerSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
     adapter: str | None = None
     signing_key: str | None = None
+    weight_format: WeightFormat = "auto"
 
     def __post_init__(self) -> None:
         check_settings(ServerSettings, vars(self))

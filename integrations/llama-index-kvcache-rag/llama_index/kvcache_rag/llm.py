@@ -98,6 +98,8 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         adapter: PEFT adapter to put into the model, a folder or an installed name.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4".
         match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
             packed by itself, and answered from their cached KV.  LlamaIndex's evaluators and
             structured outputs are asked as they are; for a judge of your own set it off.
@@ -121,6 +123,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     gate: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
     adapter: AdapterText | None = None
+    weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     match_chunks: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

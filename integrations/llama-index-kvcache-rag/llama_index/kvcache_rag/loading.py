@@ -49,6 +49,8 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
         InvalidInputError: Naming it.
     """
     settings = {name: getattr(llm, name) for name in _settings(llm) if name not in _HARMLESS}
+    if settings["weight_format"] == "auto":  # nothing was said
+        del settings["weight_format"]
     clash = [name for name, value in {**settings, **given}.items() if value]
     if clash:
         raise InvalidInputError(

@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_name=settings.model,
         kv_dir=settings.kv,
         adapter=settings.adapter,
+        weight_format=settings.weight_format,
         policy=FullRecompute() if arguments.full else None,
         max_new_tokens=arguments.max_new_tokens,
     )
@@ -61,7 +62,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     from kvcache_rag import InvalidInputError
 
     found = Settings.find(arguments.chroma, arguments.collection)
-    names = ("model", "adapter", "kv", "chroma", "embed", "collection")
+    names = ("model", "adapter", "weight_format", "kv", "chroma", "embed", "collection")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = replace(found or Settings(), **given)
     if not (Path(settings.chroma) / "chroma.sqlite3").is_file():

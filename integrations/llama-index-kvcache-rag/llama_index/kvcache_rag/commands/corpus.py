@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
+    from kvcache_rag import WeightFormat
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 SUFFIX: Final = ".kvcache-rag.json"
@@ -41,6 +42,8 @@ class Settings:
         chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
         overlap: Tokens that neighbouring chunks share.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
+            numbers), "plain", "int8" or "int4".
     """
 
     model: str = "tiny"
@@ -51,6 +54,7 @@ class Settings:
     chunk_size: int = 256
     overlap: int = 32
     adapter: str | None = None
+    weight_format: WeightFormat = "auto"
 
     @property
     def path(self) -> Path:
@@ -91,6 +95,8 @@ class Settings:
         }
         if not self.adapter:  # as it was written before there were any
             del values["adapter"]
+        if self.weight_format == "auto":
+            del values["weight_format"]
         self.path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -146,6 +152,17 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         ("collection", f"name of the collection (default: {default.collection})"),
     ):
         parser.add_argument(f"--{name}", help=text)
+    add_weight_format(parser)
+
+
+def add_weight_format(parser: argparse.ArgumentParser) -> None:
+    """Declare how linear layers keep their weights."""
+    parser.add_argument(
+        "--weight-format",
+        choices=("auto", "plain", "int8", "int4"),
+        help="linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 "
+        "or int4",
+    )
 
 
 def embedding(name: str) -> BaseEmbedding:

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from llama_index.kvcache_rag.commands.corpus import add_weight_format
+
 if TYPE_CHECKING:
     import argparse
 
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PEFT adapter to put into the model (default: block for smollm2 where "
         f"{BLOCK_PACKAGE} is installed, else none)",
     )
+    add_weight_format(parser)
     parser.add_argument("--policy", help='what is reused of cached chunks, such as "legolink:16"')
     parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
     parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
@@ -129,6 +132,7 @@ def _app(arguments: argparse.Namespace, demo: Demo) -> DemoApp:
         demo.collection,
         model=arguments.model,
         adapter=adapter_of(arguments.model, arguments.adapter),
+        weight_format=arguments.weight_format or "auto",
         policy=None if arguments.policy is None else policy_by_name(arguments.policy),
         top_k=arguments.top_k or demo.top_k,
         max_new_tokens=demo.max_new_tokens,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
+from kvcache_rag.integration import parameter_count
 from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store, quiet
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from llama_index.core.schema import NodeWithScore, QueryBundle
 
-    from kvcache_rag import ReusePolicy
+    from kvcache_rag import ReusePolicy, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class DemoApp:
         max_new_tokens: int,
         policy: ReusePolicy | None = None,
         adapter: str | None = None,
+        weight_format: WeightFormat = "auto",
         embed: str = "minilm",
     ) -> None:
         """Load the models and open what an earlier run left.
@@ -124,6 +126,7 @@ class DemoApp:
             max_new_tokens: Longest answer.
             policy: What is reused of cached chunks; None for the LLM's default.
             adapter: Put into the model; None for none.
+            weight_format: How its linear layers keep their weights.
             embed: Embedding, as `embedding` takes it.
 
         Raises:
@@ -138,6 +141,7 @@ class DemoApp:
         self.settings = Settings(
             model=model,
             adapter=adapter,
+            weight_format=weight_format,
             kv=str(root / "kv"),
             chroma=str(root / "chroma"),
             embed=embed,
@@ -147,10 +151,11 @@ class DemoApp:
         self.llm = KVCacheLLM(
             model_name=model,
             adapter=adapter,
+            weight_format=weight_format,
             kv_dir=self.settings.kv,
             max_new_tokens=max_new_tokens,
         )
-        self.parameters = sum(weights.numel() for weights in self.llm.engine.model.parameters())
+        self.parameters = parameter_count(self.llm.engine.model)
         self._embed_model = embedding(embed)
         self._store = open_store(self.settings, self.llm)
         index = VectorStoreIndex.from_vector_store(self._store, embed_model=self._embed_model)

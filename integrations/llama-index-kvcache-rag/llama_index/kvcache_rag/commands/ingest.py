@@ -48,7 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= settings.overlap < settings.chunk_size:
         raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
     embed_model = embedding(settings.embed)
-    llm = KVCacheLLM(model_name=settings.model, kv_dir=settings.kv, adapter=settings.adapter)
+    llm = KVCacheLLM(
+        model_name=settings.model,
+        kv_dir=settings.kv,
+        adapter=settings.adapter,
+        weight_format=settings.weight_format,
+    )
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
     store = open_store(settings, llm)
     docstore = _docstore(settings, before, store)

@@ -1,0 +1,72 @@
+"""How linear layers keep their weights, as LlamaIndex's users and commands say it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag.cli import main
+from llama_index.kvcache_rag import KVCacheLLM
+from llama_index.kvcache_rag.commands.corpus import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_llm_takes_a_weight_format() -> None:
+    rounded = KVCacheLLM(model_name="tiny", weight_format="int8")
+    assert rounded.engine.spec == Engine.from_pretrained("tiny", weight_format="int8").spec
+    again = KVCacheLLM.from_json(rounded.to_json())
+    assert again.weight_format == "int8"
+    assert again.engine.spec == rounded.engine.spec
+    plain = Engine.from_pretrained("tiny")
+    assert KVCacheLLM(model_name="tiny").engine.spec == plain.spec != rounded.engine.spec
+
+
+def test_a_loaded_model_is_packed_where_that_is_asked_for() -> None:
+    plain = Engine.from_pretrained("tiny")
+    spec = plain.spec
+    common = {"model": plain.model, "tokenizer": plain.tokenizer, "template": plain.template}
+    assert KVCacheLLM(**common).engine.spec == spec
+    assert KVCacheLLM(**common, weight_format="int8").engine.spec != spec
+
+
+def test_beside_an_engine_it_is_refused() -> None:
+    engine = Engine.from_pretrained("tiny")
+    assert KVCacheLLM(engine=engine, weight_format="auto").engine is engine
+    with pytest.raises(InvalidInputError, match="weight_format belong"):
+        KVCacheLLM(engine=engine, weight_format="int8")
+
+
+def test_ingest_notes_the_format_for_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("The cat sat on the mat.")
+    assert main(["ingest", "docs", "--embed", "hash", "--weight-format", "int8"]) == 0
+    (path,) = tmp_path.glob("*.kvcache-rag.json")
+    assert json.loads(path.read_text())["weight_format"] == "int8"
+
+    def missed(*words: str) -> int:
+        capsys.readouterr()
+        assert main(["ask", "who?", "--json", "--max-new-tokens", "1", *words]) == 0
+        found: int = json.loads(capsys.readouterr().out)["metrics"]["misses"]
+        return found
+
+    assert missed() == 0
+    assert missed("--weight-format", "plain") > 0
+
+
+def test_the_default_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for weight_format in ("auto", "plain", "int4"):
+        settings = Settings(weight_format=weight_format)
+        settings.save()
+        noted = json.loads(settings.path.read_text())
+        assert noted.get("weight_format", "auto") == weight_format
+        assert ("weight_format" in noted) == (weight_format != "auto")
+        assert Settings.load(settings.path).weight_format == weight_format

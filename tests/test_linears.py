@@ -1,0 +1,557 @@
+"""Linear layers in other forms: the same numbers, or rounded ones that are a model of their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import access
+import pytest
+import torch
+from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error, masked_logits, plain_logits
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from zoo import FAMILIES, build, byte_tokenizer
+
+from kvcache_rag import (
+    Engine,
+    FullRecompute,
+    InvalidInputError,
+    MemoryStore,
+    Reuse,
+    pack_weights,
+    unpack_weights,
+)
+from kvcache_rag.cli import main
+from kvcache_rag.integration import parameter_count
+from kvcache_rag.integration.engine import EngineSettings
+from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
+from kvcache_rag.models.weights import Weights, model_identity
+from kvcache_rag.prefetch import twin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Half of the last place of a number, as a part of it.
+ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-20}
+
+FORMS = {"prepacked": PrepackedLinear, "int8": Int8Linear, "int4": Int4Linear}
+ROUNDED = ["int8", "int4"]
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU does not multiply bfloat16 (AVX-512)",
+)
+ALL = [pytest.param("prepacked", marks=needs_bfloat16), *ROUNDED]
+
+# peft asks transformers by a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def make(dtype: torch.dtype = BF16, *, tied: bool = False, bias: bool = False) -> Any:
+    """A small model of which all layers can be packed."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=192,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+        attention_bias=bias,
+    )
+    # As from_pretrained does, which keeps rotary frequencies in float32.
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def make_engine(model: Any, **options: Any) -> Engine:
+    return Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), **options)
+
+
+def layer(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(256, 192, bias).to(dtype).requires_grad_(False)
+
+
+def logits(model: Any, count: int = 90) -> Tensor:
+    ids = torch.randint(3, 300, (1, count), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        found: Tensor = model(ids).logits[0]
+    return found.float()
+
+
+def packed_layers(model: Any) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+# ---------------------------------------------------------------------- one layer
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 47, 100])
+def test_prepacked_is_the_same_numbers_added_up_otherwise(rows: int, bias: bool) -> None:
+    linear = layer(BF16, bias=bias)
+    form = PrepackedLinear.of(linear)
+    assert torch.equal(form.weight, linear.weight)
+    inputs = torch.randn(rows, 256).to(BF16)
+    exact = nn.functional.linear(inputs.double(), linear.weight.double())
+    exact += 0 if linear.bias is None else linear.bias.double()
+    assert error(form(inputs).double(), exact) <= 2 * ROUNDING[BF16] * float(
+        exact.abs().max() / exact.std()
+    )
+    assert torch.equal(form(inputs[None])[0], form(inputs))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 47, 48, 100])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_rounded_layer_multiplies_what_it_says(
+    name: str, dtype: torch.dtype, rows: int, bias: bool
+) -> None:
+    form = FORMS[name].of(layer(dtype, bias=bias))
+    inputs = torch.randn(2, rows, 256).to(dtype)
+    exact = nn.functional.linear(inputs.double(), form.weight.double())
+    size = nn.functional.linear(inputs.double().abs(), form.weight.double().abs())
+    exact += 0 if form.bias is None else form.bias.double()
+    found = form(inputs)
+    assert found.dtype == dtype
+    assert found.shape == (2, rows, 192)
+    # Products and their sum are rounded; what is summed is no larger than `size`.
+    assert bool(((found.double() - exact).abs() <= ROUNDING[dtype] * (size + exact.abs())).all())
+
+
+@pytest.mark.parametrize(("name", "steps"), [("int8", 254), ("int4", 15)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_rounding_is_at_most_half_a_step_of_the_group(
+    name: str, steps: int, dtype: torch.dtype
+) -> None:
+    linear = layer(dtype)
+    linear.weight[3] = 0  # an output that nothing reaches
+    linear.weight[4] = 0.25
+    linear.weight[5] *= 1e-3
+    before = linear.weight.double()
+    groups = before.view(192, -1, 32 if name == "int4" else 256)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    largest = groups.abs().amax(-1, keepdim=True)
+    span = 2 * largest if name == "int8" else high - low
+    # Scales and the middle are rounded too, in float16 to multiples of 2**-24 at best.
+    least = steps * 2.0**-25 if dtype == FP16 else 0.0
+    allowed = 0.5 * span / steps + 2 * ROUNDING[dtype] * largest + least
+    found = FORMS[name].of(linear).weight.double().view_as(groups)
+    assert bool(((found - groups).abs() <= allowed).all())
+    assert bool((found[3] == 0).all())
+
+
+@needs_bfloat16
+def test_weights_of_q4_1_survive_four_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randint(0, 16, (64, 8, 32), generator=generator)
+    steps[:, :, 0], steps[:, :, 1] = 0, 15  # both extremes are there
+    scale = torch.rand(64, 8, 1, generator=generator) * 0.02 + 0.002
+    least = -scale * (torch.rand(64, 8, 1, generator=generator) * 15)
+    numbers = scale * steps + least  # (64, 8, 32)
+    linear = nn.Linear(256, 64, bias=False).to(BF16).requires_grad_(False)
+    linear.weight.copy_(numbers.flatten(1))
+    found = Int4Linear.of(linear).weight.float().view(64, 8, 32)
+    largest = numbers.abs().amax(-1, keepdim=True)
+    # What came in is rounded, then scale and middle, then what comes out.
+    assert bool(((found - numbers).abs() <= 3 * ROUNDING[BF16] * largest).all())
+    # Nearer than half a step: each number is in the step that it was in.
+    assert bool(((found - numbers).abs() < 0.5 * scale).all())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_layer_is_copied_pickled_and_made_plain(name: str) -> None:
+    form = FORMS[name].of(layer(BF16))
+    inputs = torch.randn(3, 256).to(BF16)
+    for other in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
+        assert type(other) is type(form)
+        assert torch.equal(other(inputs), form(inputs))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update"):
+        form.weight.mul_(2)  # of a copy: it would be lost
+    with pytest.raises(KeyError, match="already exists"):
+        form.weight = nn.Parameter(torch.zeros(192, 256))
+    plain = form.plain()
+    assert type(plain) is nn.Linear
+    assert torch.equal(plain.weight, form.weight)
+    assert torch.equal(plain.bias, form.bias)
+    assert "256, 192, bias=True" in repr(form)
+
+
+# ---------------------------------------------------------------------- models
+@needs_bfloat16
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prepacked_model_is_as_near_to_exact_as_the_plain_one(tied: bool) -> None:
+    plain = make(tied=tied)
+    exact = logits(copy.deepcopy(plain).float())
+    weights = {name: one.clone() for name, one in plain.named_parameters()}
+    packed = pack_weights(copy.deepcopy(plain))
+    assert len(packed_layers(packed)) == 15
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear) and name != "lm_head":
+            assert torch.equal(module.weight, weights[f"{name}.weight"])
+    assert error(logits(packed), exact) <= 1.5 * error(logits(plain), exact)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prepacked_model_is_named_as_the_plain_one(tied: bool) -> None:
+    plain = make(tied=tied)
+    packed = pack_weights(copy.deepcopy(plain), "prepacked")
+    assert model_identity(packed) == model_identity(plain)
+    engines = make_engine(plain), make_engine(packed)
+    assert engines[0].spec == engines[1].spec
+    assert engines[0].keys(TEXTS) == engines[1].keys(TEXTS)
+    assert model_identity(unpack_weights(packed)) == model_identity(plain)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_rounded_models_are_models_of_their_own(dtype: torch.dtype) -> None:
+    engines = [make_engine(pack_weights(make(dtype), name)) for name in ("plain", *ROUNDED)]
+    assert len({engine.spec for engine in engines}) == 3
+    assert len({engine.keys(TEXTS)[0].digest for engine in engines}) == 3
+    again = make_engine(pack_weights(make(dtype), "int8"))
+    assert again.keys(TEXTS) == engines[1].keys(TEXTS)
+    assert model_identity(again.model)["weight_format"] == "int8"
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_a_rounded_model_computes_is_near_the_plain_one(name: str) -> None:
+    exact, found = logits(make(FP32)), logits(pack_weights(make(FP32), name))
+    away = float((found - exact).std() / exact.std())
+    assert 1e-4 < away < {"int8": 0.03, "int4": 0.3}[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "deepseek_v3", "gpt_neox"])
+def test_stitched_answers_of_rounded_models_obey_the_laws(family: str, name: Any) -> None:
+    if family not in FAMILIES:
+        pytest.skip(f"no family {family}")
+    engine = make_engine(pack_weights(build(family), name))
+    assert packed_layers(engine.model)
+    full = engine.logits(QUESTION, TEXTS, policy=FullRecompute())
+    assert error(full, plain_logits(engine, TEXTS)) < TOLERANCE
+    one = engine.logits(QUESTION, TEXTS[1:2], policy=Reuse())
+    assert error(one, plain_logits(engine, TEXTS[1:2])) < TOLERANCE
+    for scheme in ("reordered", "composite"):
+        found = engine.logits(QUESTION, TEXTS, policy=Reuse(positions=scheme))
+        assert error(found, masked_logits(engine, TEXTS, scheme)) < TOLERANCE
+    single = engine.generate(QUESTION, TEXTS, max_new_tokens=6)
+    (batched, _) = engine.generate_batch([(QUESTION, TEXTS), ("x", [])], max_new_tokens=6)
+    assert batched.token_ids == single.token_ids
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_stitched_answers_in_bfloat16_are_within_its_rounding(name: Any) -> None:
+    exact = make_engine(unpack_weights(pack_weights(make(), name)).float())
+    plain = make_engine(unpack_weights(pack_weights(make(), name)))
+    engine = make_engine(pack_weights(make(), name))
+    reference = masked_logits(exact, TEXTS, "reordered")
+    own = error(masked_logits(plain, TEXTS, "reordered"), reference)
+    assert error(engine.logits(QUESTION, TEXTS), reference) <= 2 * own
+    assert (
+        error(engine.logits(QUESTION, TEXTS), masked_logits(engine, TEXTS, "reordered")) <= 2 * own
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_chunks_can_be_computed_in_float32(name: Any) -> None:
+    model = pack_weights(make(), name)
+    engine = make_engine(model, prefill_dtype=FP32)
+    exact = make_engine(unpack_weights(copy.deepcopy(model)).float())
+    (key,), (other,) = engine.add(TEXTS[2:]), exact.add(TEXTS[2:])
+    found = engine.store.get(key, access.chunk_layout(engine)).chunk
+    wanted = exact.store.get(other, access.chunk_layout(exact)).chunk
+    last = len(found.tensors) - 1
+    values = found.values(last)[-1]
+    assert torch.equal(values, wanted.values(last)[-1].to(BF16)), (
+        "one rounding, of the same numbers"
+    )
+    assert packed_layers(engine.model) == packed_layers(model)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_unpacking_gives_layers_of_torch_with_the_same_numbers(name: Any) -> None:
+    model = pack_weights(make(tied=True, bias=True), name)
+    weights = [one.weight for one in packed_layers(model)]
+    before = logits(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied), before)
+    assert unpack_weights(copied) is copied
+    assert not packed_layers(copied)
+    linears = [one for one in copied.modules() if type(one) is nn.Linear]
+    assert all(map(torch.equal, (one.weight for one in linears), weights))
+    assert error(logits(copied), before) < 0.1
+    assert len(packed_layers(model)) == 15, "the other one stays packed"
+    is_tied = copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert is_tied == (name == "prepacked"), "rounded numbers are not those of the embeddings"
+
+
+def test_a_layer_at_two_places_is_packed_once() -> None:
+    model = make(FP32)
+    first, second = (block.mlp for block in model.model.layers)
+    second.down_proj = first.down_proj
+    first.twin = first.down_proj
+    expected = logits(model)
+    pack_weights(model, "int8")
+    assert second.down_proj is first.down_proj is first.twin
+    assert error(logits(model), expected) < 0.1
+    unpack_weights(model)
+    assert second.down_proj is first.down_proj is first.twin
+    assert error(logits(model), expected) < 0.1
+
+
+def test_layers_that_are_more_than_a_product_stay() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = make(FP32)
+    other, hooked = Other(128, 128, bias=False), model.model.layers[1].self_attn.q_proj
+    model.model.layers[0].self_attn.q_proj = other
+    hooked.register_forward_hook(lambda *_: None)
+    pack_weights(model, "int8")
+    assert model.model.layers[0].self_attn.q_proj is other
+    assert model.model.layers[1].self_attn.q_proj is hooked
+    assert len(packed_layers(model)) == 13
+
+
+def test_four_bits_leave_the_output_layer_eight() -> None:
+    model = pack_weights(make(), "int4")
+    kinds = {type(one) for one in packed_layers(model)}
+    assert kinds == {Int4Linear, Int8Linear}
+    assert type(model.lm_head) is Int8Linear
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_however_they_are_kept(tied: bool) -> None:
+    count = make(tied=tied).num_parameters()
+    for name in ("plain", *ROUNDED):
+        assert parameter_count(pack_weights(make(tied=tied), name)) == count
+
+
+# ---------------------------------------------------------------------- writes, moves, files
+@pytest.mark.parametrize("name", ALL)
+def test_writes_beside_packed_layers_are_noticed(name: Any) -> None:
+    model = pack_weights(make(), name)
+    weights = Weights(model)
+    before = weights.identity
+    assert weights.are_unchanged()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    assert not weights.are_unchanged()
+    written = weights.follow()
+    assert written != before
+    assert weights.are_unchanged()
+    fresh = make()
+    with torch.no_grad():
+        fresh.model.norm.weight.mul_(1.5)
+    assert Weights(pack_weights(fresh, name)).identity != before
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_packed_layer_that_is_exchanged_is_noticed(name: Any) -> None:
+    model = pack_weights(make(), name)
+    weights, block = Weights(model), model.model.layers[0].self_attn
+    seen = [weights.identity]
+    for seed in (1, 2):
+        linear = nn.Linear(128, 128, bias=False).to(BF16).requires_grad_(False)
+        linear.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(seed)))
+        block.q_proj = FORMS[name].of(linear)
+        assert not weights.are_unchanged()
+        seen.append(weights.follow())
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+    unpack_weights(model)
+    assert not weights.are_unchanged()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_engine_follows_when_its_model_is_packed(name: Any) -> None:
+    engine = make_engine(make())
+    engine.add(TEXTS)
+    before = engine.keys(TEXTS)
+    pack_weights(engine.model, name)
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+    fresh = make_engine(engine.model)
+    assert answer.token_ids == fresh.generate(QUESTION, TEXTS, max_new_tokens=2).token_ids
+    assert name == "prepacked" or not {*engine.keys(TEXTS)} & {*before}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_packed_model_stays_on_the_processor_in_its_dtype(name: Any) -> None:
+    model = pack_weights(make(), name)
+    before = logits(model)
+    assert model.to("cpu") is model
+    assert torch.equal(logits(model), before)
+    assert model.to(BF16) is model
+    for move in (FP32, "meta"):
+        moved = copy.deepcopy(model)
+        with pytest.raises(InvalidInputError, match=r"there, in torch\.bfloat16; load"):
+            moved.to(move)
+    with pytest.raises(InvalidInputError, match="stay there"):
+        copy.deepcopy(model).half()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_second_engine_on_the_processor_shares_packed_weights(name: Any) -> None:
+    engine = make_engine(pack_weights(make(), name))
+    second = twin(engine, "cpu")
+    assert second.model is not engine.model
+    assert second.spec == engine.spec
+    assert error(second.logits(QUESTION, TEXTS), engine.logits(QUESTION, TEXTS)) < TOLERANCE
+    mine, other = packed_layers(engine.model)[0], packed_layers(second.model)[0]
+    for where in ("_packed", "integers", "packed"):
+        assert getattr(mine, where, None) is getattr(other, where, None)
+    with pytest.raises(InvalidInputError, match="cannot be copied to 'meta'"):
+        twin(engine, "meta")
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prepacked_model_is_saved_as_the_plain_one(tied: bool, tmp_path: Path) -> None:
+    plain = make(tied=tied)
+    packed = pack_weights(copy.deepcopy(plain), "prepacked")
+    assert packed.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(packed.state_dict()[k], v) for k, v in plain.state_dict().items())
+    packed.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert torch.equal(logits(loaded), logits(plain))
+    engine = Engine.from_pretrained(tmp_path, tokenizer=byte_tokenizer())
+    assert len(packed_layers(engine.model)) == 15
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_weights_are_not_saved(name: Any, tmp_path: Path) -> None:
+    model = pack_weights(make(), name)
+    for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(InvalidInputError, match=r"are not saved.*unpack_weights"):
+            save()
+    assert not [*tmp_path.glob("*.safetensors")]
+    unpack_weights(model).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_packed_model_takes_no_other_weights_in(name: Any) -> None:
+    model, others = pack_weights(make(), name), make().state_dict()
+    for strict in (True, False):
+        with pytest.raises(InvalidInputError, match="take no others in"):
+            model.load_state_dict(others, strict=strict)
+
+
+# ---------------------------------------------------------------------- what is meant
+def test_auto_packs_what_gains_and_leaves_what_is_given() -> None:
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert bool(packed_layers(pack_weights(make()))) == supported
+    assert not packed_layers(pack_weights(make(FP32)))
+    given = make()
+    assert EngineSettings(given, byte_tokenizer()).open().model is given
+    assert not packed_layers(given)
+    EngineSettings(given, byte_tokenizer(), weight_format="int8").open()
+    assert type(given.lm_head) is Int8Linear
+    EngineSettings(given, byte_tokenizer()).open()
+    assert type(given.lm_head) is Int8Linear
+
+
+@needs_bfloat16
+def test_prepacked_weights_become_plain_ones_where_these_are_asked_for() -> None:
+    model, expected = make(tied=True), model_identity(make(tied=True))
+    for _ in range(2):
+        assert packed_layers(pack_weights(model, "prepacked"))
+        assert packed_layers(pack_weights(model, "prepacked")), "asked for twice"
+        assert packed_layers(pack_weights(model)), "auto leaves what is packed"
+        assert not packed_layers(pack_weights(model, "plain"))
+        assert model_identity(model) == expected
+    pack_weights(pack_weights(model), "int8")
+    assert model_identity(model) == model_identity(pack_weights(make(tied=True), "int8"))
+
+
+def test_a_form_that_is_none_for_the_model_is_refused_before_anything_is_changed() -> None:
+    model = make()
+    with pytest.raises(InvalidInputError, match="'auto', 'plain', 'prepacked', 'int8', 'int4'"):
+        pack_weights(model, "int2")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="must be one of"):
+        Engine.from_pretrained("tiny", weight_format="Q4")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="prepacked weights are for bfloat16"):
+        pack_weights(make(FP32), "prepacked")
+    with pytest.raises(InvalidInputError, match="no linear layer of the model can be int8"):
+        pack_weights(make(torch.float64), "int8")
+    with pytest.raises(InvalidInputError, match="for CPUs; on meta"):
+        pack_weights(make().to("meta"), "int8")
+    pack_weights(model, "int8")
+    for other in ("int4", "plain"):
+        with pytest.raises(InvalidInputError, match=f"int8 already; load it again for {other}"):
+            pack_weights(model, other)
+    quantised = make()
+    quantised.hf_quantizer = object()
+    with pytest.raises(InvalidInputError, match="quantised by transformers already"):
+        pack_weights(quantised, "int4")
+    assert not packed_layers(pack_weights(quantised))
+
+
+def test_an_adapter_that_can_be_switched_needs_plain_weights(tmp_path: Path) -> None:
+    settings = LoraConfig(r=4, target_modules=["q_proj"])
+    model = get_peft_model(make(), settings)
+    model.save_pretrained(tmp_path)
+    for one in (model, model.get_base_model()):
+        with pytest.raises(InvalidInputError, match="adapter that can be switched needs"):
+            pack_weights(one, "int8")
+        assert not packed_layers(pack_weights(one))
+    given = EngineSettings(make(), byte_tokenizer(), adapter=tmp_path, weight_format="int8")
+    with pytest.raises(InvalidInputError, match="name the model and its adapter"):
+        given.open()
+    rounded = pack_weights(make(), "int8")
+    with pytest.raises(InvalidInputError, match="are int8 already; load it again for plain"):
+        EngineSettings(rounded, byte_tokenizer(), adapter=tmp_path).open()
+    merged = model.merge_and_unload()
+    assert packed_layers(pack_weights(merged, "int8"))
+
+
+@needs_bfloat16
+def test_a_prepacked_model_takes_an_adapter_as_the_plain_one(tmp_path: Path) -> None:
+    get_peft_model(make(), LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    engines = [
+        EngineSettings(model, byte_tokenizer(), adapter=tmp_path).open()
+        for model in (make(), pack_weights(make()))
+    ]
+    assert not packed_layers(engines[1].model)
+    assert torch.equal(logits(engines[0].model), logits(engines[1].model))
+
+
+def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make(FP32).save_pretrained(base)
+    model = get_peft_model(make(FP32), LoraConfig(r=4, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    model.save_pretrained(folder)
+    common: dict[str, Any] = {"tokenizer": byte_tokenizer(), "weight_format": "int8"}
+    adapted = Engine.from_pretrained(base, adapter=folder, **common)
+    expected = make_engine(pack_weights(model.merge_and_unload(), "int8"))
+    assert error(logits(adapted.model), logits(expected.model)) < TOLERANCE
+    assert adapted.keys(TEXTS) != Engine.from_pretrained(base, **common).keys(TEXTS)
+
+
+def test_commands_take_a_weight_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words to be cached. " * 20, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "Some words."}\n', encoding="utf-8")
+    plan = ["plan", str(tmp_path), "--json", "--sample", "1"]
+    assert main([*plan, "--weight-format", "int8"]) == 0
+    build_ = ["build", "tiny", str(tmp_path / "b.jsonl"), "--store", str(tmp_path / "kv")]
+    assert main([*build_, "--weight-format", "int8"]) == 0
+    assert main([*build_, "--weight-format", "int8"]) == 0
+    assert "0 prefilled, 1 already there" in capsys.readouterr().out
+    assert main(["models", "check", "tiny", "--weight-format", "int4"]) == 0
+    with pytest.raises(SystemExit):
+        main([*plan, "--weight-format", "int2"])
