@@ -53,6 +53,10 @@ tokens; {machine}; {versions}; {date}.
 
 """
 _OTHERS: Final = (
+    (
+        "decoding",
+        "Decoding: weights in other forms, the attention kernel, guesses from the prompt",
+    ),
     ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
     ("prefill", "Offline prefill"),
     ("deferred_kernel", "Deferred attention's kernel"),

@@ -264,6 +264,19 @@ def buffer_cache(
     return Cache(layers=layers)
 
 
+def stock_cache(config: Any) -> Cache:
+    """An empty cache as transformers itself would build it for a model."""
+    return DynamicCache(config=config)
+
+
+def takes_back(cache: Cache) -> bool:
+    """Whether tokens can be dropped from the end: not where a layer lets go of earlier ones."""
+    return all(
+        isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        for layer in cache.layers
+    )
+
+
 def growing_cache(kinds: tuple[LayerKind, ...]) -> Cache:
     """An empty cache whose layers keep every token, whatever their window."""
     return Cache(layers=[DummyLayer() if kind.shared else DynamicLayer() for kind in kinds])

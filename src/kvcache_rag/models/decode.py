@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import GenerationMixin
 
+from kvcache_rag.models.cache import stock_cache, takes_back
 from kvcache_rag.models.drafts import Drafts
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def decode(
         cancelled: Stops at the next token once set.
     """
     if cache is None:
-        cache = DynamicCache(config=model.model.config)
+        cache = stock_cache(model.model.config)
     begun, said, passes = time.perf_counter(), list[int](), 0
     whole, held = ids, cache.get_seq_length()
     fresh = ids[:, held:]  # (1, tokens) that the next pass computes
@@ -189,12 +189,7 @@ def _drafts(
 ) -> Drafts | None:
     asked = config.prompt_lookup_num_tokens
     limit = LOOKUP if asked is None else int(asked)
-    # A layer that lets go of tokens cannot take a wrong guess back.
-    keeps = all(
-        isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
-        for layer in cache.layers
-    )
-    if not limit or processors or not keeps:
+    if not limit or processors or not takes_back(cache):
         return None
     return Drafts(prompt, limit, model.row_cost)
 

@@ -1,0 +1,258 @@
+"""Decoding: forms of weights, the attention kernel, and guesses from the prompt, against before.
+
+    python -m benchmarks.decoding --json benchmarks/results/decoding.json --data FOLDER
+
+"before" is the same engine over plain weights, with torch's attention and transformers' own
+`generate()`; the others are what `weight_format=` says.  The sides take turns in every round, one
+thread; ratios are medians of the rounds' own, with the lowest and the highest.  The Qwen2.5-0.5B
+shape has random weights.  Perplexity, and answers that quote their documents, need the folder of
+evaluation data (`squad_corpus.jsonl`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.machine import described, load
+from benchmarks.shapes import build_model, build_tokenizer, words
+from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag.models import generate as generating
+from kvcache_rag.models import pretrained
+from kvcache_rag.models.attention import few_queries
+from kvcache_rag.models.linears import pack_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag import Answer, WeightFormat
+
+BEFORE: Final = "before"
+FORMS: Final[dict[str, WeightFormat]] = {
+    BEFORE: "plain",
+    "auto": "auto",
+    "int8": "int8",
+    "int4": "int4",
+}
+TOKENS: Final = 32
+# Tokens that are judged as quoted stand in runs of the documents of at least so many.
+RUN: Final = 8
+
+
+@contextmanager
+def as_side(side: str) -> Iterator[None]:
+    """Answer as `side` does."""
+    if side != BEFORE:
+        yield
+        return
+    without = patch.object(few_queries, "library", lambda: None)
+    with without, patch.object(generating, "decodes", lambda *values: False):
+        yield
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest."""
+    return {"value": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def timed(engines: dict[str, Engine], texts: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds per token and to the first one, of every side over the same chunks."""
+    seen: dict[str, list[Answer]] = {side: [] for side in engines}
+    for turn in range(rounds + 1):
+        for side, engine in engines.items():
+            with as_side(side):
+                answer = engine.generate(
+                    "What is said?",
+                    texts,
+                    max_new_tokens=TOKENS,
+                    min_new_tokens=TOKENS,
+                    prompt_lookup_num_tokens=None if side == BEFORE else 0,
+                )
+            if turn:  # the first round is for the caches
+                seen[side].append(answer)
+
+    def times(side: str, first: bool) -> list[float]:
+        found = [answer.metrics for answer in seen[side]]
+        if first:
+            return [one.ttft for one in found]
+        return [(one.total - one.ttft) / (one.generated_tokens - 1) for one in found]
+
+    rows = []
+    for side in engines:
+        steps, firsts = times(side, False), times(side, True)
+        pairs = zip(times(BEFORE, False), steps, strict=True)
+        firsts_before = zip(firsts, times(BEFORE, True), strict=True)
+        rows.append(
+            {
+                "side": side,
+                "ms a token": statistics.median(steps) * 1e3,
+                "tokens/s": 1 / statistics.median(steps),
+                "times before's": interval([old / new for old, new in pairs]),
+                "ms to the first": statistics.median(firsts) * 1e3,
+                "of before's": interval([new / old for new, old in firsts_before]),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def smollm2_steps(rounds: int) -> list[dict[str, Any]]:
+    """SmolLM2 over two chunks, about 1,000 tokens of context."""
+    source = Path(few_queries.__file__).read_text("utf-8") * 3
+    engines = {
+        side: Engine.from_pretrained("smollm2", device="cpu", weight_format=form)
+        for side, form in FORMS.items()
+    }
+    tokenizer = engines[BEFORE].tokenizer
+    ids = tokenizer(source)["input_ids"]
+    texts = [tokenizer.decode(ids[start : start + 480]) for start in (0, 480)]
+    for engine in engines.values():
+        engine.add(texts)
+    return timed(engines, texts, rounds)
+
+
+def shape_steps(shape: str, context: int, rounds: int) -> list[dict[str, Any]]:
+    """A shape with random weights over `context` tokens of chunks."""
+    engines = {}
+    texts = [words(512, seed) for seed in range(context // 512)]
+    for side, form in FORMS.items():
+        model = pack_weights(build_model(shape, torch.bfloat16, "cpu"), form)
+        engine = Engine(model, build_tokenizer(), store=MemoryStore(2**31))
+        engine.add(texts)
+        engines[side] = engine
+    return timed(engines, texts, rounds)
+
+
+# ------------------------------------------------------------------ guesses
+def quoted(answer: Sequence[int], prompt: Sequence[int]) -> float:
+    """Which part of an answer's tokens stand in runs of at least `RUN` tokens of the prompt."""
+    runs = {tuple(prompt[start : start + RUN]) for start in range(len(prompt) - RUN + 1)}
+    covered = set[int]()
+    for start in range(len(answer) - RUN + 1):
+        if tuple(answer[start : start + RUN]) in runs:
+            covered.update(range(start, start + RUN))
+    return len(covered) / max(1, len(answer))
+
+
+def guesses(data: Path, wanted: int) -> list[dict[str, Any]]:
+    """Tokens per second with guesses over without, on answers that quote and on those that do not.
+
+    Questions alternate between asking for the document's own words and for something that stands
+    in none; those whose answers are what was asked for count, until there are enough.
+    """
+    documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
+    engine = Engine.from_pretrained(
+        "smollm2", device="cpu", template=PromptTemplate(system="Use the documents.")
+    )
+    kinds = {
+        "quoting": "Repeat the first document word for word.",
+        "not quoting": "Write a poem about the sea and do not use the documents.",
+    }
+    rows = []
+    for kind, question in kinds.items():
+        ratios, equal, shares, asked = list[float](), 0, list[float](), 0
+        for start in range(0, len(documents) - 1, 2):
+            if len(ratios) == (wanted if kind == "quoting" else wanted // 4):
+                break
+            texts, asked = documents[start : start + 2], asked + 1
+            tried = engine.generate(question, texts, max_new_tokens=64).token_ids
+            share = quoted(tried, engine.tokenize(question, texts).all)
+            if len(tried) < 48 or (share < 0.5 if kind == "quoting" else share > 0):
+                continue
+            speeds = dict[int | None, float]()
+            ids = dict[int | None, tuple[int, ...]]()
+            for lookup in (0, None) if asked % 2 else (None, 0):
+                answer = engine.generate(
+                    question, texts, max_new_tokens=64, prompt_lookup_num_tokens=lookup
+                )
+                ids[lookup] = answer.token_ids
+                seconds = answer.metrics.total - answer.metrics.ttft
+                speeds[lookup] = (len(answer.token_ids) - 1) / max(seconds, 1e-9)
+            ratios.append(speeds[None] / speeds[0])
+            equal += ids[None] == ids[0]
+            shares.append(share)
+        middle = statistics.geometric_mean(ratios)
+        rows.append(
+            {
+                "answers": kind,
+                "asked": asked,
+                "counted": len(ratios),
+                "quoted part": statistics.mean(shares),
+                "tokens/s over those without guesses": middle,
+                "slowest": min(ratios),
+                "equal answers": equal,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def perplexities(data: Path, windows: int, tokens: int = 768) -> list[dict[str, Any]]:
+    """Of SmolLM2 on SQuAD's articles, in windows, by the form of its weights."""
+    documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
+    rows = []
+    for side, form in {"float32": "plain", **FORMS}.items():
+        model, tokenizer, _ = pretrained.load(
+            "smollm2",
+            dtype=torch.float32 if side == "float32" else "auto",
+            device="cpu",
+            options={},
+            weight_format=form,
+        )
+        ids = tokenizer("\n\n".join(documents[:400]))["input_ids"]
+        lost, count = 0.0, 0
+        with torch.inference_mode():
+            for start in range(0, windows * tokens, tokens):
+                window = [tokenizer.bos_token_id, *ids[start : start + tokens]]
+                known = torch.tensor([window])  # (1, tokens + 1)
+                chances = model(known).logits[0, :-1].float().log_softmax(-1)
+                lost -= float(chances.gather(1, known[0, 1:, None]).sum())
+                count += len(window) - 1
+        rows.append({"weights": side, "perplexity": math.exp(lost / count), "tokens": count})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and write a report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="where the report goes; parts of it are replaced")
+    parser.add_argument("--data", type=Path, help="folder of squad_corpus.jsonl")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--answers", type=int, default=100, help="that quote their documents")
+    parser.add_argument("--windows", type=int, default=32, help="of 768 tokens")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("steps", "guesses", "perplexity"), default=["steps"]
+    )
+    parsed = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    if parsed.json and parsed.json.is_file():
+        report = json.loads(parsed.json.read_text("utf-8"))
+    report |= {**described("cpu", 1), "kernel": few_queries.library() is not None}
+    report[f"load before {' and '.join(parsed.parts)}"] = load()
+    if "steps" in parsed.parts:
+        report["SmolLM2, 960 tokens of chunks"] = smollm2_steps(parsed.rounds)
+        report["Qwen2.5-0.5B's shape, 4,096 tokens of chunks"] = shape_steps(
+            "qwen2.5-0.5b", 4096, parsed.rounds
+        )
+    if "guesses" in parsed.parts:
+        report["guesses from the prompt, SmolLM2"] = guesses(parsed.data, parsed.answers)
+    if "perplexity" in parsed.parts:
+        report["perplexity of SmolLM2"] = perplexities(parsed.data, parsed.windows)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
