@@ -72,6 +72,8 @@ _INERT: Final = {
     "repetition_penalty": (1.0,),
 }
 
+_STOCK: Final = ("generate", "prepare_inputs_for_generation")
+
 # Most tokens of a guess when nothing else is said.
 LOOKUP: Final = 10
 
@@ -108,9 +110,9 @@ def decodes(
         and not config.do_sample
         and model.takes_positions
         and rest.keys() <= {"logits_processor"}
-        # A model that prepares its inputs in a way of its own is given them in that way only.
-        and getattr(kind, "prepare_inputs_for_generation", None)
-        is GenerationMixin.prepare_inputs_for_generation
+        # A model that generates or prepares its inputs in a way of its own does so.
+        and all(getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK)
+        and not any(name in vars(model.model) for name in _STOCK)
         and all(
             name in _HEEDED or not value or value in _INERT.get(name, ())
             for name, value in vars(config).items()
@@ -146,7 +148,7 @@ def decode(
     begun, said, passes = time.perf_counter(), list[int](), 0
     whole, held = ids, cache.get_seq_length()
     fresh = ids[:, held:]  # (1, tokens) that the next pass computes
-    drafts = _drafts(model, ids[0], cache, config, processors)
+    drafts: Drafts | None = None
     guessed: list[int] = []
     first_at = 0.0
     while True:
@@ -173,6 +175,8 @@ def decode(
         newest = said[len(said) - right - 1 :]
         if processors:
             whole = torch.cat([whole, torch.tensor([newest], device=whole.device)], 1)
+        if passes == 1:  # now that the first token is out
+            drafts = _drafts(model, ids[0], cache, config, processors)
         if drafts is not None:
             drafts.judged(len(guessed), right)
             drafts.said(newest)
