@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -138,7 +139,6 @@ class LlamaSide:
         self.pid = self._process.pid
         self._weights, self._flash = llama.weights[weights], flash
         self._context: list[int] = []
-        self._connection: http.client.HTTPConnection | None = None
         try:
             self._wait()
         except BaseException:
@@ -148,20 +148,21 @@ class LlamaSide:
     def _wait(self) -> None:
         until = time.monotonic() + _STARTING
         while time.monotonic() < until and self._process.poll() is None:
-            try:
+            # At first it does not listen, and then it says that it is loading.
+            with suppress(OSError, http.client.HTTPException, ValueError):
                 if self._call("GET", "/health", None).get("status") == "ok":
                     return
-            except (OSError, http.client.HTTPException, ValueError):
-                self._connection = None
             time.sleep(0.2)
         raise RuntimeError("llama-server did not start; its log is in the work folder")
 
     def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
-        if self._connection is None:
-            self._connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ASKING)
-        said = None if body is None else json.dumps(body)
-        self._connection.request(method, path, said, {"Content-Type": "application/json"})
-        answer = json.loads(self._connection.getresponse().read())
+        # A connection each: the server ends those that are idle for a while.
+        with closing(
+            http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ASKING)
+        ) as connection:
+            said = None if body is None else json.dumps(body)
+            connection.request(method, path, said, {"Content-Type": "application/json"})
+            answer = json.loads(connection.getresponse().read())
         if not isinstance(answer, dict):
             raise ValueError("llama-server gave no JSON object")
         if "error" in answer and path != "/health":
@@ -218,8 +219,6 @@ class LlamaSide:
 
     def close(self) -> None:
         """End the server."""
-        if self._connection is not None:
-            self._connection.close()
         self._process.terminate()
         try:
             self._process.wait(10)
