@@ -293,6 +293,7 @@ def main(words: Sequence[str] | None = None) -> int:
     about = described("cpu", 1)
     facts = {
         "machine": f"{processor_of(about['machine'])}, {os.cpu_count()} cores",
+        "cores": os.cpu_count() or 1,
         "versions": about["versions"],
         "peers": versions,
         "commit": commit(),

@@ -30,7 +30,7 @@ PAIRS: Final = (
 CASES: Final = (
     ("new order", "reorder", ("reorder", "shift")),
     ("same prefix", "prefix", ("prefix",)),
-    ("unknown", "full", ("cold",)),
+    ("nothing known", "full", ("cold",)),
 )
 _SAMPLE_DIGITS: Final = 4
 
@@ -68,6 +68,8 @@ class Row:
         first_p95: The same; with few samples nearly the longest.
         step_p50: Seconds per further token, over all kinds of this side, threads and context.
         step_p95: The same.
+        new: Tokens that were generated each time.
+        total_p50: Seconds until the last of them.
         ends: End-to-end seconds per number of generated tokens, from `first_p50` and `step_p50`.
         reused: Tokens of the prompt that were not computed for it, the median.
         peak_mib: The largest resident set while it was asked.
@@ -85,6 +87,8 @@ class Row:
     first_p95: float
     step_p50: float
     step_p95: float
+    new: int
+    total_p50: float
     ends: Mapping[str, float]
     reused: float
     peak_mib: float
@@ -230,6 +234,8 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
                 first_p95=percentile95(firsts),
                 step_p50=step,
                 step_p95=percentile95(own),
+                new=max(len(one["tokens"]) for one in group),
+                total_p50=statistics.median(one["total"] for one in group),
                 ends={str(tokens): end_to_end(first, step, tokens) for tokens in LENGTHS},
                 reused=statistics.median(one["reused"] for one in group),
                 peak_mib=max(one["peak_mib"] for one in group),

@@ -63,9 +63,13 @@ def prepared(work: Path, programs: Path | None) -> Llama:
     Args:
         work: Folder for sources, programs and weights.
         programs: A folder that has the programs already, or None.
+
+    Raises:
+        RuntimeError: If a program fails.
+        FileNotFoundError: If one is not there.
     """
     found = programs or work / "build" / "bin"
-    if not (found / "llama-server").is_file():
+    if programs is None and not (found / "llama-server").is_file():
         _compile(_sources(work), work / "build")
     original, weights = Path(resolve("smollm2")), {}
     for name in WEIGHTS:

@@ -22,6 +22,8 @@ RESULTS: Final = Path(__file__).parent / "results" / "peers.json"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "peers.md"
 # Times closer than this are called equal.
 _EQUAL: Final = 0.05
+# Processes more than cores before a machine is called busy with other work.
+_SPARE: Final = 0.5
 _HEAD: Final = """# Beside llama.cpp, KVBoost and stock transformers
 
 The same prompts and the same weights (SmolLM2-135M-Instruct, greedy) on one machine; the sides take
@@ -33,6 +35,9 @@ wanted to run on average. A prompt is an instruction of {prefix} tokens, chunks 
 context counts these alone) and a question of {query}. Seconds to the first token are medians
 (**p50**) with the 95th percentile (**p95**, of few samples nearly the longest); the times of
 llama.cpp include its HTTP on the same machine, ours and those of transformers are calls.
+
+"""
+_BUSY: Final = """**The machine was busy with other work, so these figures are rough.**
 
 """
 _SIDES: Final = """## The sides
@@ -89,6 +94,7 @@ where ours is faster. "Peer from" says from how many generated tokens on the pee
 "ours from" the same of ours; a dash is never.
 
 """
+_CASES: Final = {"reorder": "new order", "shift": "new order", "cold": "nothing known"}
 _EXACT: Final = """## How exact
 
 Tokens of an answer compared with those that a full prefill of the same weights on the same side
@@ -107,15 +113,17 @@ def page(report: Mapping[str, Any]) -> str:
         f"{weights} with flash attention {found['choice']}"
         for weights, found in sorted(report["flash"].items())
     )
-    told = {**report, "peers": "; ".join(f"{k}: {v}" for k, v in report["peers"].items())}
+    told = {**report, "peers": "; ".join(report["peers"].values())}
     parts = [
         _HEAD.format_map(told),
+        _BUSY if report["load"] > report["cores"] + _SPARE else "",
         "## Who wins\n\n",
         verdicts(compared),
         _SIDES.format(flash=flash or "not measured", run=64),
         *(_firsts(rows, name) for name in _KINDS),
         _CROSS.format(lengths=", ".join(map(str, LENGTHS))),
         _ends(rows, compared),
+        _long(rows),
         "## Time per further token, and memory\n\n",
         _memory(rows, report["sides"]),
         _EXACT,
@@ -260,6 +268,21 @@ def _ends(rows: Iterable[Mapping[str, Any]], compared: Sequence[Crossover]) -> s
     return "".join(parts)
 
 
+def _long(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Long answers as they were timed, not computed."""
+    chosen = [row for row in rows if row["kind"] == "long"]
+    if not chosen:
+        return ""
+    chosen.sort(key=lambda row: (row["threads"], row["context"], *_place((row["side"], ""))))
+    lines = [
+        [f"{row['threads']}", f"{row['context']:,}", label(row["side"])]
+        + [f"{row['new']}", _seconds(row["first_p50"]), _seconds(row["total_p50"])]
+        for row in chosen
+    ]
+    header = ["threads", "context", "side", "generated tokens", "first token s", "the last one s"]
+    return f"**Long answers over the same prefix, as they were timed**\n\n{markdown(header, lines)}\n\n"
+
+
 def _from(tokens: int | None) -> str:
     return "-" if tokens is None else f"{tokens:,}"
 
@@ -311,9 +334,7 @@ def _agreements(rows: Iterable[Mapping[str, Any]]) -> str:
         lines.append(
             [
                 label(row["side"], row["kind"]),
-                {"reorder": "new order", "shift": "new order", "cold": "kept"}.get(
-                    row["kind"], "same prefix"
-                ),
+                _CASES.get(row["kind"], "same prefix"),
                 f"{row['context']:,}",
                 f"{row['threads']}",
                 f"{one['prompts']}",

@@ -109,7 +109,9 @@ class Ours:
         total, cost = time.perf_counter() - began, answer.metrics
         if job["kind"] not in ("cold", "full") and cost.prefilled_tokens:
             raise RuntimeError("chunks were prefilled that should have been read")
-        found = result(cost.ttft, total, answer.token_ids, cost.reused_tokens)
+        # The instruction's keys and values are in memory, unless everything is computed.
+        reused = cost.reused_tokens + (cost.prefix_tokens if cost.rotation else 0)
+        found = result(cost.ttft, total, answer.token_ids, reused)
         return {**found, "rotation": cost.rotation}
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FACTS: dict[str, Any] = {
     "machine": "a processor, 2 cores",
+    "cores": 2,
     "versions": "torch 2",
     "peers": {"llama.cpp": "llama.cpp 1", "kvboost": "kvboost 0.9.0"},
     "commit": "0123456789ab",
@@ -239,13 +240,15 @@ def test_the_page_says_who_wins_whoever_it_is() -> None:
     found = {(one["case"], one["peer"], one["kind"]): one for one in made["crossovers"]}
     assert found["new order", "llama-F16", "shift"]["peer_from"] == 292
     assert found["same prefix", "llama-F16", "prefix"]["peer_from"] == 1
-    assert found["unknown", "kvboost", "cold"]["peer_from"] is None
+    assert found["nothing known", "kvboost", "cold"]["peer_from"] is None
     text = peers_page.page(made)
     assert "the peer ends sooner from 292 generated tokens on" in text
     assert "first token: the peer sooner, 2 times; further tokens: the peer sooner" in text
     assert "F16 with flash attention on" in text
     assert "- kvboost reorder: ValueError: not here" in text
     assert "On one thread:" in text
+    assert "busy" not in text
+    assert "busy with other work" in peers_page.page({**made, "load": 4.7})
     assert "2 threads:" not in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
