@@ -274,13 +274,14 @@ def _long(rows: Iterable[Mapping[str, Any]]) -> str:
     if not chosen:
         return ""
     chosen.sort(key=lambda row: (row["threads"], row["context"], *_place((row["side"], ""))))
-    lines = [
-        [f"{row['threads']}", f"{row['context']:,}", label(row["side"])]
-        + [f"{row['new']}", _seconds(row["first_p50"]), _seconds(row["total_p50"])]
-        for row in chosen
-    ]
+    lines = []
+    for row in chosen:
+        times = _seconds(row["first_p50"]), _seconds(row["total_p50"])
+        place = f"{row['threads']}", f"{row['context']:,}", label(row["side"])
+        lines.append([*place, f"{row['new']}", *times])
     header = ["threads", "context", "side", "generated tokens", "first token s", "the last one s"]
-    return f"**Long answers over the same prefix, as they were timed**\n\n{markdown(header, lines)}\n\n"
+    title = "**Long answers over the same prefix, as they were timed**"
+    return f"{title}\n\n{markdown(header, lines)}\n\n"
 
 
 def _from(tokens: int | None) -> str:
