@@ -52,7 +52,7 @@ PLAN: Final = {
     (1, 1024): Rounds(3, 3, 1),
     (1, 2048): Rounds(2, 4, 1),
     (1, 4096): Rounds(2, 4, 1, without=("llama-F16",), once=("llama-Q4_1", "kvboost")),
-    (2, 1024): Rounds(2, 4, 1),
+    (2, 1024): Rounds(2, 4, 0),
     (2, 2048): Rounds(1, 6, 0, without=("llama-F16", "kvboost")),
     (2, 4096): Rounds(1, 6, 0, without=("llama-F16", "kvboost")),
 }
