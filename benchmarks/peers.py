@@ -120,6 +120,7 @@ class Journal:
     """What was found so far, a line each; a line that was cut is measured anew.
 
     Attributes:
+        facts: Of the run, with the versions of all peers that were asked so far.
         records: Of the answers.
         sides: Facts, by side.
         flash: llama.cpp's flash attention, by weights.
@@ -132,13 +133,16 @@ class Journal:
         self.sides: dict[str, Any] = {}
         self.flash: dict[str, Any] = {}
         before = [] if fresh or not path.is_file() else [*_lines(path)]
-        if before[:1] == [{"run": facts}]:
-            for line in before[1:]:
-                self._take(line)
-        elif before:
-            print(f"{path} is of another model, machine or commit: measured anew")
+        if before and not _same(before[0].get("run", {}), facts):
+            print(f"{path.name} is of another machine, version or commit: measured anew")
+            path.replace(path.with_suffix(".old"))
+            before = []
+        known = before[0]["run"]["peers"] if before else {}
+        self.facts = {**facts, "peers": {**known, **facts["peers"]}}
+        for line in before[1:]:
+            self._take(line)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [{"run": facts}, *(before[1:] if self.records or self.sides or self.flash else [])]
+        kept = [{"run": self.facts}, *before[1:]]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def add(self, line: dict[str, Any]) -> None:
@@ -157,6 +161,13 @@ class Journal:
     def done(self) -> set[str]:
         """Names of the jobs that have an answer."""
         return {record["name"] for record in self.records}
+
+
+def _same(before: dict[str, Any], facts: dict[str, Any]) -> bool:
+    """Whether figures of both may stand in one table; not every run asks every peer."""
+    peers = [one.get("peers", {}) for one in (before, facts)]
+    alike = all(peers[0][name] == peers[1][name] for name in peers[0].keys() & peers[1].keys())
+    return alike and {**before, "peers": {}} == {**facts, "peers": {}}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -322,7 +333,7 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         write(
             parsed.json,
-            report_of({**facts, **spent, "flash": journal.flash}, journal.sides, records),
+            report_of({**journal.facts, **spent, "flash": journal.flash}, journal.sides, records),
         )
     return 0
 

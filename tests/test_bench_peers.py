@@ -174,8 +174,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert (again.sides, again.flash) == (first.sides, first.flash)
     again.add({"record": records()[3]})
     assert len(peers.Journal(path, FACTS).records) == 4
+    fewer = peers.Journal(path, {**FACTS, "peers": {"kvboost": "kvboost 0.9.0"}})
+    assert (len(fewer.records), fewer.facts) == (4, FACTS), "a run of fewer sides keeps the others"
     assert not peers.Journal(path, {**FACTS, "commit": "another"}).records
-    assert not peers.Journal(path, FACTS).records, "what was of another commit is gone"
+    assert path.with_suffix(".old").is_file(), "what was of another commit is put aside"
+    assert not peers.Journal(path, {**FACTS, "commit": "another", "peers": {"kvboost": "2"}}).done
 
 
 class _Scripted:
