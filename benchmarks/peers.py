@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -292,6 +293,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what is missing, and write the report after each context."""
     parsed = parse(words)
+    # So that servers end with this process, whoever ends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     work: Path = parsed.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     versions = {}
