@@ -10,6 +10,8 @@ WORKERS ?= 0
 DEMO ?=
 # Arguments of `make bench-serving`, such as --corpus FILE.
 SERVING ?=
+# Arguments of `make bench-peers`, such as --work FOLDER or --llama-bin FOLDER.
+PEERS ?=
 # A report that `make bench` wrote, for `make bench-check`; a short part is measured without one.
 BENCH ?=
 
@@ -44,7 +46,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-serving format clean
+.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-peers bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +96,10 @@ bench: $(VENV)/.installed-demo ## Measure time to first token, decoding and memo
 
 bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the committed one; BENCH= a report
 	$(BIN)/python -m benchmarks.check $(BENCH)
+
+bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost and stock transformers: an hour at most; goes on where it stopped
+	$(BIN)/python -m benchmarks.peers $(PEERS)
+	$(BIN)/python -m benchmarks.peers_page
 
 bench-serving: $(VENV)/.installed-dev ## Measure two servers under load: no cache, caches of their own, a shared one
 	$(BIN)/python -m benchmarks.serving $(SERVING)

@@ -27,7 +27,8 @@ How long the first token takes, how fast the rest comes, and what it costs in me
 user would run instead. Written by `python -m benchmarks.report` from `benchmarks/results/`; no
 figure is typed by hand. Measure again with `make bench`; `make bench-check` fails when a ratio got
 more than 15 % worse than the committed one (those of decoding only on the processor that they were
-measured on: on another one they are shown and not judged).
+measured on: on another one they are shown and not judged). Beside llama.cpp and KVBoost, on trained
+weights: [peers](peers.md) (`make bench-peers`).
 
 Random weights in real shapes: they cost what trained ones cost and say nothing about answers (see
 [quality](quality.md)). Ratios are formed within one run, whose sides take turns, round by round;

@@ -31,6 +31,7 @@ class Sample:
         token: The first token of the first row.
         parts: Seconds of the parts of `ttft`.
         cache: What transformers' `generate()` left behind, or None.
+        tokens: All new ones of the first row.
     """
 
     ttft: float
@@ -38,6 +39,7 @@ class Sample:
     token: int
     parts: Mapping[str, float] = field(default_factory=dict)
     cache: Any = None
+    tokens: tuple[int, ...] = ()
 
 
 class _Clock(StoppingCriteria):
@@ -80,8 +82,8 @@ def timed_generate(
         )
     first, last = clock.times[0], clock.times[-1]
     step = (last - first) / (new_tokens - 1) if new_tokens > 1 else 0.0
-    token = int(output.sequences[0, ids.shape[1]])
-    return Sample(first - began, step, token, cache=output.past_key_values)
+    tokens = tuple(output.sequences[0, ids.shape[1] :].tolist())
+    return Sample(first - began, step, tokens[0], cache=output.past_key_values, tokens=tokens)
 
 
 @contextmanager

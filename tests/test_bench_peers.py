@@ -1,0 +1,281 @@
+"""The peers' benchmark: its arithmetic, its order of prompts, what it takes up again, its page."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import peers, peers_page, peers_plan
+from benchmarks.peers_figures import (
+    agreement,
+    crossover,
+    end_to_end,
+    percentile95,
+    report_of,
+    rows_of,
+)
+from benchmarks.peers_plan import QUICK, SIDES, Rounds, jobs
+from benchmarks.peers_prompts import fitted, order_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FACTS: dict[str, Any] = {
+    "machine": "a processor, 2 cores",
+    "cores": 2,
+    "versions": "torch 2",
+    "peers": {"llama.cpp": "llama.cpp 1", "kvboost": "kvboost 0.9.0"},
+    "commit": "0123456789ab",
+    "prefix": 128,
+    "chunk": 256,
+    "query": 40,
+}
+SPENT: dict[str, Any] = {"date": "2026-01-01", "minutes": 2.0, "load": 1.0}
+# Seconds to the first token and per further one.
+TIMES = {
+    "ours-auto": {"prefix": 0.1, "reorder": 0.1, "cold": 2.1, "full": 2.0},
+    "llama-F16": {"prefix": 0.05, "reorder": 4.0, "shift": 3.0, "cold": 4.0},
+    "kvboost": {"prefix": 1.0, "cold": 3.0},
+}
+STEPS = {"ours-auto": 0.02, "llama-F16": 0.01, "kvboost": 0.1}
+
+
+def records(sides: tuple[str, ...] = tuple(TIMES)) -> list[dict[str, Any]]:
+    found = []
+    for job in jobs(1, 1024, Rounds(2, 2, 1), sides):
+        record = {"name": job.name, **asdict(job), "wall": 1.0, "load": 1.0}
+        first = TIMES[job.side].get(job.kind, TIMES[job.side]["prefix"])
+        if job.side == "kvboost" and job.kind == "reorder":
+            found.append({**record, "error": "ValueError: not here"})
+            continue
+        # Answers depend on the prompt; a shifted one has another token at its end.
+        tokens = [job.order, job.question, 7 if job.kind == "shift" else 5]
+        record |= {"ttft": first, "total": 1.0, "step": STEPS[job.side], "tokens": tokens}
+        found.append({**record, "reused": 1152, "peak_mib": 500.0, "anon_mib": 400.0})
+    return found
+
+
+def report(sides: tuple[str, ...] = tuple(TIMES)) -> dict[str, Any]:
+    facts = {side: {"memory_bytes_per_token": 23040.0} for side in sides}
+    flash = {"F16": {"choice": "on", "on": 1.0, "off": 2.0}}
+    made = report_of({**FACTS, **SPENT, "flash": flash}, facts, records(sides))
+    copied: dict[str, Any] = json.loads(json.dumps(made))
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ((0.1, 0.02, 4.0, 0.01), 392),  # 0.1 + 391 * 0.02 = 7.92 and 4 + 391 * 0.01 = 7.91
+        ((0.1, 0.02, 0.05, 0.01), 1),
+        ((0.1, 0.02, 0.05, 0.03), None),  # ahead at first, but not for good
+        ((0.1, 0.02, 0.2, 0.02), None),
+        ((0.1, 0.02, 0.1, 0.02), None),
+        ((0.2, 0.02, 0.1, 0.02), 1),
+        ((0.1, 0.02, 0.1, 0.01), 2),
+        ((1.0, 2.0, 2.0, 1.0), 3),  # equal at 2
+    ],
+)
+def test_a_crossover_is_where_the_other_is_done_sooner_for_good(
+    lines: tuple[float, float, float, float], expected: int | None
+) -> None:
+    found = crossover(*lines)
+    assert found == expected
+    for tokens in range(1, 1000):
+        sooner = end_to_end(*lines[2:], tokens) < end_to_end(*lines[:2], tokens)
+        if found is not None:
+            assert sooner == (tokens >= found)
+
+
+def test_percentiles_and_agreement() -> None:
+    assert percentile95([3.0]) == 3.0
+    assert percentile95([float(value) for value in range(1, 22)]) == 20.0
+    assert agreement([([1], None)]) is None
+    found = agreement([([1, 2, 3], [1, 2, 3]), ([1, 2, 4], [1, 5, 4]), ([9], [8]), ([1], None)])
+    assert found is not None
+    assert (found.prompts, found.tokens) == (3, 3)
+    assert found.first_equal == pytest.approx(2 / 3)
+    assert found.all_equal == pytest.approx(1 / 3)
+    assert found.equal_tokens == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("full", [1, 2, 3])
+def test_every_job_has_a_name_of_its_own_and_finds_the_state_that_it_needs(full: int) -> None:
+    planned = [*jobs(1, 1024, Rounds(full, 3, 1), SIDES)]
+    assert len({job.name for job in planned}) == len(planned)
+    assert all(job.question < 24 for job in planned)
+    for side in SIDES:
+        order = None
+        for job in (one for one in planned if one.side == side):
+            kept = order_of(4, job.order)
+            if job.kind == "prefix" or (job.kind == "shift" and order is not None):
+                assert order == 0, "the chunks were asked in their first order just before"
+            if job.kind == "reorder" and side.startswith("llama"):
+                assert kept[0] != order_of(4, order or 0)[0], "only the instruction is shared"
+            order = job.order
+
+
+def test_exact_answers_are_there_for_what_is_compared() -> None:
+    planned = [*jobs(1, 2048, Rounds(2, 2, 1), SIDES)]
+    for side, kind, exact in (
+        ("llama-F16", "prefix", "cold"),
+        ("llama-F16", "shift", "reorder"),
+        ("ours-int8", "reorder", "full"),
+    ):
+        asked = {(j.order, j.question) for j in planned if (j.side, j.kind) == (side, exact)}
+        first = [j for j in planned if (j.side, j.kind, j.repeat) == (side, kind, 0)]
+        assert {(j.order, j.question) for j in first} == asked
+
+
+def test_orders_are_permutations_of_which_none_begins_like_the_one_before() -> None:
+    for chunks in (4, 8, 16):
+        orders = [order_of(chunks, number) for number in range(3 * chunks)]
+        assert all(sorted(order) == [*range(chunks)] for order in orders)
+        assert all(a[0] != b[0] for a, b in itertools.pairwise(orders))
+        assert orders == [order_of(chunks, number) for number in range(3 * chunks)]
+
+
+def test_texts_are_exactly_as_long_as_they_are_wanted() -> None:
+    def count(text: str) -> int:  # long words take more tokens
+        return sum(1 + len(word) // 5 for word in text.split())
+
+    words = [
+        "Somebody",
+        "described",
+        "everything",
+        "in",
+        "extraordinarily",
+        "elaborate",
+        "sentences",
+    ] * 9
+    for tokens in range(20, 40):
+        assert count(fitted(count, words, tokens)) == tokens
+    with pytest.raises(ValueError, match="no text of 7 tokens"):
+        fitted(lambda text: 2 * len(text.split()), words, 7)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    first = peers.Journal(path, FACTS)
+    some = records()[:3]
+    first.add({"sides": {"stock": {"memory_bytes_per_token": 1.0}}})
+    first.add({"flash": {"F16": {"choice": "on"}}})
+    for record in some:
+        first.add({"record": record})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"record": {"name": "cut')
+    again = peers.Journal(path, FACTS)
+    assert again.records == some
+    assert again.done == {record["name"] for record in some}
+    assert (again.sides, again.flash) == (first.sides, first.flash)
+    again.add({"record": records()[3]})
+    assert len(peers.Journal(path, FACTS).records) == 4
+    fewer = peers.Journal(path, {**FACTS, "peers": {"kvboost": "kvboost 0.9.0"}})
+    assert (len(fewer.records), fewer.facts) == (4, FACTS), "a run of fewer sides keeps the others"
+    assert not peers.Journal(path, {**FACTS, "commit": "another"}).records
+    assert path.with_suffix(".old").is_file(), "what was of another commit is put aside"
+    assert not peers.Journal(path, {**FACTS, "commit": "another", "peers": {"kvboost": "2"}}).done
+
+
+class _Scripted:
+    """A side that answers at once."""
+
+    pid = 0
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def facts(self) -> dict[str, Any]:
+        return {"error": "it does not run"} if self.name == "kvboost" else {"is": self.name}
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(f"{self.name} {job['kind']}")
+        return {"error": "not this one"}
+
+    def close(self) -> None:
+        self.asked.append(f"{self.name} closed")
+
+
+class _Asked:
+    system = "So."
+
+    def prompt(self, context: int, order: int, question: int) -> dict[str, Any]:
+        return {"context": [context, order], "query": [question]}
+
+
+def test_what_is_there_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(peers, "WorkerSide", lambda name, *_: _Scripted(name, asked))
+    monkeypatch.setattr(peers, "SETTLE", 0.0)
+    todo = [*jobs(1, 1024, QUICK[1, 1024], ("stock", "kvboost"))]
+    known = len([job for job in todo if job.side == "stock"])
+    path = tmp_path / "records.jsonl"
+    for expected in (known + 2, 0):  # with the prompt to warm up, and the end
+        asked.clear()
+        driver = peers.Driver(peers.Journal(path, FACTS), tmp_path, _Asked(), None)  # type: ignore[arg-type]
+        driver.run([job for job in todo if job.side == "stock"])
+        assert len(asked) == expected
+    asked.clear()
+    driver.run(todo)
+    assert asked == ["kvboost closed"], "what does not start is not asked"
+    assert driver.journal.sides["kvboost"] == {"error": "it does not run"}
+
+
+def test_rows_are_what_the_records_say() -> None:
+    rows = {(row.side, row.kind): row for row in rows_of(records())}
+    ours, shifted = rows["ours-auto", "reorder"], rows["llama-F16", "shift"]
+    assert (ours.samples, shifted.samples) == (4, 2)
+    assert ours.ends["64"] == pytest.approx(0.1 + 63 * 0.02)
+    assert ours.agreement is not None
+    assert (ours.agreement.prompts, ours.agreement.all_equal) == (2, 1.0)
+    assert shifted.agreement is not None
+    assert (shifted.agreement.all_equal, shifted.agreement.equal_tokens) == (0.0, 2.0)
+    assert rows["llama-F16", "cold"].agreement is None
+    assert ("kvboost", "reorder") not in rows
+
+
+def test_the_page_says_who_wins_whoever_it_is() -> None:
+    made = report()
+    found = {(one["case"], one["peer"], one["kind"]): one for one in made["crossovers"]}
+    assert found["new order", "llama-F16", "shift"]["peer_from"] == 292
+    assert found["same prefix", "llama-F16", "prefix"]["peer_from"] == 1
+    assert found["nothing known", "kvboost", "cold"]["peer_from"] is None
+    text = peers_page.page(made)
+    assert "the peer ends sooner from 292 generated tokens on" in text
+    assert "first token: the peer sooner, 2 times; further tokens: the peer sooner" in text
+    assert "F16 with flash attention on" in text
+    assert "- kvboost reorder: ValueError: not here" in text
+    assert "On one thread:" in text
+    assert "busy" not in text
+    assert "busy with other work" in peers_page.page({**made, "load": 4.7})
+    assert "2 threads:" not in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+
+
+def test_a_page_of_few_sides_is_a_page() -> None:
+    assert "Nothing was compared" not in peers_page.page(report(("ours-auto",)))
+    assert "Nothing was compared" in peers_page.page(report(("kvboost",)))
+
+
+@pytest.mark.skipif(not peers_page.RESULTS.is_file(), reason="nothing was measured")
+def test_the_committed_page_is_what_the_results_say(tmp_path: Path) -> None:
+    assert peers_page.main(["--page", str(tmp_path / "page.md")]) == 0
+    assert (tmp_path / "page.md").read_text("utf-8") == peers_page.PAGE.read_text("utf-8")
+
+
+def test_without_results_the_page_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert peers_page.main(["--json", str(tmp_path / "none.json")]) == 1
+    assert "make bench-peers" in capsys.readouterr().err
+
+
+def test_a_plan_can_be_asked_for_in_part() -> None:
+    some = peers_plan.wanted(peers_plan.PLAN, [1], [1024, 4096], 1)
+    assert set(some) == {(1, 1024), (1, 4096)}
+    assert all(rounds.full == 1 and rounds.long <= 1 for rounds in some.values())
