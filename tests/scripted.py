@@ -57,16 +57,27 @@ class ScriptedModel(LlamaForCausalLM):
     script: Script
     tokenizer: Any
 
-    def forward(self, input_ids: Any = None, position_ids: Any = None, **arguments: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Any = None,
+        position_ids: Any = None,
+        logits_to_keep: int = 0,
+        **arguments: Any,
+    ) -> Any:
         """A forward pass as ever, whose last logits are the script's."""
-        output = super().forward(input_ids=input_ids, position_ids=position_ids, **arguments)
-        if input_ids.shape[1] > 1:  # a prompt, or a chunk, after which nothing is generated
+        arguments |= {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        output = super().forward(input_ids=input_ids, **arguments)
+        count = input_ids.shape[1]
+        if count > 1 and logits_to_keep != count:  # else they are guesses
+            # A prompt, or a chunk, after which nothing is generated.
             self._answers = [self._ids(row.tolist()) for row in input_ids]
-            self._place = 0
+            self._ends = position_ids[:, -1].tolist()
         for row, ids in enumerate(self._answers):
-            output.logits[row, -1] = -100.0
-            output.logits[row, -1, ids[min(self._place, len(ids) - 1)]] = 100.0
-        self._place += 1
+            logits, places = output.logits[row], position_ids[row % len(position_ids)]
+            for column in range(-len(logits) if count == len(logits) else -1, 0):
+                place = int(places[column]) - self._ends[row % len(self._ends)]
+                logits[column] = -100.0
+                logits[column, ids[min(max(place, 0), len(ids) - 1)]] = 100.0
         return output
 
     def _ids(self, prompt: list[int]) -> list[int]:
