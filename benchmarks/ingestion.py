@@ -57,7 +57,6 @@ PARTS: Final[dict[str, tuple[str, str]]] = {
     "forward passes": ("kvcache_rag.models.hf.TransformersModel", "forward"),
     "batches: buffers, ids, views": ("kvcache_rag.models.hf.TransformersModel", "prefill"),
     "weights compared": ("kvcache_rag.models.weights.Weights", "are_unchanged"),
-    "locks": ("kvcache_rag.stores.disk.store.DiskStore", "locked"),
     "looking for what is there": ("kvcache_rag.stores.disk.store.DiskStore", "contains"),
     "writing: all": ("kvcache_rag.stores.disk.store.DiskStore", "put"),
     "writing: copy, checksum, file": ("kvcache_rag.stores.disk.store", "write_file"),
@@ -165,7 +164,7 @@ class Bare:
     def run(self, most: int | None = None) -> int:
         """All forward passes, or the first few; how many chunks they had."""
         self._model.set_attn_implementation(self.attention)
-        given = self._ids.split(self.rows)[:most]
+        given = torch.split(self._ids, self.rows)[:most]
         with torch.inference_mode():
             for ids in given:
                 self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
