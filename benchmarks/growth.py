@@ -235,7 +235,8 @@ def main(given: Sequence[str] | None = None) -> int:
         "load_before": busy,
         "load_after": load(),
         "exponents": rows,
-        "points": [asdict(one) for one in run.points],
+        # Lists: of figures that are rows of a table on the page there are enough.
+        "points": [[one.curve, one.size, one.seconds] for one in run.points],
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     plot(report, arguments.plot)

@@ -45,20 +45,22 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
     check_plot(file)
     figure = figure_class()(figsize=(11.4, 4.2), layout="constrained")
     slopes = {row["curve"]: row["exponent"] for row in report["exponents"]}
-    for panel, (label, curves) in zip(figure.subplots(1, 3), _PANELS.items(), strict=True):
+    for panel, (sizes, curves) in zip(figure.subplots(1, 3), _PANELS.items(), strict=True):
         for curve, colour, marker in zip(curves, _COLOURS, _MARKERS, strict=False):
             points = sorted(
-                (one["size"], 1e3 * one["seconds"])
-                for one in report["points"]
-                if one["curve"] == curve
+                (size, 1e3 * seconds) for name, size, seconds in report["points"] if name == curve
             )
-            name = f"{curve.replace(' of 8,192 tokens', '')}: {slopes.get(curve, 0.0):+.2f}"
+            label = f"{curve.replace(' of 8,192 tokens', '')}: {slopes.get(curve, 0.0):+.2f}"
             style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4}
-            panel.plot(*zip(*points, strict=True), linewidth=1, label=name, **style)
+            panel.plot(*zip(*points, strict=True), linewidth=1, label=label, **style)
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.set_xlabel(label, fontsize=9)
-        panel.legend(frameon=False, fontsize=7, title="exponent", title_fontsize=7)
+        panel.set_xlabel(sizes, fontsize=9)
+        low, high = panel.get_ylim()
+        panel.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
+        panel.legend(
+            loc="upper left", frameon=False, fontsize=7, title="exponent", title_fontsize=7
+        )
         plain_panel(panel)
     figure.axes[0].set_ylabel("milliseconds", fontsize=9)
     save_plot(figure, file, "growth")

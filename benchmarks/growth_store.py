@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import random
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +83,8 @@ class Grown:
 
     def __init__(self, root: Path) -> None:
         """Open the folder and count what it holds."""
-        self.store = DiskStore(root, durable=False, release_grace=0.0)
+        # What is released has no end: only the sweep that is timed drops it.
+        self.store = DiskStore(root, durable=False, release_grace=math.inf)
         chunk = chunk_of(TINY, 1, 0)[1]
         self._tensors = chunk.tensors
         self._tokens = chunk.tokens
@@ -125,11 +128,14 @@ class Grown:
             lambda step: self.store.claim(key_of(size + step), OWNER), range(_WINDOW)
         )
         points = [_point(curve, size, seconds) for curve, seconds in parts.items()]
+        _wait_for_sweeps()
         points.append(_point("sweep of all", size, [_timed(self.store.sweep) for _ in range(3)]))
         for step in range(_WINDOW):
             self.store.release(key_of(size + step), OWNER)
+        _wait_for_sweeps()
+        sweeping = DiskStore(self.store.root, durable=False, release_grace=0.0)
         begun = time.perf_counter()
-        dropped = self.store.sweep()
+        dropped = sweeping.sweep()
         points.append(Point("sweep that drops 200", size, time.perf_counter() - begun, 1))
         if dropped != _WINDOW:
             raise RuntimeError(f"{dropped} of {_WINDOW} released chunks were dropped")
@@ -179,6 +185,13 @@ class Grown:
     def nbytes(self) -> int:
         """Bytes of its files."""
         return self.count * self.store.path(key_of(0)).stat().st_size
+
+
+def _wait_for_sweeps() -> None:
+    """A claim may start one in the background, and of two sweeps at once one does nothing."""
+    for thread in threading.enumerate():
+        if thread.name == "kvcache-rag-sweep":
+            thread.join()
 
 
 def _timed(call: Callable[[], Any]) -> float:
