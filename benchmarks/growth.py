@@ -55,7 +55,7 @@ BOUNDS: Final[dict[str, tuple[str, float]]] = {
     "contains, missing": ("chunks in the store", 0.1),
     "write of a chunk": ("chunks in the store", 0.1),
     "claim": ("chunks in the store", 0.1),
-    "write to a full store": ("chunks in the store", 0.1),
+    "write to a full store, processor": ("chunks in the store", 0.1),
     "opening until the first hit": ("chunks in the store", 0.1),
     "sweep of all": ("chunks in the store", 1.1),
     "sweep that drops 200": ("chunks in the store", 1.1),

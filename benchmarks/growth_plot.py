@@ -18,7 +18,7 @@ _PANELS: Final[dict[str, tuple[str, ...]]] = {
         "hit",
         "contains",
         "write of a chunk",
-        "write to a full store",
+        "write to a full store, processor",
         "opening until the first hit",
         "sweep of all",
         "store du",
