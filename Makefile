@@ -46,7 +46,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-peers bench-serving format clean
+.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,9 @@ bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the c
 bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost and stock transformers: an hour at most; goes on where it stopped
 	$(BIN)/python -m benchmarks.peers $(PEERS)
 	$(BIN)/python -m benchmarks.peers_page
+
+bench-growth: $(VENV)/.installed-demo ## Measure how costs grow with chunks and tokens (ten minutes; goes on where it stopped)
+	$(BIN)/python -m benchmarks.growth
 
 bench-serving: $(VENV)/.installed-dev ## Measure two servers under load: no cache, caches of their own, a shared one
 	$(BIN)/python -m benchmarks.serving $(SERVING)

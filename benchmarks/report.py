@@ -53,6 +53,17 @@ _MEASURED: Final = """`{command}`: {shape}, {dtype}, instruction {prefix} and ch
 tokens; {machine}; {versions}; {date}.
 
 """
+_INGESTION: Final = """\
+`Engine.add` of many chunks beside forward passes of the same model over the same ids, without the
+instruction before them, at the batch size and with the attention that are fastest. Ours computes no
+more than the last layer's keys and values, and writes a batch while it computes the next; the bar
+of `show_progress` counts tokens and says the time left. Parts overlap: looking, copying and writing
+"beside" are in another thread while the model computes."""
+_GROWTH: Final = """\
+`make bench-growth`: one folder of tiny chunks that grows, and a small Llama with random weights
+that is asked about longer contexts and more chunks. The exponent is the slope of log milliseconds
+over log size, by least squares: 0 is flat, 1 is linear. A sweep and `store du` look at every file
+once; a store with a limit looks around once per tenth of the limit."""
 _OTHERS: Final = (
     (
         "decoding",
@@ -60,6 +71,8 @@ _OTHERS: Final = (
     ),
     ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
     ("prefill", "Offline prefill"),
+    ("ingestion", f"Ingestion\n\n{_INGESTION}"),
+    ("growth", f"Growth\n\n{_GROWTH}\n\n![Growth](growth.svg)"),
     ("deferred_kernel", "Deferred attention's kernel"),
     ("recompute", "Recomputing"),
     ("signing", "Signed chunks"),

@@ -252,6 +252,124 @@ def test_adding_resumes_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(engine.store.contains(key) for key in keys)
 
 
+class GatedStore(MemoryStore):
+    """Writes nothing but the prefix before `gate` is set, or fails."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+        self.error = error
+
+    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        if key.start:
+            self.reached.set()
+            assert self.gate.wait(20)
+            if self.error is not None:
+                raise self.error
+        return super().put(key, chunk)
+
+
+LONG = ["x" * 1200 + str(number) for number in range(3)]  # each a batch of its own
+
+
+def test_a_batch_is_computed_while_the_one_before_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = GatedStore()
+    engine = make_engine(store=store)
+    prefiller: Any = access.prefiller(engine)
+    compute, computed = prefiller.compute, []
+
+    def noted(ids: Any) -> list[ChunkKV]:
+        computed.append(len(ids))
+        if len(computed) == 2:
+            assert store.reached.wait(20)
+            store.gate.set()  # else the first batch would never be written
+        result: list[ChunkKV] = compute(ids)
+        return result
+
+    monkeypatch.setattr(prefiller, "compute", noted)
+    assert all(map(store.contains, engine.add(LONG)))
+    assert computed == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_goes_wrong_while_a_batch_is_written_is_raised(count: int) -> None:
+    store = GatedStore(RuntimeError("a fault of the store"))
+    store.gate.set()
+    engine = make_engine(store=store)
+    with pytest.raises(RuntimeError, match="a fault of the store"):
+        engine.add(LONG[:count])
+    store.error = None
+    assert all(map(store.contains, engine.add(LONG))), "nothing is locked any more"
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_without_threads_batches_are_written_all_the_same(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(begun) == started:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    store = LockedStore()
+    engine = make_engine(store=store)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        keys = engine.add(LONG)
+    assert all(map(store.contains, keys))
+    assert all(locked for key, locked in store.written if key.start)
+
+
+def test_new_weights_wait_for_what_is_on_its_way_to_the_store() -> None:
+    store = GatedStore()
+    engine = make_engine(store=store)
+    prefiller: Any = access.prefiller(engine)
+    adding = threading.Thread(target=engine.add, args=(LONG,))
+    adding.start()
+    assert store.reached.wait(20)
+    following = threading.Thread(target=prefiller.follow_weights)
+    following.start()
+    following.join(0.2)
+    assert following.is_alive(), "it must drop what is written later"
+    store.gate.set()
+    following.join(20)
+    adding.join(20)
+    assert not following.is_alive()
+    assert not adding.is_alive()
+
+
+def test_prefilling_ends_at_the_last_keys_and_values() -> None:
+    engine = make_engine()
+    engine.add(["the instruction is computed"])
+    ran: list[str] = []
+    last = engine.model.model.layers[-1]
+    for name, module in (("last", last.mlp), ("head", engine.model.lm_head)):
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    engine.add(TEXTS)
+    assert ran == [], "nobody reads what they make"
+    engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    assert ran == ["last", "head"]
+
+
+def test_progress_counts_tokens_and_says_how_many_chunks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    engine = make_engine()
+    keys = engine.add(LONG, show_progress=True)
+    shown = capfd.readouterr().err
+    tokens = sum(key.tokens for key in keys)
+    assert f"{tokens / 1000:.2f}k/{tokens / 1000:.2f}k" in shown
+    assert "token/s" in shown
+    assert "3/3 chunks" in shown
+
+
 def test_a_question_keeps_no_wide_copy_of_the_model() -> None:
     store = MemoryStore()
     model = build("qwen2").to(torch.bfloat16)

@@ -1,13 +1,15 @@
 """Compute missing chunks: batched, each once, stored as soon as it is there.
 
-A kill loses at most the batch in flight; the next run skips what is stored.
+Of many batches one is written while the next is computed: the model does not wait for the medium.
+A kill loses at most these two; the next run skips what is stored.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +27,7 @@ from kvcache_rag.stores.disk.folders import manifest_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
     from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.metrics import MissReason
@@ -36,7 +39,10 @@ BATCH_TOKENS = 2048
 YIELD = 0.001
 # Chunks of which is remembered when they were stored, in case their weights are mistrusted later.
 REMEMBERED = 4096
+# Batches between their locks and their files: one that is computed, and one that is written.
+WRITERS = 2
 _NOTHING = nullcontext()
+_Computed: TypeAlias = "dict[ChunkKey, ChunkKV]"
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,11 @@ class Prefiller:
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
+    _writing: set[Future[None]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stored = deque(maxlen=REMEMBERED)
+        self._writing = set()
         if self.weights is None:
             self.weights = self.model.weights.identity
         self.key = partial(
@@ -126,6 +134,7 @@ class Prefiller:
         Those that were stored while a write went unnoticed are dropped.
         """
         mistrusted = self.model.weights.mistrusted
+        wait(list(self._writing))  # what is on its way to the store counts as stored
         for turn, key in self.stored:
             if mistrusted and turn >= mistrusted:
                 with suppress(OSError):  # by others, who have another identity, it is not found
@@ -220,34 +229,111 @@ class Prefiller:
         missing = list(
             {chunk.key: chunk for chunk in chunks if not self.store.contains(chunk.key)}.values()
         )
-        computed, total = 0, len(missing)
-        bar = progress_bar(total, "prefill", "chunk", show=True) if show_progress else None
+        work = [*batches(missing, len(self.prefix_ids))]
+        writing: deque[Future[None]] = deque()
+        done = computed = 0
         try:
-            with bar if bar is not None else nullcontext():
-                for batch in batches(missing, len(self.prefix_ids)):
+            with ExitStack() as stack:
+                bar = stack.enter_context(_bar(missing)) if show_progress else None
+                # A single batch has no other beside which it could be written.
+                pool = stack.enter_context(_writers()) if len(work) > 1 else None
+                for batch in work:
+                    if len(writing) == WRITERS:
+                        writing.popleft().result()  # not under the guard
                     with guard:
-                        computed += len(self.fill_batch(batch))
+                        computed += len(self._fill_behind(pool, batch, writing))
+                    done += len(batch)
                     if bar is not None:
-                        bar.update(len(batch))
+                        bar.set_postfix_str(f"{done}/{len(missing)} chunks", refresh=False)
+                        bar.update(sum(map(len, batch)))
                     time.sleep(YIELD)
+            for one in writing:
+                one.result()
         finally:
             self.model.narrow()
         return computed
 
-    def fill_batch(self, batch: Sequence[ContextChunk]) -> dict[ChunkKey, ChunkKV]:
+    def fill_batch(self, batch: Sequence[ContextChunk]) -> _Computed:
         """Compute what of one batch is still missing under its locks, and store it."""
         with torch.inference_mode(), self.store.locked([member.key for member in batch]):
-            todo = [member for member in batch if not self.store.contains(member.key)]
-            if not todo:
-                return {}
-            chunks = self.compute([member.ids for member in todo])
-            weights = self.model.weights
-            # Weights may have changed under a long ingestion: such chunks have other keys.
-            if weights.identity is self.weights and weights.are_unchanged():
-                for member, chunk in zip(todo, chunks, strict=True):
-                    self.store.put(member.key, chunk)
-                    self.stored.append((weights.turn, member.key))
-        return {member.key: chunk for member, chunk in zip(todo, chunks, strict=True)}
+            computed, kept = self._compute_missing(self._missing(batch))
+            for key, chunk in kept.items():
+                self.store.put(key, chunk)
+        return computed
+
+    def _fill_behind(
+        self,
+        pool: ThreadPoolExecutor | None,
+        batch: Sequence[ContextChunk],
+        pending: deque[Future[None]],
+    ) -> _Computed:
+        """`fill_batch` that returns when the batch is computed; it is written in a thread.
+
+        That thread takes the locks before and keeps them until all is written.  Locks and epochs
+        belong to threads, so this one may go on with a batch that has the same stripes.
+
+        Args:
+            pool: Has the threads; None to write at once.
+            batch: What is computed.
+            pending: Told of the writing.
+        """
+        found: Future[list[ContextChunk]] = Future()
+        given: Future[_Computed] = Future()
+
+        def write() -> None:
+            try:
+                with torch.inference_mode(), self.store.locked([one.key for one in batch]):
+                    found.set_result(self._missing(batch))
+                    for key, chunk in given.result().items():
+                        self.store.put(key, chunk)
+            except BaseException as error:
+                if not found.done():
+                    found.set_exception(error)
+                raise
+
+        try:
+            writing = None if pool is None else pool.submit(write)
+        except RuntimeError:  # no more threads
+            writing = None
+        if writing is None:
+            given.set_result({})  # a thread that there is may find it in its queue
+            return self.fill_batch(batch)
+        pending.append(writing)
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        kept: _Computed = {}
+        try:
+            with torch.inference_mode():
+                computed, kept = self._compute_missing(found.result())
+        finally:
+            given.set_result(kept)  # of a batch that failed, nothing
+        return computed
+
+    def _missing(self, batch: Sequence[ContextChunk]) -> list[ContextChunk]:
+        return [member for member in batch if not self.store.contains(member.key)]
+
+    def _compute_missing(self, missing: Sequence[ContextChunk]) -> tuple[_Computed, _Computed]:
+        """Compute chunks; what was computed, and what of it may be stored, and counts as that."""
+        if not missing:
+            return {}, {}
+        chunks = self.compute([member.ids for member in missing])
+        computed = {member.key: chunk for member, chunk in zip(missing, chunks, strict=True)}
+        weights = self.model.weights
+        # Weights may have changed under a long ingestion: such chunks have other keys.
+        if weights.identity is not self.weights or not weights.are_unchanged():
+            return computed, {}
+        self.stored.extend((weights.turn, key) for key in computed)
+        return computed, computed
+
+
+def _bar(missing: Sequence[ContextChunk]) -> Any:
+    """Tokens per second, and the time that the rest of the tokens takes at this rate."""
+    tokens = sum(map(len, missing))
+    return progress_bar(tokens, "prefill", "token", show=True, scaled=True)
+
+
+def _writers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcache-rag-prefill")
 
 
 def _fingerprint(

@@ -112,6 +112,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
+class HaltedError(Exception):
+    """Ends a forward pass as soon as what it was run for is known; never reaches a caller."""
+
+
 class BufferLayer(DynamicLayer):
     """A cache layer over a preallocated buffer.
 
@@ -119,6 +123,7 @@ class BufferLayer(DynamicLayer):
         length: Tokens held.
         keep: `(rows,)` leading columns of the first update that are already held, or None (see
             `buffer_cache`).
+        halts: Whether the pass ends here, because nothing reads what lies behind.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class BufferLayer(DynamicLayer):
         self.key_buffer, self.value_buffer = keys, values
         self.length = length
         self.keep: Tensor | None = None
+        self.halts = False
         self._index, self._arrivals = index, arrivals
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -166,6 +172,9 @@ class BufferLayer(DynamicLayer):
         self.keep = None  # of the first update only
         self.length = stop
         self.keys, self.values = held = self._held()
+        # Only now: what comes after the pass reads these keys and values.
+        if self.halts:
+            raise HaltedError
         return held
 
     def get_seq_length(self) -> int:
@@ -240,6 +249,8 @@ def buffer_cache(
     length: int,
     keep: Tensor | None = None,
     arrivals: Arrivals | None = None,
+    *,
+    halts: bool = False,
 ) -> Cache:
     """A transformers cache over `buffer`, which holds `length` tokens per row, now or soon.
 
@@ -250,6 +261,7 @@ def buffer_cache(
         keep: `(rows,)` leading columns per row of the first update that the buffer already holds:
             in a left-padded batch the shorter queries' first columns still belong to their context.
         arrivals: Says when each layer's context is there; None when all of it is.
+        halts: Whether a pass ends by `HaltedError` as soon as all keys and values are there.
     """
     slots = buffer.slots()
     layers: list[Any] = []
@@ -261,6 +273,9 @@ def buffer_cache(
         layer = BufferLayer(*slots[index], length, index, arrivals)
         layer.keep = keep
         layers.append(layer)
+    if halts:
+        # Behind it there are at most layers that share another's keys and values.
+        next(layer for layer in reversed(layers) if isinstance(layer, BufferLayer)).halts = True
     return Cache(layers=layers)
 
 
@@ -296,23 +311,17 @@ def layer_tensors(cache: Cache) -> list[tuple[Tensor, Tensor] | None]:
     return tensors
 
 
-class HaltedError(Exception):
-    """Ends a forward pass as soon as what it was run for is known; never reaches a caller."""
-
-
 class RecomputeLayer(BufferLayer):
     """A layer whose first update puts leading tokens into places that it holds already.
 
     Attributes:
         places: `(n,)` int64 places of the first `n` tokens of the update; the others are appended.
-        halts: Whether the pass ends here, because nothing reads what lies behind.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, length: int, places: Tensor) -> None:
         """Hold `length` tokens of `keys` and `values`, some of which come anew."""
         super().__init__(keys, values, length)
         self.places = places
-        self.halts = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -323,11 +332,7 @@ class RecomputeLayer(BufferLayer):
             # (rows, heads, n, width) into places that may lie anywhere among those held
             buffer.index_copy_(2, self.places, states[:, :, :count].to(buffer.dtype))
         # The rest, perhaps no token at all, goes behind those held.
-        views = super().update(key_states[:, :, count:], value_states[:, :, count:])
-        # Only now: what comes after the pass reads these keys and values.
-        if self.halts:
-            raise HaltedError
-        return views
+        return super().update(key_states[:, :, count:], value_states[:, :, count:])
 
 
 class PassingLayer(DynamicLayer):

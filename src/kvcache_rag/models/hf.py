@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,13 @@ from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.models.attention.packed import use_packed_attention
-from kvcache_rag.models.cache import buffer_cache, growing_cache, layer_kinds, layer_tensors
+from kvcache_rag.models.cache import (
+    HaltedError,
+    buffer_cache,
+    growing_cache,
+    layer_kinds,
+    layer_tensors,
+)
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.linears import unpack_weights
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
@@ -261,8 +268,10 @@ class TransformersModel:
             if prefix is not None and start:
                 buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
         positions = torch.arange(start, start + longest)  # (longest,), the same in all rows
-        cache = buffer_cache(buffer, self.measured.kinds, start)
-        self.forward(ids, cache, positions, keep=1)  # nobody reads the logits; 1 is the least
+        # Nobody reads what the last layer makes of its keys and values, nor the logits.
+        cache = buffer_cache(buffer, self.measured.kinds, start, halts=True)
+        with suppress(HaltedError):
+            self.forward(ids, cache, positions, keep=1)
         return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
 
     def wait(self) -> None:

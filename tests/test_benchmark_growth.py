@@ -1,0 +1,80 @@
+"""The benchmarks of growth and ingestion: what is fitted, compared and kept; no clock is judged."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from benchmarks import growth, ingestion
+from benchmarks.growth_store import Grown, Point, key_of
+from kvcache_rag import Engine, MemoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_that_power(power: float) -> None:
+    points = [(size, 0.003 * size**power) for size in (10, 100, 1000)]
+    assert growth.exponent(points) == pytest.approx(power)
+
+
+def test_a_curve_that_grows_faster_than_it_may_does_not_hold() -> None:
+    points = [Point("hit", size, size * 1e-6, 1) for size in (10, 1000)]
+    points += [Point("store du", size, size * 1e-6, 1) for size in (10, 1000)]
+    found = {row["curve"]: row["holds"] for row in growth.fitted(points)}
+    assert found == {"hit": "no", "store du": "yes"}
+
+
+def test_a_measured_store_holds_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grown, "_opened", lambda _, size: [Point("opening", size, 1.0, 1)])
+    grown = Grown(tmp_path)
+    grown.grow(40)
+    curves = {point.curve for point in grown.measure()}
+    assert {"hit", "contains", "sweep of all", "store du", "write to a full store"} <= curves
+    assert len([*tmp_path.rglob("*.safetensors")]) == 40
+    assert all(grown.store.contains(key_of(seed)) for seed in range(40))
+    assert Grown(tmp_path).count == 40, "a later run goes on"
+    grown.store.delete(key_of(3))
+    assert Grown(tmp_path).count == 0, "a run that was killed while it measured begins anew"
+
+
+def test_a_run_measures_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measure(self: Grown) -> list[Point]:
+        asked.append(self.count)
+        return [Point("hit", self.count, 1e-4, 1)]
+
+    monkeypatch.setattr(Grown, "measure", measure)
+    growth.Run(tmp_path).store([5, 10])
+    later = growth.Run(tmp_path)
+    later.store([5, 10, 20])
+    assert asked == [5, 10, 20]
+    assert [point.size for point in later.points] == [5, 10, 20]
+
+
+def test_ingestion_compares_the_same_tokens_and_names_its_parts(tmp_path: Path) -> None:
+    file, threads = tmp_path / "rows.json", torch.get_num_threads()
+    given = ["--model", "tiny", "--lengths", "48", "--threads", "1", "--total", "96"]
+    assert ingestion.main([*given, "--rounds", "1", "--json", str(file)]) == 0
+    assert torch.get_num_threads() == threads
+    report = json.loads(file.read_text())
+    assert [row["side"] for row in report["rows"]] == ["bare", "memory", "disk", "disk, durable"]
+    assert report["rows"][0]["ratio"] == 1
+    parts = {row["part"] for row in report["where_the_time_of_disk_durable_goes"]}
+    assert parts == {*ingestion.PARTS, ingestion.WHOLE}
+
+
+def test_texts_are_chunks_of_the_length_that_is_asked_for() -> None:
+    engine = Engine.from_pretrained("tiny", store=MemoryStore())
+    texts = ingestion.texts_of(engine, 3, 40)
+    assert [key.tokens for key in engine.keys(texts)] == [40, 40, 40]
+    assert len({*texts}) == 3
