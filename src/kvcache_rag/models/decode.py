@@ -175,12 +175,13 @@ def decode(
         newest = said[len(said) - right - 1 :]
         if processors:
             whole = torch.cat([whole, torch.tensor([newest], device=whole.device)], 1)
-        if passes == 1:  # now that the first token is out
+        room = config.max_new_tokens - len(said) - 1
+        if passes == 1 and room:  # now that the first token is out
             drafts = _drafts(model, ids[0], cache, config, processors)
         if drafts is not None:
             drafts.judged(len(guessed), right)
             drafts.said(newest)
-            guessed = drafts.guess(config.max_new_tokens - len(said) - 1)
+            guessed = drafts.guess(room)
         fresh = torch.tensor([[said[-1], *guessed]])
 
 
