@@ -97,20 +97,21 @@ def _counts(value: Any) -> tuple[int, int, int, int]:
     """Levels without and with empty ones; values, repeated names once and each time."""
     depth = brackets = 0
     kept = values = 1
-    pending = [(value, 0)]
+    pending = [(value, 0, True)]
     while pending:
-        value, level = pending.pop()
+        value, level, is_kept = pending.pop()
         depth = max(depth, level)
         if not isinstance(value, list):
             continue
         brackets = max(brackets, level + 1)
-        items: list[Any] = list(value)
         if isinstance(value, _Pairs):
+            last = {name: index for index, (name, _) in enumerate(value)}  # what a dict keeps
+            items = [(item, last[name] == index) for index, (name, item) in enumerate(value)]
             values += 2 * len(value)
-            items = list(dict(value).values())
-            kept += 2 * len(items)
+            kept += 2 * len(last) * is_kept
         else:
+            items = [(item, True) for item in value]
             values += len(value)
-            kept += len(items)
-        pending.extend((item, level + 1) for item in items)
+            kept += len(value) * is_kept
+        pending.extend((item, level + 1, is_kept and stays) for item, stays in items)
     return depth, brackets, kept, values
