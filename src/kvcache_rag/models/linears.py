@@ -51,8 +51,9 @@ _LEAST: Final = {torch.bfloat16: 1e-12, torch.float16: 2.0**-24, torch.float32: 
 _WIDEN: Final = 48
 
 
-# Found once: looking for an operator takes as long as calling it.
-_PREPACKED: Final = torch.ops.mkldnn._linear_pointwise.default
+# Found once: looking for an operator takes as long as calling it.  Not every torch has oneDNN.
+_POINTWISE: Final = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_PREPACKED: Final[Any] = getattr(_POINTWISE, "default", None)
 _INT4: Final = torch._weight_int4pack_mm_for_cpu
 
 
