@@ -27,7 +27,7 @@ REUSED = {"llamaindex": "reused_tokens", "langchain": "cache_read"}
 PREFILLED = {"llamaindex": "prefilled_tokens", "langchain": "cache_creation"}
 LARGEST = 150_000
 TIMES = re.compile(r"\d+(\.\d+)?( ms| x)")
-PROGRESS = re.compile(r"[\w .-]+: 100%\|[^|]*\| (\d+)/\1 \[.*\]")
+PROGRESS = re.compile(r"[\w .-]+: 100%\|[^|]*\| ([\d.]+k?)/\1 \[.*\]")
 # Where no notebook ran before; what comes of it is kept.
 CONVERTED = re.compile(r"\S+\.gguf: its [\d,]+ weights are dequantised to .*")
 FOREIGN = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt|usr|var|Users)/|[A-Z]:\\|\w+://")
