@@ -86,6 +86,16 @@ def test_rows_have_masks_of_their_own_and_what_sees_nothing_is_0() -> None:
 
 
 @needs_kernel
+def test_masks_of_another_dtype_or_order_and_one_row_for_all_mean_the_same() -> None:
+    inputs = _inputs(1, 4, 2, 3, 150)
+    hidden = torch.zeros(1, 1, 1, 150).index_fill_(3, torch.arange(40), -torch.inf)
+    expected = attend(*inputs, hidden.repeat(1, 1, 3, 1).bfloat16(), None)
+    strided = hidden.repeat(1, 1, 3, 1).transpose(2, 3).contiguous().transpose(2, 3)
+    for mask in (hidden, hidden.bfloat16(), strided, strided.bfloat16()):
+        assert torch.equal(attend(*inputs, mask, None), expected)
+
+
+@needs_kernel
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_share_the_tokens(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs(1, 3, 1, 2, 1500)

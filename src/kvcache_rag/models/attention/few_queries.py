@@ -76,7 +76,7 @@ def attend(
         query: `(rows, heads, queries, width)` bfloat16.
         key: `(rows, kv_heads, tokens, width)` bfloat16.
         value: `(rows, kv_heads, tokens, value_width)` bfloat16.
-        mask: `(rows or 1, 1, queries, tokens or more)` bfloat16, added to the scores; or None.
+        mask: `(rows or 1, 1, queries or 1, tokens or more)`, added to the scores; or None.
         scaling: Factor of the scores, None for `width ** -0.5`.
 
     Returns:
@@ -116,7 +116,10 @@ def _run(
     groups, tokens = key.shape[1], key.shape[2]
     masked = (0, 0)
     if mask is not None:
-        masked = (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))
+        # The kernel reads what lies there as bfloat16; one row may stand for all.
+        mask = mask.to(query.dtype) if mask.stride(-1) == 1 else mask.to(query.dtype).contiguous()
+        row, line = (mask.stride(place) * (mask.shape[place] > 1) for place in (0, 2))
+        masked = (row, line)
     threads = torch.get_num_threads()
     shape = _Shape(
         *(rows, groups, heads // groups, queries, tokens, width, value.shape[3]),
