@@ -173,6 +173,7 @@ class KVBoost:
 
     def __init__(self) -> None:
         """Load model and engine."""
+        # In an environment of its own, which mypy does not see.
         import kvboost  # type: ignore[import-not-found,unused-ignore]
 
         self.model = stock_model()
