@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcache_rag.codecs import Int8
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv.rotary import Rotation, angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
-from kvcache_rag.models.attention.few_queries import attend, takes
+from kvcache_rag.models.attention.few_queries import (
+    Int8Context,
+    Int8Slots,
+    attend,
+    attend_behind,
+    attend_partially,
+    takes,
+)
 from kvcache_rag.models.attention.packed import packed_attention
 
 needs_kernel = pytest.mark.skipif(
@@ -129,3 +141,70 @@ def test_what_it_cannot_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
     assert not takes(query, key.transpose(2, 3).contiguous().transpose(2, 3), value, 0.0)
     monkeypatch.setattr(few_queries, "library", lambda: None)
     assert not takes(query, key, value, 0.0)
+
+
+def _encoded(
+    sizes: tuple[int, ...], groups: int, width: int
+) -> tuple[list[Int8Slots], torch.Tensor, torch.Tensor]:
+    """Chunks in 8 bits, and what a buffer holds of their second layer: `(1, heads, n, width)`."""
+    layout = ChunkLayout((GroupLayout((0, 1), (groups, width), (groups, width)),), torch.bfloat16)
+    rotation = Rotation("half", 0, width, 0)
+    seeded = torch.Generator().manual_seed(7)
+    inv_freq = 10_000.0 ** -(torch.arange(width // 2) * 2.0 / width)
+    slots, keys, values, first = [], [], [], 3
+    for tokens in sizes:
+        made = torch.randn(2, 2, groups, tokens, width, generator=seeded).bfloat16()
+        chunk = ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), 0, ((made,),))
+        stored = Int8().encode(chunk)
+        copy = ChunkKV(layout, chunk.tokens, 0, ((torch.empty_like(made),),))
+        Int8().decode(stored, copy)
+        places = torch.arange(first, first + tokens)
+        angles = angle_table(inv_freq, torch.zeros_like(places), places)
+        keys.append(rotate_(copy.keys(0)[1], rotation, *angles))
+        values.append(copy.values(0)[1])
+        slots.append(Int8Slots(*(stored[name] for name in ("kq", "ks", "vq", "vs")), angles))
+        first += tokens
+    return slots, torch.cat(keys, 1)[None], torch.cat(values, 1)[None]
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("sizes", [(64,), (5, 70, 1, 130), (300, 300)])
+def test_chunks_in_8_bits_give_the_bits_of_their_copy(sizes: tuple[int, ...], width: int) -> None:
+    slots, keys, values = _encoded(sizes, 2, width)
+    for queries in (1, 4, 9):
+        query, key, value = _inputs(1, 6, 2, queries, 21, width, width)
+        whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+        columns = whole[0].shape[2]
+        hidden = torch.zeros(1, 1, queries, columns + 3)
+        hidden.masked_fill_(~torch.ones(queries, columns + 3).tril(columns - queries).bool(), -1e9)
+        for mask in (None, hidden.bfloat16()):
+            context = Int8Context(slots)
+            assert context.tokens == sum(sizes)
+            found = attend_behind(context, 1, query, key, value, mask, width**-0.5)
+            expected = attend_partially(query, *whole, mask, width**-0.5)
+            assert torch.equal(found[0], expected[0])
+            assert torch.equal(found[1], expected[1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_share_the_tokens_of_chunks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, keys, values = _encoded((700, 40, 600), 1, 64)
+    query, key, value = _inputs(1, 3, 1, 2, 200)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found, _ = attend_behind(Int8Context(slots), 1, query, key, value, None, 0.125)
+    whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+    assert torch.equal(found, attend_partially(query, *whole, None, 0.125)[0])
+
+
+@needs_kernel
+def test_chunks_in_8_bits_whose_keys_do_not_rotate() -> None:
+    slots, _, _ = _encoded((90,), 2, 64)
+    still = replace(slots[0], angles=None)
+    query, key, value = _inputs(1, 4, 2, 2, 30)
+    found, _ = attend_behind(Int8Context([still]), 1, query, key, value, None, 0.125)
+    keys = (still.key.bfloat16() * still.key_scales)[1:]
+    values = (still.value.bfloat16() * still.value_scales)[1:]
+    whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+    assert torch.equal(found, attend_partially(query, *whole, None, 0.125)[0])

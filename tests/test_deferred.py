@@ -27,7 +27,7 @@ from kvcache_rag import (
     Reuse,
     TieredStore,
 )
-from kvcache_rag.codecs import Int8
+from kvcache_rag.codecs import Int4
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.models.deferred import attention, support
 from kvcache_rag.models.deferred.cache import TailLayer
@@ -259,9 +259,9 @@ class TestReasons:
         assert 'rotation="copied"' in self.reason(self.engine("copied"))
 
     def test_keys_without_position(self, tmp_path: Path) -> None:
-        engine = self.engine(store=DiskStore(tmp_path, codec=Int8()))
+        engine = self.engine(store=DiskStore(tmp_path, codec=Int4()))
         why = self.reason(engine)
-        assert why.startswith(f"codec {Int8().name} keeps every key at position 0")
+        assert why.startswith(f"codec {Int4().name} keeps every key at position 0")
 
     def test_a_model_loaded_for_other_attention(self) -> None:
         engine = self.engine("copied")

@@ -217,10 +217,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model of the family with random parameters, norms and biases included."""
+def build(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, width: int | None = None
+) -> Any:
+    """A model of the family with random parameters, norms and biases included.
+
+    Args:
+        name: In `FAMILIES` or `REFUSED`.
+        dtype: Of the parameters.
+        seed: Of the random numbers.
+        width: Of a head; None for the family's own.
+    """
     model_type, changes, _ = {**FAMILIES, **REFUSED}[name]
-    config = CONFIG_MAPPING[model_type](**{**BASE, **changes})
+    config = CONFIG_MAPPING[model_type](**{**BASE, **changes, **_wide(width)})
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -236,6 +245,11 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         owner, _, leaf = buffer_name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer)
     return model
+
+
+def _wide(width: int | None) -> dict[str, Any]:
+    heads = BASE["num_attention_heads"]
+    return {} if width is None else {"hidden_size": heads * width, "head_dim": width}
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:

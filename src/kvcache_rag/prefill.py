@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel, converted
@@ -100,6 +101,7 @@ class Prefiller:
     key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
+    _encoded_prefix: EncodedChunk | None = field(default=None, init=False, repr=False)
     stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
     _writing: set[Future[None]] = field(init=False, repr=False)
 
@@ -177,12 +179,26 @@ class Prefiller:
         with torch.inference_mode():
             return self._load_prefix()
 
+    @property
+    def _prefix_key(self) -> ChunkKey:
+        ids, none = self.prefix_ids, ()
+        return chunk_key(ids, prefix_ids=none, spec=self.spec, namespace=self.namespace)
+
+    def encoded_prefix(self) -> EncodedChunk | None:
+        """The prefix's own cache in the form of the store's codec; None for an empty prefix."""
+        if self._encoded_prefix is None and self.prefix_ids:
+            with torch.inference_mode():
+                prefix = self._load_prefix()  # stored by that, if need be
+            try:
+                layout = self.model.measured.chunk_layout
+                self._encoded_prefix = self.store.encoded(self._prefix_key, layout).chunk
+            except ChunkNotFoundError:
+                self._encoded_prefix = EncodedChunk.of(self.store.codec, prefix)
+        return self._encoded_prefix
+
     def _load_prefix(self) -> ChunkKV:
         if self._stored_prefix is None:
-            key = chunk_key(
-                self.prefix_ids, prefix_ids=(), spec=self.spec, namespace=self.namespace
-            )
-            layout = self.model.measured.chunk_layout
+            key, layout = self._prefix_key, self.model.measured.chunk_layout
             try:
                 stored = self.store.get(key, layout).chunk
             except ChunkNotFoundError:
@@ -204,7 +220,7 @@ class Prefiller:
 
     def forget_prefix(self) -> None:
         """Keep nothing of the prefix in memory; it is computed again when it is needed."""
-        self._computed_prefix = self._stored_prefix = None
+        self._computed_prefix = self._stored_prefix = self._encoded_prefix = None
 
     def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Prefill one batch of chunks, in the store's form, without looking at the store."""

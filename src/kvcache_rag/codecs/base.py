@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError
+from kvcache_rag.kv.chunk import ChunkKV
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
+    from kvcache_rag.kv.chunk import ChunkLayout
 
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
@@ -34,10 +35,12 @@ class Codec(ABC):
         name: Its name in files and specs.
         raw_keys: Whether it wants keys as if every token stood at position 0, where a key's columns
             keep their size from token to token; whoever puts and gets chunks rotates them.
+        is_attended: Whether attention can read what it stores as it lies.
     """
 
     name: ClassVar[str]
     raw_keys: ClassVar[bool] = False
+    is_attended: ClassVar[bool] = False
 
     @abstractmethod
     def expected(self, layout: ChunkLayout, tokens: int) -> dict[str, TensorSpec]:
@@ -59,6 +62,71 @@ class Codec(ABC):
         """Memory that may be filled with stored bytes directly, or None when they need decoding."""
         del out
         return None
+
+    def nbytes(self, layout: ChunkLayout, tokens: int) -> int:
+        """Bytes of the tensors of a stored chunk of `tokens` tokens."""
+        specs = self.expected(layout, tokens).values()
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in specs)
+
+    def empty(self, layout: ChunkLayout, tokens: int) -> dict[str, Tensor]:
+        """Uninitialised main memory for a stored chunk, usable in and out of inference mode."""
+        with torch.inference_mode(mode=False):
+            return {
+                name: torch.empty(shape, dtype=dtype)
+                for name, (dtype, shape) in self.expected(layout, tokens).items()
+            }
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedChunk:
+    """A chunk in main memory as its codec stores it, shared and never written to.
+
+    Attributes:
+        codec: What it was encoded by.
+        layout: Shapes and dtype of the tensors that it stands for.
+        tokens: Token ids, `(tokens,)` int32.
+        start: Position of the first token when the keys were computed.
+        stored: The codec's tensors.
+    """
+
+    codec: Codec
+    layout: ChunkLayout
+    tokens: Tensor
+    start: int
+    stored: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, codec: Codec, chunk: ChunkKV) -> EncodedChunk:
+        """Encode a chunk, in memory of its own, usable in and out of inference mode.
+
+        Raises:
+            CorruptChunkError: If the chunk holds values that the codec cannot store.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            stored = {name: tensor.cpu() for name, tensor in codec.encode(chunk).items()}
+            return cls(codec, chunk.layout, chunk.tokens.cpu().clone(), chunk.start, stored)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.tokens.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+    def decode(self, out: ChunkKV) -> None:
+        """Write what it stands for into a chunk of the same layout and length."""
+        self.codec.decode(dict(self.stored), out)
+        out.tokens.copy_(self.tokens)
+
+    def decoded(self) -> ChunkKV:
+        """What it stands for, in memory of its own, usable in and out of inference mode."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensors = self.layout.empty(len(self))
+            out = ChunkKV(self.layout, torch.empty_like(self.tokens), self.start, tensors)
+            self.decode(out)
+        return out
 
 
 @dataclass(frozen=True)

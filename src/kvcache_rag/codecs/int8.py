@@ -37,6 +37,7 @@ class Int8(QuantisedCodec):
     """
 
     name: ClassVar[str] = "int8-kc-vt"
+    is_attended: ClassVar[bool] = True
 
     def parts(
         self, shape: tuple[int, int, int, int], axis: int, dtype: torch.dtype

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.attention.scaled import weighed_chunks
 from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.models.deferred.cache import HeldSegments, deferred_cache
+from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_refusal
 from kvcache_rag.models.deferred.segments import SegmentTable
 from kvcache_rag.models.deferred.support import deferral_refusal, deferred_rotation, segment_seconds
 from kvcache_rag.models.generate import uses_beams
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.codecs import EncodedChunk
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.metrics import Metrics
@@ -44,7 +46,12 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prefill import ContextChunk
-    from kvcache_rag.stitching.loader import ContextLoader, LoadedContext, SharedChunks
+    from kvcache_rag.stitching.loader import (
+        ContextLoader,
+        LoadedContext,
+        SharedChunks,
+        SharedEncoded,
+    )
     from kvcache_rag.stores import ChunkStore
 
 # Room for generated tokens is rounded up, so that a buffer can serve the next question too.
@@ -161,6 +168,17 @@ class InPlaceRow(ContextRow):
     """
 
     parts: tuple[tuple[ChunkKV, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRow(ContextRow):
+    """A prompt whose context lies in chunks in the form of the store's codec.
+
+    Attributes:
+        parts: Prefix (if any) and chunks, and the position of the first token of each.
+    """
+
+    parts: tuple[tuple[EncodedChunk, int], ...]
 
 
 class Context(Protocol):
@@ -322,6 +340,45 @@ class InPlaceContext:
         return {**self.rows[row].costs, "rotation": "deferred"}
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedContext:
+    """Contexts in 8 bits that lie where the store keeps them, each chunk once.
+
+    Attributes:
+        model: The model.
+        rows: The prompts.
+        buffer: For as many tokens as the longest query has, and the answer.
+    """
+
+    model: TransformersModel
+    rows: Sequence[EncodedRow]
+    buffer: KVBuffer
+    waited: float = 0.0
+
+    def cache(self, missing: Sequence[int]) -> Any:
+        """Of chunks and, behind them, the buffer (see `Int8Segments`)."""
+        layout, longest = self.model.measured, max(missing)
+        width = max(row.shape.tokens for row in self.rows)
+        table = []
+        for row in self.rows:
+            column, members = width - row.shape.tokens, []  # behind the left padding
+            for chunk, position in row.parts:
+                members.append(PlacedChunk(chunk, column, position))
+                column += len(chunk)
+            table.append(members)
+        keep = [longest - count for count in missing]
+        segments = Int8Segments.of(layout, table, width - longest, keep)
+        return deferred_cache(segments, layout.kinds, self.buffer)
+
+    def attended(self) -> AbstractContextManager[None]:
+        """Numbers of 8 bits are read instead of a copy."""
+        return deferred_rotation(self.model)
+
+    def costs(self, row: int) -> dict[str, Any]:
+        """What finding the chunks cost."""
+        return {**self.rows[row].costs, "rotation": "deferred"}
+
+
 class PromptBuffer:
     """Memory for prompts: that of the last ones serves the next, if it is large enough.
 
@@ -381,14 +438,30 @@ class Deferral:
             return f"{request.policy!r} computes tokens again"
         if uses_beams(request.options):
             return "beam search repeats and reorders rows"
-        for prefiller in (self.loader.of(prompt.chunks).prefiller for prompt in prompts):
-            if prefiller.position == "raw":
-                codec = prefiller.store.codec.name
-                return (
-                    f"codec {codec} keeps every key at position 0, and one angle turns one distance"
-                )
+        stores = [self.loader.of(prompt.chunks).prefiller.store for prompt in prompts]
+        if self.reads_codes(prompts):
+            return self._why_decoded(prompts, stores)
+        if any(store.codec.raw_keys for store in stores):
+            codec = stores[0].codec.name
+            return f"codec {codec} keeps every key at position 0, and one angle turns one distance"
         sooner = self._why_sooner(prompts) if self.mode == "auto" else ""
         return sooner or deferral_refusal(self.loader.prefiller.model)
+
+    def reads_codes(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether the chunks of a batch lie in a form that attention may read as it is."""
+        prefillers = [self.loader.of(prompt.chunks).prefiller for prompt in prompts]
+        return all(one.position == "raw" and one.store.codec.is_attended for one in prefillers)
+
+    def _why_decoded(self, prompts: Sequence[Prompt], stores: Sequence[ChunkStore]) -> str:
+        """Why chunks that attention may read as they are, are decoded all the same, or ""."""
+        model = self.loader.prefiller.model
+        if not all(store.gives_encoded for store in stores):
+            return (
+                f"a tier of the store keeps chunks decoded; give it codec={stores[0].codec!r}, too"
+            )
+        if not all(prompt.chunks for prompt in prompts):
+            return "there is nothing to be decoded"
+        return int8_refusal(model) or deferral_refusal(model)
 
     def answered(self, prompt: Prompt, metrics: Metrics) -> None:
         """Note what copying took for one prompt, if all of it lay in memory."""
@@ -496,7 +569,14 @@ class ContextFiller:
 
     def _fill(self, prompts: Sequence[Prompt], *, ahead: bool) -> Context:
         why = self.deferral.why_copied(prompts)
-        return self._copied(prompts, why, ahead=ahead) if why else self._in_place(prompts)
+        if why:
+            return self._copied(prompts, why, ahead=ahead)
+        if not self.deferral.reads_codes(prompts):
+            return self._in_place(prompts)
+        try:
+            return self._encoded(prompts)
+        except CorruptChunkError as error:  # values that the codec cannot store
+            return self._copied(prompts, str(error), ahead=ahead)
 
     def _copied(self, prompts: Sequence[Prompt], why: str, *, ahead: bool) -> CopiedContext:
         request, sizes = prompts[0].request, list(map(self._tokens, prompts))
@@ -608,15 +688,38 @@ class ContextFiller:
     def _in_place(self, prompts: Sequence[Prompt]) -> InPlaceContext:
         shared: SharedChunks = {}
         rows = [self._held(prompt, shared) for prompt in prompts]
-        capacity = max(row.missing for row in rows) + prompts[0].request.max_new_tokens
-        return InPlaceContext(self.model, rows, self.buffer.room(len(rows), capacity))
+        return InPlaceContext(self.model, rows, self._room_behind(rows, prompts[0]))
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> EncodedContext:
+        shared: SharedEncoded = {}
+        rows = []
+        for prompt in prompts:
+            policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+            loaded, members = loader.hold_encoded(prompt.chunks, shared)
+            ids, shape = self._joined(prompt, loaded)
+            parts = zip(members, _first_positions(members, policy), strict=True)
+            rows.append(EncodedRow(ids, shape, loaded, policy, tuple(parts)))
+        return EncodedContext(self.model, rows, self._room_behind(rows, prompts[0]))
+
+    def _room_behind(self, rows: Sequence[ContextRow], prompt: Prompt) -> KVBuffer:
+        """Memory for queries and answers alone."""
+        capacity = max(row.missing for row in rows) + prompt.request.max_new_tokens
+        return self.buffer.room(len(rows), capacity)
 
     def _held(self, prompt: Prompt, shared: SharedChunks) -> InPlaceRow:
         policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
         loaded, members = loader.hold(prompt.chunks, shared)
         ids, shape = self._joined(prompt, loaded)
+        new = _first_positions(members, policy)
         old = [(member.start, len(member)) for member in members]
-        new = first_positions(old, policy.positions, adjacent=policy.adjacent_query)
         # One per part: all its keys move equally far.
         distances = [there - here for there, (here, _) in zip(new, old, strict=True)]
         return InPlaceRow(ids, shape, loaded, policy, tuple(zip(members, distances, strict=True)))
+
+
+def _first_positions(
+    members: Sequence[ChunkKV] | Sequence[EncodedChunk], policy: ReusePolicy
+) -> list[int]:
+    """At which position each part of a context begins, as the policy wants it."""
+    extents = [(member.start, len(member)) for member in members]
+    return first_positions(extents, policy.positions, adjacent=policy.adjacent_query)

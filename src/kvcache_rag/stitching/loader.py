@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, UntrustedChunkError
 from kvcache_rag.metrics import Miss
 from kvcache_rag.prefill import ContextChunk, Prefiller, batches
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from kvcache_rag.models.cache import Loading
     from kvcache_rag.models.rotation import ModelLayout
     from kvcache_rag.prompt.renderer import PromptRenderer
-    from kvcache_rag.stores.base import ChunkReader, Hit
+    from kvcache_rag.stores.base import ChunkReader, EncodedHit, Hit
 
     Fill = Callable[[Sequence[ContextChunk]], dict[ChunkKey, ChunkKV]]
 
@@ -63,6 +64,9 @@ _MOST_OPEN = 64  # files that one prompt opens at once
 
 SharedChunks: TypeAlias = "dict[ChunkKey, tuple[ChunkKV, str]]"
 """Chunks that the prompts of one batch attend to in place, and the tier that each came from."""
+
+SharedEncoded: TypeAlias = "dict[ChunkKey, tuple[EncodedChunk, str]]"
+"""The same of chunks in the form of the store's codec."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +290,23 @@ class ContextLoader:
         members += [shared[chunk.key][0] for chunk in chunks]
         return replace(context, load=time.perf_counter() - started), members
 
+    def hold_encoded(
+        self, chunks: Sequence[ContextChunk], shared: SharedEncoded
+    ) -> tuple[LoadedContext, list[EncodedChunk]]:
+        """`hold` of chunks in the form of the store's codec, whose store gives them.
+
+        Raises:
+            ChunkNotFoundError: If a chunk without text is not held any more; a `CorruptChunkError`
+                if one holds values that the codec cannot store.
+        """
+        started = time.perf_counter()
+        prefix = self.prefiller.encoded_prefix()
+        fresh = [chunk for chunk in chunks if chunk.key not in shared]
+        context = self._bring(chunks, _Encoded(self, shared), self._declined(fresh))
+        members = [] if prefix is None else [prefix]
+        members += [shared[chunk.key][0] for chunk in chunks]
+        return replace(context, load=time.perf_counter() - started), members
+
     def _bring(
         self,
         chunks: Sequence[ContextChunk],
@@ -481,6 +502,19 @@ class ContextLoader:
             self._missed(key, started)
             return None
         self.costs.loaded(hit.tier, hit.chunk.nbytes, self.costs.clock() - started)
+        return hit if self._is(key, hit.chunk.tokens) else None
+
+    def encoded(self, key: ChunkKey) -> EncodedHit | None:
+        """A cached chunk in the form of the store's codec; None for a miss."""
+        started = self.costs.clock()
+        try:
+            hit = self.prefiller.store.encoded(key, self._layout.chunk_layout)
+        except ChunkNotFoundError as error:
+            self.unusable[key] = type(error)
+            self._missed(key, started)
+            return None
+        nbytes = self._layout.chunk_layout.nbytes(key.tokens)
+        self.costs.loaded(hit.tier, nbytes, self.costs.clock() - started)
         return hit if self._is(key, hit.chunk.tokens) else None
 
     def open(self, key: ChunkKey) -> OpenChunk | None:
@@ -699,6 +733,31 @@ class _InPlace:
             store, device = self.loader.prefiller.store, self.loader.prefiller.model.device
             tier = store.locate(chunk.key) or store.tier
             self.shared[chunk.key] = moved(computed, device), tier
+
+    def tokens(self, index: int, chunk: ContextChunk) -> Tensor:
+        return self.shared[chunk.key][0].tokens
+
+
+@dataclass(frozen=True, eq=False)
+class _Encoded:
+    """Chunks stay as the store keeps them, each once for all prompts of a batch."""
+
+    loader: ContextLoader
+    shared: SharedEncoded
+
+    def load(self, index: int, chunk: ContextChunk) -> str | None:
+        if chunk.key not in self.shared:
+            hit = self.loader.encoded(chunk.key)
+            if hit is None:
+                return None
+            self.shared[chunk.key] = hit.chunk, hit.tier
+        return self.shared[chunk.key][1]
+
+    def take(self, index: int, chunk: ContextChunk, computed: ChunkKV) -> None:
+        if chunk.key not in self.shared:
+            store = self.loader.prefiller.store
+            tier = store.locate(chunk.key) or store.tier
+            self.shared[chunk.key] = EncodedChunk.of(store.codec, computed), tier
 
     def tokens(self, index: int, chunk: ContextChunk) -> Tensor:
         return self.shared[chunk.key][0].tokens

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.codecs import Codec, EncodedChunk, Native
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -40,6 +40,14 @@ class Hit:
     """A chunk and the tier it came from ("memory", "disk", ...)."""
 
     chunk: ChunkKV
+    tier: str
+
+
+@dataclass(frozen=True)
+class EncodedHit:
+    """A chunk in the form of its store's codec, and the tier it came from."""
+
+    chunk: EncodedChunk
     tier: str
 
 
@@ -124,6 +132,16 @@ class ChunkStore(ABC):
                 that is left as it is.
             InvalidInputError: If the key or `out` cannot be used.
         """
+
+    @property
+    def gives_encoded(self) -> bool:
+        """Whether `encoded` can be asked: all that it holds is in a form that attention reads."""
+        return False
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """Give back a chunk in the form in which it is kept; counts and raises as `get` does."""
+        del layout
+        raise ChunkNotFoundError(f"chunk {key.digest} is not kept in a form to be attended to")
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
         """Open a chunk to be read layer by layer; None where only `get` can read it.
@@ -421,7 +439,7 @@ def sweep_pause(release_grace: float, ttl: float | None) -> float:
 
 
 # ---------------------------------------------------------------------- counting
-def size_in_memory(chunk: ChunkKV) -> int:
+def size_in_memory(chunk: ChunkKV | EncodedChunk) -> int:
     """Bytes of the keys, the values and the token ids."""
     return chunk.nbytes + chunk.tokens.nbytes
 

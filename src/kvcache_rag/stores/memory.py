@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from cachetools import LRUCache
 
+from kvcache_rag.codecs import Codec, EncodedChunk, Native
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
+    InvalidInputError,
     check_name,
     check_settings,
 )
@@ -20,6 +22,7 @@ from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
+    EncodedHit,
     Hit,
     ResidentChunk,
     StoreStats,
@@ -34,7 +37,7 @@ from kvcache_rag.stores.device import Home, deliver, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
 
@@ -57,7 +60,7 @@ def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
     return copy
 
 
-class _Chunks(LRUCache[ChunkKey, ChunkKV]):
+class _Chunks(LRUCache[ChunkKey, "ChunkKV | EncodedChunk"]):
     """Chunks, and when each was put, on the clock that never goes back."""
 
     def __init__(self, maxsize: int) -> None:
@@ -83,6 +86,8 @@ class MemoryStore(ChunkStore):
         release_grace: Seconds between the release of a chunk and its end.
         home: Which memory; PyTorch rounds pinned tensors up to powers of two.
         tier: Name under which hits are counted: "memory", or "device" for a device's.
+        codec: Form in which chunks are kept: `Native`, or that of the tiers behind this one, with
+            `Int8` of half the size; on a CPU a question attends to them as they lie.
     """
 
     excludes_processes = False
@@ -96,6 +101,7 @@ class MemoryStore(ChunkStore):
         ttl: float | None = None,
         release_grace: float = 600.0,
         tier: str | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """Open an empty store; with `max_bytes` 0 it keeps nothing.
 
@@ -107,13 +113,22 @@ class MemoryStore(ChunkStore):
             ttl: Seconds for which a chunk is kept.
             release_grace: Seconds for which a released chunk is kept.
             tier: Another name than "memory" or "device".
+            codec: `Int8()` in front of a store of that codec; None for `Native()`.
 
         Raises:
-            InvalidInputError: If `ttl` is not above zero, or there is no such memory.
+            InvalidInputError: If `ttl` is not above zero, or there is no such memory, or it keeps
+                no chunks in the form of the codec.
         """
         check_settings(MemoryStore.__init__, locals(), infinite=("ttl", "release_grace"))
         self.max_bytes = max_bytes
         self.home = Home.checked(device, pinned=pinned)
+        self._codec = codec or Native()
+        is_plain = self.home.device.type == "cpu" and not pinned
+        if not (isinstance(self._codec, Native) or (self._codec.is_attended and is_plain)):
+            raise InvalidInputError(
+                f"memory of {self.home.device}{', pinned,' if pinned else ''} keeps no chunks in "
+                f"the form of {self._codec!r}; give Native(), or Int8() for plain main memory"
+            )
         self.ttl = check_ttl(ttl)
         self.release_grace = release_grace
         self.tier = tier or ("memory" if self.home.device.type == "cpu" else "device")
@@ -129,18 +144,52 @@ class MemoryStore(ChunkStore):
 
     def __repr__(self) -> str:
         """The call that made it."""
+        form = f", codec={self._codec!r}" if self.gives_encoded else ""
         return (
             f"MemoryStore({self.max_bytes}, device={str(self.home.device)!r}, "
             f"pinned={self.home.pinned}, ttl={self.ttl}, release_grace={self.release_grace}, "
-            f"tier={self.tier!r})"
+            f"tier={self.tier!r}{form})"
         )
 
+    @property
+    def codec(self) -> Codec:
+        """The form in which chunks are kept."""
+        return self._codec
+
+    @property
+    def gives_encoded(self) -> bool:
+        return self._codec.is_attended
+
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back the kept chunk itself, or copy it into `out`."""
+        """Give back the kept chunk itself, or copy or decode it into `out`."""
         begin = time.perf_counter()
-        check_key(key)
         if out is not None:
-            check_out(key, layout, out)
+            check_out(check_key(key), layout, out)
+        chunk = self._kept(key, layout)
+        if isinstance(chunk, EncodedChunk):
+            if out is None:
+                out = chunk.decoded()
+            else:
+                chunk.decode(out)
+        elif out is not None:
+            deliver(chunk, out)
+        else:
+            out = chunk
+        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
+        return Hit(out, self.tier)
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """Give back the kept chunk itself."""
+        begin = time.perf_counter()
+        chunk = self._kept(key, layout)
+        if not isinstance(chunk, EncodedChunk):
+            return super().encoded(key, layout)
+        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
+        return EncodedHit(chunk, self.tier)
+
+    def _kept(self, key: ChunkKey, layout: ChunkLayout) -> ChunkKV | EncodedChunk:
+        """What is kept for a key, which now is the last used; failures are counted."""
+        check_key(key)
         with self._lock:
             chunk = None if self._is_expired(key) else self._chunks.get(key)
             if chunk is not None and chunk.layout != layout:
@@ -151,10 +200,7 @@ class MemoryStore(ChunkStore):
         if chunk.layout != layout:
             self._counters.add("corrupt")
             raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
-        if out is not None:
-            deliver(chunk, out)
-        self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
-        return Hit(chunk if out is None else out, self.tier)
+        return chunk
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> ResidentChunk:
         """The kept chunk itself."""
@@ -164,13 +210,26 @@ class MemoryStore(ChunkStore):
         """Keep a private copy in the store's memory, unless the chunk alone exceeds the limit."""
         check_key(key)
         check_chunk(key, chunk)
-        size = size_in_memory(chunk)
+        if self.gives_encoded:
+            size = self._codec.nbytes(chunk.layout, len(chunk)) + chunk.tokens.nbytes
+            return self._keep(key, lambda: EncodedChunk.of(self._codec, chunk), size)
+        return self._keep(key, lambda: private_copy(chunk, self.home), size_in_memory(chunk))
+
+    def keep(self, key: ChunkKey, chunk: EncodedChunk) -> bool:
+        """Keep a chunk itself, of this store's codec, which nobody writes to; as `put` does."""
+        check_key(key)
+        return self._keep(key, lambda: chunk, size_in_memory(chunk))
+
+    def _keep(self, key: ChunkKey, make: Callable[[], ChunkKV | EncodedChunk], size: int) -> bool:
         if size > self.max_bytes:
             self._counters.failed(f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}")
             return False
         epoch = self.epoch(key.namespace)
         try:
-            kept = private_copy(chunk, self.home)
+            kept = make()
+        except CorruptChunkError as error:  # values that the codec cannot store
+            self._counters.failed(str(error))
+            return False
         except RuntimeError as error:  # so PyTorch says that there is no memory left
             self._counters.failed(str(error).partition("\n")[0])
             return False

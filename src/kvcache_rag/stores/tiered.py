@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError, check_settings
-from kvcache_rag.stores.base import ChunkStore, Counters, Hit, StoreStats, check_key, joined
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.stores.base import (
+    ChunkStore,
+    Counters,
+    EncodedHit,
+    Hit,
+    StoreStats,
+    check_key,
+    check_out,
+    joined,
+)
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 from kvcache_rag.stores.locks import HeldEpochs, in_a_hurry
 from kvcache_rag.stores.memory import MemoryStore
 from kvcache_rag.stores.writeback import WriteBack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kvcache_rag.codecs import Codec
-    from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.codecs import Codec, EncodedChunk
+    from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
     from kvcache_rag.stores.base import ChunkReader
+
+AnyHit = TypeVar("AnyHit", Hit, EncodedHit)
 
 _NOTHING = nullcontext()
 
@@ -65,7 +77,9 @@ class TieredStore(ChunkStore):
                 f"write_back is a list of names out of {names}; {sorted(unknown)} is none"
             )
         forms = {store.codec.name for store in stores if not isinstance(store, MemoryStore)}
-        if len(forms) > 1:  # memory holds what was decoded
+        # Memory may hold what was decoded.
+        forms |= {store.codec.name for store in stores if store.gives_encoded}
+        if len(forms) > 1:
             raise InvalidInputError(f"tiers must have one codec, not {', '.join(sorted(forms))}")
         self.tiers = stores
         self.tier = stores[-1].tier
@@ -96,12 +110,31 @@ class TieredStore(ChunkStore):
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
         """Give back the chunk of the first tier that has it and promote it."""
+        if self.gives_encoded:  # promoted as it is: what was decoded is rounded once more
+            if out is not None:
+                check_out(key, layout, out)
+            hit = self.encoded(key, layout)
+            if out is None:
+                return Hit(hit.chunk.decoded(), hit.tier)
+            hit.chunk.decode(out)
+            return Hit(out, hit.tier)
+        return self._first(key, lambda store: store.get(key, layout, out))
+
+    @property
+    def gives_encoded(self) -> bool:
+        return all(store.gives_encoded for store in self.tiers)
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """Give back the chunk of the first tier that has it and promote it as it is."""
+        return self._first(key, lambda store: store.encoded(key, layout))
+
+    def _first(self, key: ChunkKey, get: Callable[[ChunkStore], AnyHit]) -> AnyHit:
         self._look(check_key(key).namespace)
         worst: ChunkNotFoundError | None = None
         for index, store in enumerate(self._stores):
             epoch = self._watches[index].number(key.namespace) if index else 0
             try:
-                hit = store.get(key, layout, out)
+                hit = get(store)
             except ChunkNotFoundError as error:
                 # A corrupt chunk says more than a missing one.
                 worst = error if worst is None or type(worst) is ChunkNotFoundError else worst
@@ -254,12 +287,19 @@ class TieredStore(ChunkStore):
         if source:
             self._promote(key, chunk, source, self._watches[source].number(key.namespace))
 
-    def _promote(self, key: ChunkKey, chunk: ChunkKV, source: int, epoch: int) -> None:
+    def _promote(
+        self, key: ChunkKey, chunk: ChunkKV | EncodedChunk, source: int, epoch: int
+    ) -> None:
         """Copy a chunk of tier `source` into the faster ones, unless its namespace went away."""
         for faster in self._stores[:source]:
             hurry = in_a_hurry() if faster.excludes_processes else _NOTHING
             with hurry, suppress(Exception):  # as out of memory: the chunk is served all the same
-                faster.put(key, chunk)
+                if isinstance(chunk, ChunkKV):
+                    faster.put(key, chunk)
+                elif isinstance(faster, MemoryStore):
+                    faster.keep(key, chunk)
+                else:
+                    faster.put(key, chunk.decoded())
         if self.tiers[source].epoch(key.namespace) != epoch:
             for faster in self._stores[:source]:
                 faster.delete(key)

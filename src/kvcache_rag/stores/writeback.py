@@ -16,10 +16,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
+    EncodedHit,
     Hit,
     StoreStats,
     check_chunk,
@@ -98,14 +100,32 @@ class WriteBack(ChunkStore):
         chunk = self._queued(key)
         if chunk is None:
             return self.store.get(key, layout, out)
-        if chunk.layout != layout:
-            self._counters.add("corrupt")
-            raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
+        self._as_asked(key, chunk, layout)
         if out is not None:
             out.copy_from(chunk)
             out.tokens.copy_(chunk.tokens)
         self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
         return Hit(chunk if out is None else out, self.tier)
+
+    @property
+    def gives_encoded(self) -> bool:
+        return self.store.gives_encoded
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """What waits for the key, as it will be written, or what the slow store has."""
+        begin = time.perf_counter()
+        chunk = self._queued(check_key(key))
+        if chunk is None:
+            return self.store.encoded(key, layout)
+        encoded = EncodedChunk.of(self.codec, self._as_asked(key, chunk, layout))
+        self._counters.hit(self.tier, size_in_memory(encoded), time.perf_counter() - begin)
+        return EncodedHit(encoded, self.tier)
+
+    def _as_asked(self, key: ChunkKey, chunk: ChunkKV, layout: ChunkLayout) -> ChunkKV:
+        if chunk.layout != layout:
+            self._counters.add("corrupt")
+            raise CorruptChunkError(f"chunk {key.digest} was kept in another layout; prefill it")
+        return chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Queue a copy of the chunk, or write it at once when there is no room."""

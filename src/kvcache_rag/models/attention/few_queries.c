@@ -28,9 +28,19 @@ typedef struct {
     int64_t v_row, v_head, v_token;
     int64_t out_row, out_head, out_query;
     int64_t mask_row, mask_query;
-    int64_t threads, splits;
+    int64_t threads, splits, chunks;
     float scale;
 } Shape;
+
+/* Tokens in 8 bits that stand before the others: the codec's numbers, one scale per column of K and
+ * per token of V.  Keys stand at position 0; `cos` and `sin`, (tokens, width / 2), take them to
+ * their places, where keys rotate. */
+typedef struct {
+    int64_t tokens, k_head, ks_head, v_head, vs_head; /* strides in elements */
+    const int8_t *key, *value;
+    const uint16_t *key_scales, *value_scales;
+    const float *cos, *sin;
+} Chunk;
 
 int kvcache_rag_supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -39,6 +49,8 @@ int kvcache_rag_supported(void) {
 }
 
 int64_t kvcache_rag_shape_bytes(void) { return sizeof(Shape); }
+
+int64_t kvcache_rag_chunk_bytes(void) { return sizeof(Chunk); }
 
 INLINE __m512 widened(__m256i from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
@@ -207,27 +219,100 @@ INLINE void together(const Shape *s, const uint16_t *q, const uint32_t *keys,
     gathered(weights, values, s->value_width, tokens, kept, sums, count);
 }
 
-/* All queries of one head of K and V over some of the tokens. */
-TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *key,
-                            const uint16_t *value, const uint16_t *mask, int64_t start,
-                            int64_t stop, uint32_t *block, float *highest, float *total,
-                            float *sums) {
+/* 16 numbers of 8 bits times their scales, rounded as the codec rounds what it gives back. */
+INLINE __m256i restored(const int8_t *from, __m512 scales) {
+    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(wide, scales));
+}
+
+INLINE __m512 scales16(const uint16_t *from) {
+    return widened(_mm256_loadu_si256((const __m256i *)from));
+}
+
+/* Some keys and values of a chunk as a prompt's buffer would hold them, bit for bit: restored and
+ * rotated, each rounded once. */
+INLINE void restored_rows(const Shape *s, const Chunk *c, int64_t group, int64_t first,
+                          int64_t count, uint16_t *keys, uint16_t *values) {
+    const int8_t *key = c->key + group * c->k_head + first * s->width;
+    const int8_t *value = c->value + group * c->v_head + first * s->value_width;
+    const uint16_t *scales = c->key_scales + group * c->ks_head;
+    const uint16_t *value_scales = c->value_scales + group * c->vs_head + first;
+    const int64_t half = s->width / 2;
+    for (int64_t d = 0; d < half; d += LANES) {
+        const __m512 low = scales16(scales + d), high = scales16(scales + half + d);
+        for (int64_t t = 0; t < count; t++) {
+            __m256i one = restored(key + t * s->width + d, low);
+            __m256i other = restored(key + t * s->width + half + d, high);
+            if (c->cos) {
+                __m512 a = widened(one), b = widened(other);
+                const __m512 cos = _mm512_loadu_ps(c->cos + (first + t) * half + d);
+                const __m512 sin = _mm512_loadu_ps(c->sin + (first + t) * half + d);
+                /* Each product is rounded, as where keys are rotated in memory. */
+                const __m512 as = _mm512_mul_ps(a, sin), bs = _mm512_mul_ps(b, sin);
+                a = _mm512_mul_ps(a, cos), b = _mm512_mul_ps(b, cos);
+                one = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(a, bs));
+                other = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(b, as));
+            }
+            _mm256_storeu_si256((__m256i *)(keys + t * s->width + d), one);
+            _mm256_storeu_si256((__m256i *)(keys + t * s->width + half + d), other);
+        }
+    }
+    for (int64_t t = 0; t < count; t++) {
+        uint32_t bits = (uint32_t)value_scales[t] << 16;
+        float scale;
+        memcpy(&scale, &bits, 4);
+        for (int64_t d = 0; d < s->value_width; d += LANES)
+            _mm256_storeu_si256((__m256i *)(values + t * s->value_width + d),
+                                restored(value + t * s->value_width + d, _mm512_set1_ps(scale)));
+    }
+}
+
+/* Tokens of a block one behind another, from chunks and from what follows them. */
+INLINE void gathered_rows(const Shape *s, const Chunk *chunks, int64_t group, const uint16_t *key,
+                          const uint16_t *value, int64_t first, int64_t count, uint16_t *keys,
+                          uint16_t *values) {
+    for (int64_t i = 0; count && i < s->chunks; first -= chunks[i].tokens, i++) {
+        if (first >= chunks[i].tokens) continue;
+        const int64_t left = chunks[i].tokens - first, some = left < count ? left : count;
+        restored_rows(s, chunks + i, group, first, some, keys, values);
+        keys += some * s->width, values += some * s->value_width;
+        first += some, count -= some;
+    }
+    for (; count; first++, count--, keys += s->width, values += s->value_width) {
+        memcpy(keys, key + first * s->k_token, s->width * sizeof(uint16_t));
+        memcpy(values, value + first * s->v_token, s->value_width * sizeof(uint16_t));
+    }
+}
+
+/* All queries of one head of K and V over some of the tokens; those of chunks, of which there are
+ * `held`, come first. */
+TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chunks, int64_t group,
+                            int64_t held, const uint16_t *key, const uint16_t *value,
+                            const uint16_t *mask, int64_t start, int64_t stop, uint32_t *block,
+                            float *highest, float *total, float *sums) {
     const int64_t lines = s->heads * s->queries;
     uint32_t *keys = block, *values = block + s->width / 2 * TOKENS;
+    uint16_t *rows = (uint16_t *)(values + s->value_width / 2 * TOKENS);
     for (int64_t i = 0; i < lines; i++) highest[i] = -FLT_MAX, total[i] = 0;
     memset(sums, 0, lines * s->value_width * sizeof(float));
     for (; start < stop; start += TOKENS) {
         const int64_t tokens = stop - start < TOKENS ? stop - start : TOKENS;
+        const uint16_t *k = key + (start - held) * s->k_token;
+        const uint16_t *v = value + (start - held) * s->v_token;
+        int64_t k_token = s->k_token, v_token = s->v_token;
+        if (start < held) {
+            k_token = s->width, v_token = s->value_width;
+            uint16_t *behind = rows + TOKENS * k_token;
+            gathered_rows(s, chunks, group, key, value, start, tokens, rows, behind);
+            k = rows, v = behind;
+        }
         for (int64_t t = 0; t < TOKENS; t += LANES)
             for (int64_t d = 0; d < s->width; d += 2 * LANES)
-                transposed(key + (start + t) * s->k_token + d, s->k_token, tokens - t,
-                           keys + d / 2 * TOKENS + t);
-        for (int64_t t = 0; t < tokens; t += 2) {
-            const uint16_t *from = value + (start + t) * s->v_token;
+                transposed(k + t * k_token + d, k_token, tokens - t, keys + d / 2 * TOKENS + t);
+        for (int64_t t = 0; t < tokens; t += 2)
             for (int64_t d = 0; d < s->value_width; d += 2 * LANES)
-                paired(from + d, t + 1 < tokens ? from + s->v_token + d : 0,
+                paired(v + t * v_token + d, t + 1 < tokens ? v + (t + 1) * v_token + d : 0,
                        values + t / 2 * s->value_width + d);
-        }
         for (int64_t i = 0; i < lines; i += ROWS) {
 #define TOGETHER(COUNT)                                                                          \
     together(s, q + i * s->width, keys, values, mask, i, start, tokens, highest + i, total + i, \
@@ -246,20 +331,24 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *k
  * merged.  Returns 0, or 1 if there was no memory. */
 TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint16_t *key,
                               const uint16_t *value, const uint16_t *mask, uint16_t *out,
-                              float *levels) {
+                              float *levels, const Chunk *chunks) {
     const int64_t lines = s->heads * s->queries, parts = s->rows * s->groups * s->splits;
-    /* Of each part, in floats: a block of keys and values, sums, queries, maxima and totals. */
-    const int64_t room = (s->width + s->value_width) / 2 * TOKENS;
-    const int64_t held = lines * s->value_width, asked = lines * s->width / 2;
-    const int64_t each = (room + held + asked + 2 * lines + LANES - 1) / LANES * LANES;
+    int64_t held = 0; /* tokens of the chunks, which stand before those of `key` */
+    for (int64_t i = 0; i < s->chunks; i++) held += chunks[i].tokens;
+    const int64_t all = held + s->tokens;
+    /* Of each part, in floats: a block of keys and values, where there are chunks once more as
+     * their rows, sums, queries, maxima and totals. */
+    const int64_t room = (s->width + s->value_width) / 2 * TOKENS * (s->chunks ? 2 : 1);
+    const int64_t summed = lines * s->value_width, asked = lines * s->width / 2;
+    const int64_t each = (room + summed + asked + 2 * lines + LANES - 1) / LANES * LANES;
     float *memory = aligned_alloc(64, parts * each * sizeof(float));
     if (!memory) return 1;
-    const int64_t span = (s->tokens + s->splits - 1) / s->splits;
+    const int64_t span = (all + s->splits - 1) / s->splits;
 #pragma omp parallel for schedule(static) num_threads(s->threads) if (s->threads > 1)
     for (int64_t part = 0; part < parts; part++) {
         const int64_t split = part % s->splits, group = part / s->splits % s->groups;
         const int64_t row = part / s->splits / s->groups;
-        float *block = memory + part * each, *sums = block + room, *behind = sums + held;
+        float *block = memory + part * each, *sums = block + room, *behind = sums + summed;
         uint16_t *q = (uint16_t *)behind;
         for (int64_t i = 0; i < lines; i++) {
             const int64_t head = group * s->heads + i / s->queries;
@@ -267,8 +356,8 @@ TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint1
                    query + row * s->q_row + head * s->q_head + i % s->queries * s->q_query,
                    s->width * sizeof(uint16_t));
         }
-        const int64_t stop = (split + 1) * span < s->tokens ? (split + 1) * span : s->tokens;
-        one_part(s, q, key + row * s->k_row + group * s->k_head,
+        const int64_t stop = (split + 1) * span < all ? (split + 1) * span : all;
+        one_part(s, q, chunks, group, held, key + row * s->k_row + group * s->k_head,
                  value + row * s->v_row + group * s->v_head, mask ? mask + row * s->mask_row : 0,
                  split * span, stop, (uint32_t *)block, behind + asked, behind + asked + lines, sums);
     }
@@ -280,11 +369,11 @@ TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint1
             const float *first = memory + part * each + room;
             float most = -FLT_MAX, whole = 0, shares[MOST_SPLITS];
             for (int64_t j = 0; j < s->splits; j++) {
-                const float highest = first[j * each + held + asked + i];
+                const float highest = first[j * each + summed + asked + i];
                 most = highest > most ? highest : most;
             }
             for (int64_t j = 0; j < s->splits; j++) {
-                const float *highest = first + j * each + held + asked;
+                const float *highest = first + j * each + summed + asked;
                 shares[j] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[i] - most)));
                 whole += shares[j] * highest[lines + i];
             }

@@ -9,6 +9,7 @@ torch's kernel runs.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 _NUMBERS: Final = (
     *("rows", "groups", "heads", "queries", "tokens", "width", "value_width"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_token", "v_row", "v_head", "v_token"),
     *("out_row", "out_head", "out_query", "mask_row", "mask_query"),
-    *("threads", "splits"),
+    *("threads", "splits", "chunks"),
 )
 
 # The kernel takes elements of heads in such groups.
@@ -37,6 +40,62 @@ class _Shape(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in _NUMBERS), ("scale", ctypes.c_float))
 
 
+@dataclass(frozen=True, eq=False)
+class Int8Slots:
+    """K and V of one chunk in some layers, as the codec `Int8` stores them, contiguous.
+
+    Attributes:
+        key: `(layers, kv_heads, tokens, width)` int8, every key at position 0.
+        key_scales: `(layers, kv_heads, 1, width)` bfloat16.
+        value: `(layers, kv_heads, tokens, value_width)` int8.
+        value_scales: `(layers, kv_heads, tokens, 1)` bfloat16.
+        angles: Cosines and sines that take the keys to their places, `(tokens, width / 2)` float32
+            each, for columns i and i + width / 2; None where keys do not rotate.
+    """
+
+    key: Tensor
+    key_scales: Tensor
+    value: Tensor
+    value_scales: Tensor
+    angles: tuple[Tensor, Tensor] | None
+
+    def described(self) -> tuple[list[int], list[int]]:
+        """The kernel's `Chunk` in the first layer, and by how much each number grows per layer."""
+        heads = (self.key, self.key_scales, self.value, self.value_scales)
+        memory = (self.key, self.value, self.key_scales, self.value_scales)
+        angles = [0, 0] if self.angles is None else [part.data_ptr() for part in self.angles]
+        numbers = [self.key.shape[2], *(tensor.stride(1) for tensor in heads)]
+        addresses = [tensor.data_ptr() for tensor in memory]
+        steps = [tensor.stride(0) * tensor.itemsize for tensor in memory]
+        return [*numbers, *addresses, *angles], [*[0] * len(numbers), *steps, 0, 0]
+
+
+# Numbers of a `Chunk`, each of 8 bytes.
+_CHUNK_NUMBERS: Final = 11
+
+
+class Int8Context:
+    """Chunks one behind another, before the tokens of a cache.
+
+    Attributes:
+        tokens: How many they are.
+        count: Of how many chunks.
+    """
+
+    def __init__(self, slots: Sequence[Int8Slots]) -> None:
+        """Describe chunks, one or more, to the kernel, once for all layers and passes."""
+        self._slots = tuple(slots)  # keeps the memory
+        self.tokens, self.count = sum(slot.key.shape[2] for slot in slots), len(slots)
+        first, steps = zip(*(slot.described() for slot in slots), strict=True)
+        layers = torch.arange(slots[0].key.shape[0])[:, None, None]
+        # (layers, chunks, numbers) int64
+        self._described = torch.tensor(first) + layers * torch.tensor(steps)
+
+    def address(self, layer: int) -> int:
+        """Where the kernel finds the chunks of a layer."""
+        return self._described.data_ptr() + layer * self._described.stride(0) * 8
+
+
 @cache
 def library() -> Any:
     """The kernel, or None where it was not built or this CPU cannot run it."""
@@ -46,11 +105,13 @@ def library() -> Any:
         if not found.kvcache_rag_supported():
             return None
         found.kvcache_rag_shape_bytes.restype = ctypes.c_int64
-        if found.kvcache_rag_shape_bytes() != ctypes.sizeof(_Shape):
+        found.kvcache_rag_chunk_bytes.restype = ctypes.c_int64
+        sizes = (found.kvcache_rag_shape_bytes(), found.kvcache_rag_chunk_bytes())
+        if sizes != (ctypes.sizeof(_Shape), 8 * _CHUNK_NUMBERS):
             return None  # of another version
     except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
         return None
-    found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 7
+    found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 8
     return found
 
 
@@ -103,6 +164,35 @@ def attend_partially(
     return output, levels
 
 
+def attend_behind(
+    chunks: Int8Context,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """`attend_partially` of one row to chunks in 8 bits and, behind them, to `key` and `value`.
+
+    Chunks are read as they lie; what each number stands for is rounded as in a copy of them, so
+    that the result is that over a copy.
+
+    Args:
+        chunks: Come first.
+        layer: Which of their layers.
+        query: `(1, heads, queries, width)` bfloat16.
+        key: `(1, kv_heads, tokens, width)` bfloat16.
+        value: `(1, kv_heads, tokens, value_width)` bfloat16.
+        mask: `(1, 1, queries or 1, columns or more)`, added to the scores; or None.
+        scaling: Factor of the scores.
+    """
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    levels = query.new_empty(query.shape[:3], dtype=torch.float32)
+    _run(query, key, value, mask, scaling, output, levels, chunks, layer)
+    return output, levels
+
+
 def _run(
     query: Tensor,
     key: Tensor,
@@ -111,6 +201,8 @@ def _run(
     scaling: float,
     output: Tensor,
     levels: Tensor | None,
+    chunks: Int8Context | None = None,
+    layer: int = 0,
 ) -> None:
     rows, heads, queries, width = query.shape
     groups, tokens = key.shape[1], key.shape[2]
@@ -128,7 +220,8 @@ def _run(
         *value.stride()[:3],
         *output.stride()[:3],
         *masked,
-        *(threads, _splits(rows * groups, tokens, threads)),
+        *(threads, _splits(rows * groups, tokens + (chunks.tokens if chunks else 0), threads)),
+        chunks.count if chunks else 0,
         scaling,
     )
     failed = library().kvcache_rag_attend(
@@ -139,6 +232,7 @@ def _run(
         0 if mask is None else mask.data_ptr(),
         output.data_ptr(),
         0 if levels is None else levels.data_ptr(),
+        chunks.address(layer) if chunks else 0,
     )
     if failed:
         raise MemoryError

@@ -103,11 +103,11 @@ def packed_attention(
         )
         return result
     if few_queries.takes(query, key, value, dropout):
-        mask = None if attention_mask is None else _added(attention_mask, query.dtype, 1)
+        mask = None if attention_mask is None else added_mask(attention_mask, query.dtype)
         return few_queries.attend(query, key, value, mask, scaling), None
     mask = None
     if attention_mask is not None:
-        mask = _added(attention_mask, query.dtype, repeats)[..., : key.shape[2]]
+        mask = added_mask(attention_mask, query.dtype, repeats)[..., : key.shape[2]]
     return _packed(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -130,7 +130,7 @@ def _packed(
     return output.reshape(rows, heads, queries, value.shape[-1])  # of (rows, groups, ..., width)
 
 
-def _added(mask: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
+def added_mask(mask: Tensor, dtype: torch.dtype, repeats: int = 1) -> Tensor:
     """The mask as it is added to scores, its queries `repeats` times; made once for all layers.
 
     sdpa would make it of a bool mask in every call.
@@ -159,7 +159,7 @@ def _blocked(
 ) -> Tensor:
     rows, heads, queries, _ = query.shape
     output = query.new_empty(rows, queries, heads, value.shape[-1])  # as transformers wants it
-    added = _added(mask, query.dtype, 1)  # (rows or 1, 1, queries, tokens)
+    added = added_mask(mask, query.dtype)  # (rows or 1, 1, queries, tokens)
     for start, stop, first, last in mask_blocks(mask):
         last = min(last, key.shape[2])  # a mask may be wider than the cache is filled
         inputs = (query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last])

@@ -18,7 +18,7 @@ from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.scaled import scaled_attention
-from kvcache_rag.models.deferred.cache import LayerSegments, awaited, segments_of
+from kvcache_rag.models.deferred.cache import LayerChunks, LayerSegments, awaited, segments_of
 from kvcache_rag.models.deferred.segments import CallShape, Plan, make_plan
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ def deferred_attention(
     if layer.held.callers is not None:
         layer.held.callers.append(module)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(layer, LayerChunks):
+        attend, where = layer.held.attend, (layer.group, layer.place)
+        return attend(*where, query, key, value, attention_mask, factor, s_aux), None
     if query.device.type == "cuda":
         return _on_cuda(query, key, value, attention_mask, factor, layer, s_aux), None
     if has_fast_path(query, value, attention_mask, layer.held.table):
@@ -160,11 +163,10 @@ def plain_attention(
         `(rows, queries, heads, value_width)`; of tokens that the table keeps, any finite number.
     """
     table = layer.held.table
-    rows, heads, queries, _ = query.shape
     columns = table.tail + key.shape[2]
     # (rows, kv_heads, columns, width); zeros where there is padding
-    keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
-    values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
+    keys = key.new_zeros(*key.shape[:2], columns, key.shape[3])
+    values = value.new_zeros(*value.shape[:2], columns, value.shape[3])
     rotation = table.layout.groups[layer.group].key_rotation
     for row, segments in enumerate(table.rows):
         first = table.tail + table.keep[row]  # the first column that is the tail's alone
@@ -178,7 +180,32 @@ def plain_attention(
                 # (1, dim / 2): one angle for all tokens of the segment
                 cos, sin = (part[segment.angle, None] for part in table.angles[rotation.frequency])
                 rotate_(keys[row, :, place], rotation, cos, sin)
-    repeats = heads // key.shape[1]
+    return ordinary_attention(query, keys, values, mask, factor, sinks)
+
+
+def ordinary_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention in float32 to keys that stand at their places.
+
+    Args:
+        query: `(rows, heads, queries, width)`.
+        keys: `(rows, kv_heads, columns, width)`.
+        values: `(rows, kv_heads, columns, value_width)`.
+        mask: As for `plain_attention`.
+        factor: Of the scores.
+        sinks: `(heads,)` scores of a sink, or None.
+
+    Returns:
+        `(rows, queries, heads, value_width)`.
+    """
+    rows, heads, queries, _ = query.shape
+    repeats, columns = heads // keys.shape[1], keys.shape[2]
     # (rows, heads, columns, width)
     wide_keys, wide_values = (part.float().repeat_interleave(repeats, 1) for part in (keys, values))
     scores = query.float() @ wide_keys.transpose(-1, -2) * factor

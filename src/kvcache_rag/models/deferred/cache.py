@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache
@@ -16,18 +16,40 @@ from transformers.cache_utils import Cache
 from kvcache_rag.models.cache import BufferLayer, DummyLayer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.models.deferred.segments import SegmentTable
-    from kvcache_rag.models.rotation import LayerKind
+    from kvcache_rag.models.rotation import LayerKind, ModelLayout
 
 
 _ATTRIBUTE = "kvcache_rag_segments"
 
 SlotViews = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
 """K and V of each layer of a group, `(1, kv_heads, tokens, width)`."""
+
+
+class AttendedChunks(Protocol):
+    """Chunks that know themselves how to be attended to (see `int8.Int8Segments`).
+
+    Attributes:
+        layout: The model's.
+        tail: Column of the first token that lies in the cache's own buffer.
+        callers: Where the layers that attend are noted, in order; None to note nothing.
+    """
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def tail(self) -> int: ...
+    @property
+    def callers(self) -> list[torch.nn.Module] | None: ...
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """Attention of one layer: group and place of it, then as for `deferred_attention`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +86,16 @@ class HeldSegments:
         )
         return cls(table, views, callers=callers)
 
+    @property
+    def layout(self) -> ModelLayout:
+        """The model's."""
+        return self.table.layout
+
+    @property
+    def tail(self) -> int:
+        """Column of the first token that lies in the cache's own buffer."""
+        return self.table.tail
+
 
 @dataclass(frozen=True, eq=False)
 class LayerSegments:
@@ -80,6 +112,18 @@ class LayerSegments:
     place: int
 
 
+@dataclass(frozen=True, eq=False)
+class LayerChunks:
+    """The same of chunks that know themselves how to be attended to."""
+
+    held: AttendedChunks
+    group: int
+    place: int
+
+
+FrontOfLayer: TypeAlias = LayerSegments | LayerChunks
+
+
 class _Passes(threading.local):
     """Whether the next attention of this thread is that of a cache with segments."""
 
@@ -89,9 +133,9 @@ class _Passes(threading.local):
 _PASSES = _Passes()
 
 
-def segments_of(key: Tensor) -> LayerSegments | None:
+def segments_of(key: Tensor) -> FrontOfLayer | None:
     """The segments that belong in front of these keys; None if they carry none."""
-    segments: LayerSegments | None = getattr(key, _ATTRIBUTE, None)
+    segments: FrontOfLayer | None = getattr(key, _ATTRIBUTE, None)
     return segments
 
 
@@ -109,7 +153,7 @@ class TailLayer(BufferLayer):
         segments: What stands in front.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, segments: LayerSegments) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, segments: FrontOfLayer) -> None:
         """Hold nothing yet in `keys` and `values`, `(rows, heads, capacity, width)`."""
         self.segments = segments
         super().__init__(keys, values, 0)
@@ -125,10 +169,12 @@ class TailLayer(BufferLayer):
 
     def get_seq_length(self) -> int:
         """Tokens in segments and buffer: the columns of a row."""
-        return self.segments.held.table.tail + self.length
+        return self.segments.held.tail + self.length
 
 
-def deferred_cache(held: HeldSegments, kinds: tuple[LayerKind, ...], buffer: KVBuffer) -> Cache:
+def deferred_cache(
+    held: HeldSegments | AttendedChunks, kinds: tuple[LayerKind, ...], buffer: KVBuffer
+) -> Cache:
     """A transformers cache of segments and, behind them, an empty buffer.
 
     Args:
@@ -139,7 +185,7 @@ def deferred_cache(held: HeldSegments, kinds: tuple[LayerKind, ...], buffer: KVB
     slots = buffer.slots()
     places = {
         layer: (group, place)
-        for group, layers in enumerate(held.table.layout.groups)
+        for group, layers in enumerate(held.layout.groups)
         for place, layer in enumerate(layers.layout.layers)
     }
     layers: list[Any] = []
@@ -147,5 +193,11 @@ def deferred_cache(held: HeldSegments, kinds: tuple[LayerKind, ...], buffer: KVB
         if kind.shared:
             layers.append(DummyLayer())
         else:
-            layers.append(TailLayer(*slots[index], LayerSegments(held, *places[index])))
+            where = places[index]
+            front: FrontOfLayer
+            if isinstance(held, HeldSegments):
+                front = LayerSegments(held, *where)
+            else:
+                front = LayerChunks(held, *where)
+            layers.append(TailLayer(*slots[index], front))
     return Cache(layers=layers)

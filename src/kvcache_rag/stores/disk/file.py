@@ -25,7 +25,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from kvcache_rag.codecs import Native
+from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
 from kvcache_rag.stores.base import ChunkReader
@@ -463,6 +463,24 @@ def _bytes(read: ReadV, offset: int, count: int) -> bytearray:
 
 
 # ---------------------------------------------------------------------- reading
+def read_encoded(
+    read: ReadV,
+    size: int,
+    key: ChunkKey,
+    layout: ChunkLayout,
+    codec: Codec,
+    signing: SigningKey | None,
+) -> EncodedChunk:
+    """Read a chunk's file as it is; raises what `read_file` does."""
+    spec = file_spec(key, layout, codec)
+    header = check_header(read, size, spec, signing)
+    with torch.inference_mode(mode=False):
+        tokens = torch.empty(key.tokens, dtype=torch.int32)
+    chunk = EncodedChunk(codec, layout, tokens, key.start, codec.empty(layout, key.tokens))
+    _read_payload(read, header, spec, _places(dict(chunk.stored), tokens) or {}, signing)
+    return chunk
+
+
 def read_file(
     read: ReadV,
     size: int,

@@ -30,6 +30,7 @@ from kvcache_rag.stores.base import (
     LEAST_PAUSE,
     ChunkStore,
     Counters,
+    EncodedHit,
     Hit,
     StoreStats,
     check_chunk,
@@ -54,6 +55,7 @@ from kvcache_rag.stores.disk.file import (
     file_spec,
     is_layered,
     positional,
+    read_encoded,
     read_file,
     spec_bytes,
     verify_file,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
 
 _UNLIMITED = nullcontext(True)
@@ -197,22 +200,32 @@ class DiskStore(ChunkStore):
             out = empty_chunk(key, layout)
         else:
             check_out(key, layout, out)
+        with self._reading(key, stem, started) as (read, size):
+            read_file(read, size, spec, self._codec, out, self.signing_key)
+        return Hit(out, self.tier)
+
+    @property
+    def gives_encoded(self) -> bool:
+        return self._codec.is_attended
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """Read a chunk as it is."""
+        started = time.perf_counter()
+        with self._reading(key, self._stem(key), started) as (read, size):
+            chunk = read_encoded(read, size, key, layout, self._codec, self.signing_key)
+        return EncodedHit(chunk, self.tier)
+
+    @contextmanager
+    def _reading(self, key: ChunkKey, stem: str, started: float) -> Iterator[tuple[ReadV, int]]:
+        """The open file of a chunk and its size, for one reading, which is counted."""
         with self._counted(key):
             descriptor, status = self._open(stem)
             try:
                 with folders.quarantining(stem, status):
-                    read_file(
-                        positional(descriptor),
-                        status.st_size,
-                        spec,
-                        self._codec,
-                        out,
-                        self.signing_key,
-                    )
+                    yield positional(descriptor), status.st_size
             finally:
                 os.close(descriptor)
         self._found(stem, status, time.perf_counter() - started)
-        return Hit(out, self.tier)
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> LayerFile | None:
         """The open file, if it is in the order of the layers: no decoding, one shape."""

@@ -26,6 +26,7 @@ from kvcache_rag.errors import (
 from kvcache_rag.stores.base import (
     ChunkStore,
     Counters,
+    EncodedHit,
     Hit,
     StoreStats,
     check_chunk,
@@ -42,6 +43,7 @@ from kvcache_rag.stores.disk.file import (
     file_spec,
     in_memory,
     named_mac,
+    read_encoded,
     read_file,
     verify_bytes,
     write_file,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+    from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
 
 
@@ -168,13 +171,39 @@ class RemoteStore(ChunkStore):
             out = empty_chunk(key, layout)
         else:
             check_out(key, layout, out)
-        with self._counters.reading(
-            f"the object of chunk {key.digest} is damaged",
-            f"chunk {key.digest} cannot be had from the remote",
-        ):
-            size = self._read(key, spec, out)
+        with self._reading(key):
+            _, size = self._read(
+                key,
+                spec,
+                lambda read, size: read_file(read, size, spec, self._codec, out, self.signing_key),
+            )
         self._counters.hit(self.tier, size, time.perf_counter() - begin)
         return Hit(out, self.tier)
+
+    @property
+    def gives_encoded(self) -> bool:
+        return self._codec.is_attended
+
+    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+        """Fetch a chunk and check it byte for byte."""
+        begin = time.perf_counter()
+        spec = file_spec(check_key(key), layout, self._codec)
+        with self._reading(key):
+            chunk, size = self._read(
+                key,
+                spec,
+                lambda read, size: read_encoded(
+                    read, size, key, layout, self._codec, self.signing_key
+                ),
+            )
+        self._counters.hit(self.tier, size, time.perf_counter() - begin)
+        return EncodedHit(chunk, self.tier)
+
+    def _reading(self, key: ChunkKey) -> AbstractContextManager[None]:
+        return self._counters.reading(
+            f"the object of chunk {key.digest} is damaged",
+            f"chunk {key.digest} cannot be had from the remote",
+        )
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Write the file into a temporary folder of this machine and upload it."""
@@ -287,12 +316,15 @@ class RemoteStore(ChunkStore):
         except OSError:
             return otherwise
 
-    def _read(self, key: ChunkKey, spec: FileSpec, out: ChunkKV) -> int:
+    def _read(
+        self, key: ChunkKey, spec: FileSpec, read: Callable[[ReadV, int], T]
+    ) -> tuple[T, int]:
+        """What a reading of the object's bytes gives, and how many they are."""
         if spec.payload + ALIGNMENT > self.max_object_bytes:
             raise FileNotFoundError(f"it exceeds max_object_bytes={self.max_object_bytes}")
         data = self._fetch(key, _most(spec))
         try:
-            read_file(in_memory(data), len(data), spec, self._codec, out, self.signing_key)
+            return read(in_memory(data), len(data)), len(data)
         except CorruptChunkError:
             # Damaged on the way or in the bucket?  Only what comes twice alike is removed.
             again = self._fetch(key, _most(spec))
@@ -300,9 +332,7 @@ class RemoteStore(ChunkStore):
                 path = self._objects.path(key)
                 self._tried(lambda fs: objects.remove(fs, path), False)
                 raise
-            data = again
-            read_file(in_memory(data), len(data), spec, self._codec, out, self.signing_key)
-        return len(data)
+            return read(in_memory(again), len(again)), len(again)
 
     def _check_place(self, key: ChunkKey, spec: FileSpec) -> None:
         """Refuse to replace what the signing key did not sign.

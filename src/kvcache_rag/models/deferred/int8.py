@@ -1,0 +1,230 @@
+"""Attention to chunks in 8 bits where they lie, on a CPU: neither a copy nor a decoded form.
+
+The codec `Int8` keeps keys at position 0.  The kernel takes each number to what it stands for and
+each key to its place while it reads them, and rounds as a copy in a prompt's buffer is rounded, so
+an answer is that over a copy (`plain_attention`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcache_rag.kv.rotary import angle_table, rotate_
+from kvcache_rag.models.attention import few_queries
+from kvcache_rag.models.attention.few_queries import Int8Context, Int8Slots
+from kvcache_rag.models.attention.packed import added_mask
+from kvcache_rag.models.deferred.attention import ordinary_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_rag.codecs import EncodedChunk
+    from kvcache_rag.kv.rotary import Rotation
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.rotation import ModelLayout
+
+# Positions for which angles are kept at least; more are worked out when a prompt is longer.
+_POSITIONS = 4096
+
+
+def int8_refusal(model: TransformersModel) -> str:
+    """Why chunks in 8 bits cannot be attended to where they lie, as a sentence; "" if they can."""
+    name, layout = str(model.config.model_type), model.measured
+    if model.device.type != "cpu" or layout.dtype != torch.bfloat16:
+        return f"{name}: chunks in 8 bits are read in place by bfloat16 models on a CPU"
+    for group in layout.groups:
+        rotation, width = group.key_rotation, group.layout.key_shape[1]
+        is_whole = rotation.style == "half" and (rotation.start, rotation.dim) == (0, width)
+        if width % 32 or group.layout.value_shape[1] % 32:
+            return f"{name}: its heads have {width} columns, not a multiple of 32"
+        if not (is_whole or rotation.style == "none"):
+            return f"{name}: its keys are rotated as {rotation}, not all in halves"
+    if few_queries.library() is None:
+        return "chunks in 8 bits are read in place by a kernel for CPUs with AVX-512 for bfloat16"
+    return ""
+
+
+class _Angles:
+    """Cosines and sines of the positions from 0 on, of each rotation of a model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[Rotation, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layout: ModelLayout, rotation: Rotation, stop: int) -> tuple[Tensor, Tensor]:
+        """Both `(stop or more, dim / 2)` float32, the sine with the sign of the rotation."""
+        with self._lock:
+            table = self._tables.get(rotation)
+            if table is None or len(table[0]) < stop:
+                # By whole steps, so that a little longer prompt finds them.
+                count = -(-stop // _POSITIONS) * _POSITIONS
+                places = torch.arange(count)
+                frequencies = layout.frequencies[rotation.frequency].at_rest().cpu()
+                with torch.inference_mode(mode=False):
+                    cos, sin = angle_table(frequencies, torch.zeros_like(places), places)
+                    table = cos, (-sin if rotation.reverse else sin)
+                self._tables[rotation] = table
+            return table
+
+
+_ANGLES: weakref.WeakKeyDictionary[ModelLayout, _Angles] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedChunk:
+    """A chunk in a row of a batch.
+
+    Attributes:
+        chunk: Shared with the store, never written.
+        column: Of its first token, left padding included.
+        position: Of its first token.
+    """
+
+    chunk: EncodedChunk
+    column: int
+    position: int
+
+    def slots(self, layout: ModelLayout, group: int) -> Int8Slots:
+        """Its K and V in the layers of a group."""
+        tail = f".{group}" if len(layout.groups) > 1 else ""
+        stored = self.chunk.stored
+        return Int8Slots(
+            key=stored[f"kq{tail}"],
+            key_scales=stored[f"ks{tail}"],
+            value=stored[f"vq{tail}"],
+            value_scales=stored[f"vs{tail}"],
+            angles=self._angles(layout, layout.groups[group].key_rotation),
+        )
+
+    def _angles(self, layout: ModelLayout, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
+        if rotation.style == "none":
+            return None
+        stop = self.position + len(self.chunk)
+        cos, sin = _ANGLES.setdefault(layout, _Angles()).of(layout, rotation, stop)
+        return cos[self.position : stop], sin[self.position : stop]
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Segments:
+    """What the rows of a batch hold before their own, growing buffer.
+
+    Attributes:
+        layout: The model's.
+        rows: Per row its chunks, in ascending columns without holes.
+        tail: Column of the first token that lies in the cache's own buffer.
+        keep: Per row, so many first columns of that buffer stand for what its chunks hold, or for
+            padding; nobody looks at them.
+        contexts: Per group and row the chunks, as the kernel reads them.
+        callers: Where the layers that attend are noted, in order; None to note nothing.
+    """
+
+    layout: ModelLayout
+    rows: tuple[tuple[PlacedChunk, ...], ...]
+    tail: int
+    keep: tuple[int, ...]
+    contexts: tuple[tuple[Int8Context, ...], ...]
+    callers: list[torch.nn.Module] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layout: ModelLayout,
+        rows: Sequence[Sequence[PlacedChunk]],
+        tail: int,
+        keep: Sequence[int],
+    ) -> Int8Segments:
+        """Describe the chunks to the kernel; every row has one or more."""
+        contexts = tuple(
+            tuple(Int8Context([chunk.slots(layout, group) for chunk in row]) for row in rows)
+            for group in range(len(layout.groups))
+        )
+        return cls(layout, tuple(map(tuple, rows)), tail, tuple(keep), contexts)
+
+    def attend(
+        self,
+        group: int,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        factor: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one layer; the arguments are those of `deferred_attention`.
+
+        Returns:
+            `(rows, queries, heads, value_width)`; of tokens that are kept, any finite number.
+        """
+        is_known = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
+        if not is_known or not few_queries.takes(query, key, value, 0.0):
+            return self.plain_attention(group, place, query, key, value, mask, factor, sinks)
+        if mask is None and query.shape[2] > 1:
+            mask = _causal(query.shape[2], self.tail + key.shape[2])
+        hidden = None if mask is None else added_mask(mask, query.dtype)
+        outputs = []
+        for row, context in enumerate(self.contexts[group]):
+            own, keep = slice(row, row + 1), self.keep[row]
+            seen = hidden
+            if hidden is not None:
+                seen = hidden[own if len(hidden) > 1 else slice(0, 1), ..., self._first(row) :]
+            output, levels = few_queries.attend_behind(
+                context,
+                place,
+                query[own],
+                key[own, :, keep:],
+                value[own, :, keep:],
+                seen,
+                factor,
+            )
+            if sinks is not None:  # they take a share and give nothing
+                shares = torch.sigmoid(levels - sinks.float()[:, None])  # (1, heads, queries)
+                output = (output * shares[..., None]).to(output.dtype)
+            outputs.append(output)
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return whole.transpose(1, 2).contiguous()
+
+    def _first(self, row: int) -> int:
+        return self.rows[row][0].column
+
+    def plain_attention(
+        self,
+        group: int,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        factor: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The specification: decoded and rotated copies, and ordinary attention in float32."""
+        columns, rotation = self.tail + key.shape[2], self.layout.groups[group].key_rotation
+        keys = key.new_zeros(*key.shape[:2], columns, key.shape[3])
+        values = value.new_zeros(*value.shape[:2], columns, value.shape[3])
+        for row, chunks in enumerate(self.rows):
+            first = self.tail + self.keep[row]
+            keys[row, :, first:] = key[row, :, self.keep[row] :]
+            values[row, :, first:] = value[row, :, self.keep[row] :]
+            for placed in chunks:
+                there = slice(placed.column, placed.column + len(placed.chunk))
+                decoded = placed.chunk.decoded()
+                keys[row, :, there] = decoded.keys(group)[place]
+                values[row, :, there] = decoded.values(group)[place]
+                if rotation.style != "none":
+                    places = placed.position + torch.arange(len(decoded))
+                    frequencies = self.layout.frequencies[rotation.frequency].at_rest()
+                    angles = angle_table(frequencies, torch.zeros_like(places), places)
+                    rotate_(keys[row, :, there], rotation, *angles)
+        return ordinary_attention(query, keys, values, mask, factor, sinks)
+
+
+def _causal(queries: int, columns: int) -> Tensor:
+    """What new tokens at the end of all columns may see, `(1, 1, queries, columns)` bool."""
+    return torch.ones(queries, columns, dtype=torch.bool).tril(columns - queries)[None, None]

@@ -1,0 +1,262 @@
+"""Laws of chunks in 8 bits that are attended to where they lie: an answer is that over a copy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import access
+import pytest
+import torch
+from laws import QUESTION, TEMPLATE, TEXTS
+from zoo import build, byte_tokenizer
+
+from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, Reuse, TieredStore
+from kvcache_rag.codecs import Int8
+from kvcache_rag.models.attention import few_queries
+from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcache_rag.stores import ChunkStore
+
+needs_kernel = pytest.mark.skipif(
+    few_queries.library() is None, reason="no compiled kernel, or no CPU with AVX-512 for bfloat16"
+)
+# Sliding windows, YaRN, several groups of layers, layers without positions.
+READ = ["llama", "llama yarn", "qwen2", "mistral window", "gemma3", "smollm3"]
+DECODED = {
+    "phi": "phi: its keys are rotated as half[0:16], not all in halves",
+    "cohere": "cohere: its keys are rotated as interleaved[0:32], not all in halves",
+    "gemma2": "gemma2: Gemma2Attention passes softcap, which no kernel knows",
+}
+LONG = "What is the name of the person that was seen there by all of the others on that day?"
+
+
+@cache
+def model(name: str) -> Any:
+    return build(name, dtype=torch.bfloat16, width=32)
+
+
+def asked(name: str, store: ChunkStore, rotation: Any = "deferred", **options: Any) -> Engine:
+    return Engine(
+        model(name), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation, **options
+    )
+
+
+def disk(folder: Path) -> DiskStore:
+    return DiskStore(folder, codec=Int8(), durable=False)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Callable[[str], Path]:
+    """A folder in which all texts are, and the prefix, in 8 bits."""
+
+    def fill(name: str) -> Path:
+        asked(name, disk(tmp_path)).add(TEXTS)
+        return tmp_path
+
+    return fill
+
+
+@needs_kernel
+@pytest.mark.parametrize("policy", [Reuse(), Reuse(positions="composite")], ids=repr)
+@pytest.mark.parametrize("name", READ)
+def test_logits_are_bit_for_bit_those_over_a_copy(
+    name: str, policy: Reuse, filled: Callable[[str], Path]
+) -> None:
+    folder = filled(name)
+    in_place, copied = asked(name, disk(folder)), asked(name, disk(folder), "copied")
+    twice = [TEXTS[2], TEXTS[0], TEXTS[2], TEXTS[1]]
+    for question, chunks in ((QUESTION, TEXTS), (LONG, TEXTS[:1]), ("x", []), ("y", twice)):
+        found = in_place.logits(question, chunks, policy=policy)
+        expected = copied.logits(question, chunks, policy=policy)
+        assert torch.equal(found, expected)
+    metrics = in_place.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+    assert (metrics.rotation, metrics.not_deferred) == ("deferred", "")
+    assert (metrics.hits, metrics.stitch, metrics.misses) == ({"disk": 3}, 0.0, 0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", READ)
+def test_answers_batches_and_streams_are_those_of_copying(
+    name: str, filled: Callable[[str], Path]
+) -> None:
+    folder = filled(name)
+    in_place, copied = asked(name, disk(folder)), asked(name, disk(folder), "copied")
+    questions = [(QUESTION, TEXTS), (LONG, [TEXTS[2], TEXTS[0], TEXTS[2]]), ("Why?", TEXTS[1:])]
+    batch = in_place.generate_batch(questions, max_new_tokens=6)
+    together = copied.generate_batch(questions, max_new_tokens=6)
+    for row, (question, chunks) in enumerate(questions):
+        answer = in_place.generate(question, chunks, max_new_tokens=6)
+        expected = copied.generate(question, chunks, max_new_tokens=6)
+        assert answer.token_ids == expected.token_ids
+        assert batch[row].token_ids == together[row].token_ids
+        assert answer.metrics.rotation == batch[row].metrics.rotation == "deferred"
+        stream = in_place.stream(question, chunks, max_new_tokens=6)
+        assert "".join(stream) == expected.text
+
+
+@needs_kernel
+def test_every_tier_gives_the_same(tmp_path: Path, filled: Callable[[str], Path]) -> None:
+    expected = asked("qwen2", disk(filled("qwen2")), "copied").logits(QUESTION, TEXTS)
+    far = disk(tmp_path / "far")
+    stores: list[tuple[str, ChunkStore]] = [
+        ("memory", MemoryStore(codec=Int8())),
+        ("memory", TieredStore(MemoryStore(codec=Int8()), disk(tmp_path / "near"))),
+        ("disk", TieredStore(far, write_back=("disk",))),
+        ("memory", TieredStore(MemoryStore(codec=Int8()), far)),
+    ]
+    for tier, store in stores:
+        engine = asked("qwen2", store, "auto")
+        for times in range(2):  # the first is computed, and promoted where it lay behind
+            assert torch.equal(engine.logits(QUESTION, TEXTS), expected)
+            metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+            assert metrics.rotation == "deferred", metrics.not_deferred
+            assert metrics.hits == {tier: 3}, times
+
+
+@needs_kernel
+def test_memory_is_attended_to_as_it_is_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(codec=Int8())
+    engine = asked("llama", store)
+    keys = engine.add(TEXTS)
+    chunks = [store.encoded(key, access.chunk_layout(engine)).chunk for key in keys]
+    assert all(isinstance(chunk.codec, Int8) for chunk in chunks)
+    half = sum(chunk.layout.nbytes(len(chunk)) for chunk in chunks) * 0.6
+    assert sum(chunk.nbytes for chunk in chunks) < half
+    before = [{name: part.clone() for name, part in chunk.stored.items()} for chunk in chunks]
+    addresses = {part.data_ptr() for chunk in chunks for part in chunk.stored.values()}
+    met: set[int] = set()
+    described = few_queries.Int8Slots.described
+
+    def watched(slots: few_queries.Int8Slots) -> Any:
+        met.update(part.data_ptr() for part in (slots.key, slots.value, slots.key_scales))
+        return described(slots)
+
+    monkeypatch.setattr(few_queries.Int8Slots, "described", watched)
+    engine.generate(QUESTION, TEXTS[::-1], max_new_tokens=5)
+    assert len(met & addresses) == 9
+    for chunk, kept in zip(chunks, before, strict=True):
+        assert all(torch.equal(chunk.stored[name], part) for name, part in kept.items())
+
+
+@needs_kernel
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_kernel_is_as_exact_as_the_specification(queries: int, is_masked: bool) -> None:
+    """Rows of unequal lengths, columns that are kept, windows and sinks."""
+    engine = asked("gpt_oss", MemoryStore(codec=Int8()))
+    store, layout = engine.store, access.adapter(engine).measured
+    chunks = [store.encoded(key, layout.chunk_layout).chunk for key in engine.add(TEXTS)]
+    sizes = [*map(len, chunks)]
+    # The second row has the last chunk alone, behind padding, and two columns of it are kept.
+    behind, tail = sum(sizes), queries + 2
+    rows = [
+        [
+            PlacedChunk(chunk, sum(sizes[:place]), 3 + sum(sizes[:place]))
+            for place, chunk in enumerate(chunks)
+        ],
+        [PlacedChunk(chunks[2], behind + 2 - sizes[2], 0)],
+    ]
+    segments = Int8Segments.of(layout, rows, behind, [0, 2])
+    made = torch.Generator().manual_seed(queries)
+    query = torch.randn(2, 4, queries, 32, generator=made).bfloat16()
+    key, value = torch.randn(2, 2, 2, tail, 32, generator=made).bfloat16()
+    seen = torch.ones(2, 1, queries, behind + tail, dtype=torch.bool).tril(behind + tail - queries)
+    seen[1, ..., : behind + 2 - sizes[2]] = False
+    if is_masked:
+        seen[0] &= ~torch.ones_like(seen[0]).tril(40)  # a window
+    mask = seen if is_masked or queries == 1 else seen[1:].expand(2, -1, -1, -1)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if is_masked else None
+    arguments = (1, 0, query, key, value, mask, 32**-0.5, sinks)
+    found, expected = segments.attend(*arguments), segments.plain_attention(*arguments)
+    assert found.shape == expected.shape
+    assert (found.float() - expected.float()).abs().max() < 0.02
+
+
+@needs_kernel
+def test_without_a_mask_every_new_token_sees_what_is_before_it(tmp_path: Path) -> None:
+    engine = asked("llama", MemoryStore(codec=Int8()))
+    layout = access.adapter(engine).measured
+    (chunk,) = [
+        engine.store.encoded(key, layout.chunk_layout).chunk for key in engine.add(TEXTS[:1])
+    ]
+    segments = Int8Segments.of(layout, [[PlacedChunk(chunk, 0, 0)]], len(chunk), [0])
+    made = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 4, 3, 32, generator=made).bfloat16()
+    key, value = torch.randn(2, 1, 2, 3, 32, generator=made).bfloat16()
+    arguments = (0, 1, query, key, value, None, 32**-0.5, None)
+    found, expected = segments.attend(*arguments), segments.plain_attention(*arguments)
+    assert (found.float() - expected.float()).abs().max() < 0.02
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", DECODED)
+def test_what_the_kernel_does_not_know_is_decoded_and_says_why(name: str) -> None:
+    engine = asked(name, MemoryStore(codec=Int8()))
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+    assert (metrics.rotation, metrics.not_deferred) == ("copied", DECODED[name])
+
+
+def test_other_dtypes_machines_policies_and_tiers_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Engine(
+        build("llama", width=32),
+        byte_tokenizer(),
+        template=TEMPLATE,
+        store=MemoryStore(codec=Int8()),
+        rotation="deferred",
+    )
+    answer = wide.generate(QUESTION, TEXTS, max_new_tokens=2)
+    assert "bfloat16 models on a CPU" in answer.metrics.not_deferred
+    store = TieredStore(MemoryStore(), disk(tmp_path))
+    metrics = asked("llama", store).generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+    assert metrics.not_deferred == (
+        "a tier of the store keeps chunks decoded; give it codec=Int8(), too"
+    )
+    engine = asked("llama", disk(tmp_path))
+    policy = LegoLink(4)
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2, policy=policy).metrics
+    assert metrics.not_deferred == f"{policy!r} computes tokens again"
+    monkeypatch.setattr(few_queries, "library", lambda: None)
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics
+    assert "AVX-512" in metrics.not_deferred
+    assert int8_refusal(access.adapter(engine)) == metrics.not_deferred
+
+
+@needs_kernel
+def test_values_that_cannot_be_rounded_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = asked("llama", MemoryStore(codec=Int8()))
+    adapter = access.adapter(engine)
+    expected = asked("llama", MemoryStore()).generate(QUESTION, TEXTS, max_new_tokens=1)
+    capture = type(adapter).prefill
+
+    def endless(*arguments: Any, **named: Any) -> Any:
+        for chunk in capture(*arguments, **named):
+            chunk.values(0)[0, 0, -1, 0] = torch.inf
+            yield chunk
+
+    monkeypatch.setattr(type(adapter), "prefill", lambda *a, **n: list(endless(*a, **n)))
+    answer = engine.generate(QUESTION, TEXTS, max_new_tokens=1)
+    assert answer.metrics.rotation == "copied"
+    assert "too large to be quantised" in answer.metrics.not_deferred
+    assert answer.metrics.reused_tokens == expected.metrics.reused_tokens == 0
+    assert engine.store.stats().put_failures == 4  # the prefix, too
+
+
+@needs_kernel
+def test_a_chunk_that_is_gone_is_computed_from_its_text(tmp_path: Path) -> None:
+    engine = asked("llama", disk(tmp_path))
+    keys = engine.add(TEXTS)
+    expected = engine.logits(QUESTION, TEXTS)
+    path = disk(tmp_path).path(keys[1])
+    path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
+    assert disk(tmp_path).delete(keys[2])
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
+    assert (metrics.misses, metrics.hits) == (2, {"disk": 1})
+    assert [one.reason for one in metrics.missed] == ["damaged", "evicted"]
+    assert torch.equal(engine.logits(QUESTION, TEXTS), expected)
