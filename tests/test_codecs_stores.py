@@ -10,9 +10,11 @@ import torch
 
 import tests.contracts as contracts
 from kvcache_rag.codecs import Codec, Int4, Int8
-from kvcache_rag.stores import ChunkStore, DiskStore
-from tests.contracts import StoreContract, empty_chunk, flat
+from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
+from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
+from tests.contracts import LAYOUTS, StoreContract, empty_chunk, flat, key_of
 from tests.test_codecs_quantised import within
+from tests.test_stores import TestMemoryStore, TestTieredStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +36,7 @@ def finite_chunk(
     return chunk
 
 
-class QuantisedDiskContract(StoreContract):
+class QuantisedContract(StoreContract):
     """The contract, on finite chunks, "the same" meaning: within the codec's bound."""
 
     codec: Codec
@@ -52,6 +54,29 @@ class QuantisedDiskContract(StoreContract):
         monkeypatch.setattr(contracts, "make_chunk", finite_chunk)
         monkeypatch.setattr(contracts, "same", same)
 
+    def stored(self, chunk: ChunkKV) -> int:
+        """Bytes of what the codec makes of a chunk."""
+        return self.codec.nbytes(chunk.layout, len(chunk)) + chunk.tokens.nbytes
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_gives_what_its_codec_made_of_a_chunk(self, store: ChunkStore, name: str) -> None:
+        chunk = finite_chunk(1, layout=LAYOUTS[name])
+        key = key_of(chunk)
+        with pytest.raises(ChunkNotFoundError):
+            store.encoded(key, chunk.layout)
+        assert store.put(key, chunk)
+        hits = sum(store.stats().hits.values())
+        hit = store.encoded(key, chunk.layout)
+        made = store.codec.encode(chunk)
+        assert hit.chunk.stored.keys() == made.keys()
+        assert all(torch.equal(hit.chunk.stored[part], made[part]) for part in made)
+        assert torch.equal(hit.chunk.tokens, chunk.tokens)
+        assert (hit.chunk.start, len(hit.chunk)) == (chunk.start, len(chunk))
+        assert contracts.same(hit.chunk.decoded(), store.get(key, chunk.layout).chunk)
+        assert sum(store.stats().hits.values()) == hits + 2
+
+
+class QuantisedDiskContract(QuantisedContract):
     def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
         return DiskStore(
             path, max_bytes=max_bytes, durable=False, release_grace=GRACE, codec=self.codec
@@ -66,13 +91,60 @@ class QuantisedDiskContract(StoreContract):
         return {path.stem for path in store.root.rglob("*.safetensors")}
 
     def size(self, chunk: ChunkKV) -> int:
-        specs = self.codec.expected(chunk.layout, len(chunk)).values()
-        payload = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in specs)
-        return 4096 + payload + chunk.tokens.nbytes
+        return 4096 + self.stored(chunk)
 
 
 class TestInt8DiskStore(QuantisedDiskContract):
     codec = Int8()
+
+
+class TestInt8MemoryStore(QuantisedContract, TestMemoryStore):
+    codec = Int8()
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
+        del path
+        limit = 1 << 30 if max_bytes is None else max_bytes
+        return MemoryStore(limit, release_grace=GRACE, codec=self.codec)
+
+    def size(self, chunk: ChunkKV) -> int:
+        return self.stored(chunk)
+
+
+class TestInt8TieredStore(QuantisedContract, TestTieredStore):
+    codec = Int8()
+
+    def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
+        limit = 1 << 30 if max_bytes is None else max_bytes
+        memory = MemoryStore(limit, release_grace=GRACE, codec=self.codec)
+        disk = DiskStore(
+            path, max_bytes=max_bytes, durable=False, release_grace=GRACE, codec=self.codec
+        )
+        return TieredStore(memory, disk)
+
+    def test_promoting_rounds_nothing_again(self, tmp_path: Path) -> None:
+        """Times that a chunk goes up a tier, by whichever way, leave its bytes alone."""
+        chunk = finite_chunk(3)
+        key = key_of(chunk)
+        disk = DiskStore(tmp_path, durable=False, codec=self.codec)
+        assert disk.put(key, chunk)
+        expected = disk.get(key, chunk.layout).chunk
+        for asks in ("get", "encoded", "into"):
+            store = TieredStore(MemoryStore(codec=self.codec), disk)
+            if asks == "get":
+                assert contracts.same(store.get(key, chunk.layout).chunk, chunk)
+            elif asks == "into":
+                store.get(key, chunk.layout, empty_chunk(len(chunk), chunk.layout, chunk.start))
+            else:
+                store.encoded(key, chunk.layout)
+            found = store.tiers[0].get(key, chunk.layout).chunk
+            assert all(map(torch.equal, flat(found), flat(expected)))
+
+
+def test_memory_that_keeps_no_such_form_says_so() -> None:
+    for options in ({"codec": Int4()}, {"codec": Int8(), "pinned": False, "device": "meta"}):
+        with pytest.raises(InvalidInputError):
+            MemoryStore(**options)
+    assert repr(MemoryStore(5, codec=Int8())).endswith("tier='memory', codec=Int8())")
 
 
 class TestInt4DiskStore(QuantisedDiskContract):

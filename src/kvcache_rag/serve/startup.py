@@ -13,7 +13,10 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from kvcache_rag.auxiliary import Auxiliary
+from kvcache_rag.codecs import by_name
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
 from kvcache_rag.integration.engine import open_store as open_place
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
+    from kvcache_rag.codecs import Codec
     from kvcache_rag.engine import Engine
     from kvcache_rag.serve.backend import Backend, Retriever
     from kvcache_rag.serve.lifecycle import AppContext
@@ -166,9 +170,16 @@ def open_store(settings: ServerSettings) -> ChunkStore:
         settings.store,
         codec=settings.codec,
         max_bytes=None if limit is None else _rest(limit),
-        memory=MemoryStore(_rest(settings.memory_bytes)),
+        memory=MemoryStore(_rest(settings.memory_bytes), codec=memory_codec(settings)),
         signing_key=settings.signing_key,
     )
+
+
+def memory_codec(settings: ServerSettings) -> Codec | None:
+    """The form of chunks in memory: on a CPU, that of the store where attention reads it."""
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    codec = by_name(settings.codec)
+    return codec if codec.is_attended and device == "cpu" and settings.store else None
 
 
 def open_combinations(settings: ServerSettings) -> ChunkStore:
@@ -177,7 +188,8 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
     A folder of their own, so that they never push out chunks; no command or sweep of the store
     around it takes it for a part of that.
     """
-    memory = MemoryStore(settings.memory_bytes // _PART, tier=COMBINATIONS)
+    limit_in_memory = settings.memory_bytes // _PART
+    memory = MemoryStore(limit_in_memory, tier=COMBINATIONS, codec=memory_codec(settings))
     if settings.store is None:
         return memory
     kind, limit = "remote" if is_url(settings.store) else "disk", settings.store_bytes
