@@ -120,7 +120,8 @@ class Engine:
                 is replaced by `FullRecompute()`, with the reason in the metrics (see `Gate`).
             rotation: "deferred" attends to chunks where they lie in memory, without a copy per
                 answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
-                not; "copied" never does; "auto" where it is measured sooner.
+                not; "copied" never does; "auto" where it is measured sooner, and on a CPU with
+                chunks of `Int8`, which are read as they are.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
