@@ -180,14 +180,17 @@ def peak_of(side: str, folder: Path, context: int) -> int:
 
 def peaks(folder: Path, context: int, threads: int) -> list[dict[str, Any]]:
     """Peak memory of every side, each in a process of its own."""
-    rows = []
+    found: dict[str, float] = {}
     for side in SIDES:
         command = [sys.executable, "-m", "benchmarks.int8_chunks", "--peak", side]
         command += ["--folder", str(folder), "--context", str(context), "--threads", str(threads)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append({"side": side, "MB": int(done.stdout.splitlines()[-1]) / 1e6})
+        found[side] = int(done.stdout.splitlines()[-1]) / 1e6
+    rows = [
+        {"side": side, "MB": peak, "of native's": peak / found[NATIVE]}
+        for side, peak in found.items()
+    ]
     for row in rows:
-        row["of native's"] = row["MB"] / rows[0]["MB"]
         print(row, flush=True)
     return rows
 
