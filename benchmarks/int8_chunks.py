@@ -102,12 +102,15 @@ def slowly() -> Iterator[None]:
 def floor_of(engine: Engine, texts: Sequence[str]) -> Callable[[], float]:
     """Seconds of the question's own forward pass over a native context that is there."""
     answerer = engine._answerer
+    if answerer.filler is None:
+        raise SystemExit("the model keeps no chunks")
+    filler = answerer.filler
     request = engine._planner.request(QUESTION, list(texts), policy=engine.policy, max_new_tokens=8)
     prompt = answerer.prompt(request, 0, "")
 
     def run() -> float:
         with torch.inference_mode():
-            context = answerer.filler.fill([prompt])
+            context = filler.fill([prompt])
             (row,) = context.rows
             first = row.shape.context_tokens
             with context.attended():
