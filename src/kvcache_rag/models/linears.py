@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.models import few_rows
 from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class PrepackedLinear(PackedLinear, OpaqueWeight):
         """Reorder the weights of `linear`."""
         super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self._address = few_rows.address(self._packed, linear.weight)
 
     def dense(self) -> Tensor:
         """`(out_features, in_features)`, bit by bit what it was made of."""
@@ -153,6 +155,9 @@ class PrepackedLinear(PackedLinear, OpaqueWeight):
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
         bias = self._parameters["bias"]
+        if self._address and few_rows.takes(inputs, self.in_features):
+            width, outputs = self.in_features, self.out_features
+            return few_rows.linear(inputs, width, self._address, outputs, bias)
         return cast("Tensor", _PREPACKED(inputs, self._packed, bias, "none", [], ""))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

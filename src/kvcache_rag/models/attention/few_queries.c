@@ -6,19 +6,15 @@
  */
 
 #include <float.h>
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "../avx512.h"
 
 #define TOKENS 64 /* keys of a block */
-#define LANES 16
 #define LOG2_E 1.44269504f
 #define MOST_SPLITS 64
 #define ROWS 4 /* queries computed side by side */
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define INLINE TARGET static inline __attribute__((always_inline))
 
 typedef struct {
     /* All strides in elements; the last dimension lies together. */
@@ -32,17 +28,7 @@ typedef struct {
     float scale;
 } Shape;
 
-int kvcache_rag_supported(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-}
-
 int64_t kvcache_rag_shape_bytes(void) { return sizeof(Shape); }
-
-INLINE __m512 widened(__m256i from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
-}
 
 INLINE uint16_t narrowed(float value) {
     uint32_t bits;

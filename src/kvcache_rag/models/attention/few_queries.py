@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from kvcache_rag.models.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,16 +41,12 @@ class _Shape(ctypes.Structure):
 @cache
 def library() -> Any:
     """The kernel, or None where it was not built or this CPU cannot run it."""
-    place = Path(__file__).with_name("libfew_queries.so")
-    try:
-        found = ctypes.CDLL(str(place))
-        if not found.kvcache_rag_supported():
-            return None
-        found.kvcache_rag_shape_bytes.restype = ctypes.c_int64
-        if found.kvcache_rag_shape_bytes() != ctypes.sizeof(_Shape):
-            return None  # of another version
-    except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
+    found = compiled("attention/libfew_queries.so")
+    if found is None:
         return None
+    found.kvcache_rag_shape_bytes.restype = ctypes.c_int64
+    if found.kvcache_rag_shape_bytes() != ctypes.sizeof(_Shape):
+        return None  # of another version
     found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 7
     return found
 
