@@ -38,7 +38,8 @@ def compiled(root: Path) -> list[Path]:
 def _compiled(compiler: str, root: Path, source: Path) -> Path:
     target = source.with_name(f"lib{source.stem}.so")
     unlinked = root / source.with_suffix(".o")
-    flags = ["-O3", "-fPIC", "-fopenmp"]
+    # Sums round as written, so that they can be those of torch.
+    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-fopenmp"]
     try:
         subprocess.run([compiler, *flags, "-c", root / source, "-o", unlinked], check=True)
         # Not linked with an OpenMP of its own: torch's, which is loaded already, has the threads.

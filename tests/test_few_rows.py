@@ -1,4 +1,4 @@
-"""Linear layers of few rows, read where oneDNN keeps their weights: as exact as oneDNN itself."""
+"""Linear layers of few rows as exact as oneDNN's, and norms with the very bits of transformers'."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from zoo import build
 
+from kvcache_rag import pack_weights, unpack_weights
 from kvcache_rag.models import few_rows
 from kvcache_rag.models.linears import PrepackedLinear
+from kvcache_rag.models.norms import FusedNorm, fused_norm
+from kvcache_rag.models.weights import Weights
 
 BF16 = torch.bfloat16
 
@@ -116,3 +124,99 @@ def test_a_copy_outlives_what_it_was_made_of(copied: Any) -> None:
     del form
     assert other._address
     assert torch.equal(other(given), expected)
+
+
+# ---------------------------------------------------------------------- norms
+def _norm(kind: Any = LlamaRMSNorm, width: int = 128) -> nn.Module:
+    torch.manual_seed(width)
+    norm: nn.Module = kind(width, 1e-5).to(BF16)
+    with torch.no_grad():
+        norm.weight.normal_()  # type: ignore[operator]  # a parameter
+    return norm
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [64, 128, 576, 896, 1024, 1536, 2560, 8192])
+def test_a_norm_differs_in_no_bit(width: int) -> None:
+    norm = _norm(width=width)
+    fused = fused_norm(norm)
+    assert fused is not None
+    with torch.inference_mode():
+        for rows, scale in ((1, 1.0), (2, 1e-4), (7, 30.0), (300, 1e3), (1, 0.0)):
+            given = (torch.randn(1, rows, width) * scale).to(BF16)
+            assert torch.equal(fused(given).view(torch.int16), norm(given).view(torch.int16))
+            strided = given.transpose(1, 2).contiguous().transpose(1, 2)
+            assert torch.equal(fused(strided), norm(strided))
+            assert torch.equal(fused(hidden_states=given.float()), norm(given.float()))
+        strange = torch.tensor([torch.inf, torch.nan, 1e38, -0.0] * (width // 4)).to(BF16)
+        assert torch.equal(fused(strange).isnan(), norm(strange).isnan())
+
+
+@needs_kernel
+def test_only_a_norm_that_does_exactly_this_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    class Silent(LlamaRMSNorm):
+        pass
+
+    for kind in (LlamaRMSNorm, Qwen2RMSNorm, MistralRMSNorm, Silent):
+        assert fused_norm(_norm(kind)) is not None
+    for kind in (Other, nn.LayerNorm, nn.RMSNorm, GemmaRMSNorm):
+        assert fused_norm(_norm(kind)) is None
+    for width in (80, 8256):  # no whole blocks; more than torch's order is known of
+        assert fused_norm(_norm(width=width)) is None
+    assert fused_norm(_norm().float()) is None
+    assert fused_norm(_norm().to("meta")) is None
+    hooked, own = _norm(), _norm()
+    hooked.register_forward_hook(lambda *_: None)
+    own.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]  # meant
+    assert fused_norm(hooked) is fused_norm(own) is None
+    with monkeypatch.context() as patch:  # a torch that adds up in another order
+        patch.setattr(few_rows, "normed", lambda given, *_: given)
+        assert fused_norm(_norm()) is None
+    monkeypatch.setattr(few_rows, "library", lambda: None)
+    assert fused_norm(_norm()) is None
+
+
+@needs_kernel
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])
+def test_a_fused_norm_is_copied_written_and_made_plain(copied: Any) -> None:
+    norm = _norm()
+    fused, given = fused_norm(norm), torch.randn(3, 128).to(BF16)
+    assert fused is not None
+    other = copied(fused)
+    with torch.no_grad():
+        other.weight.mul_(2)
+        assert torch.equal(other(given), 2 * fused(given))
+        plain = other.plain()
+        assert type(plain) is LlamaRMSNorm
+        assert torch.equal(plain(given), other(given))
+    assert repr(plain)[len("LlamaRMSNorm") :] == repr(other)[len("FusedNorm") :]
+    assert fused.state_dict().keys() == norm.state_dict().keys()
+    learned = fused(given)  # where something is to be learned it is transformers' own
+    learned.float().sum().backward()
+    assert fused.weight.grad is not None
+    with torch.no_grad():
+        assert torch.equal(fused.float()(given), norm.float()(given)), "cast later"
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["auto", "int8"])
+def test_norms_of_a_packed_model_are_exchanged_and_given_back(name: Any) -> None:
+    model = build("llama").to(BF16)
+    kinds = [type(one) for one in model.modules() if type(one) is LlamaRMSNorm]
+    assert kinds
+    before = Weights(model).identity
+    pack_weights(model, name)
+    norms = [one for one in model.modules() if isinstance(one, FusedNorm)]
+    assert len(norms) == len(kinds)
+    if name == "auto":
+        assert Weights(model).identity == before
+    weights = Weights(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    assert not weights.are_unchanged()
+    unpack_weights(model)
+    assert [type(one) for one in model.modules() if type(one) is LlamaRMSNorm] == kinds

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def compiled(name: str) -> ctypes.CDLL | None:
-    """A library of this folder, or None where it was not built or this CPU cannot run it."""
+    """A library, by its path from this folder, or None where it was not built or this CPU cannot run it."""
     try:
-        found = ctypes.CDLL(str(Path(__file__).with_name(name)))
+        found = ctypes.CDLL(str(Path(__file__).parent / name))
         return found if found.kvcache_rag_supported() else None
     except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
         return None

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on CPUs, read where oneDNN keeps their weights.
+"""Linear layers of few rows on CPUs, read where oneDNN keeps their weights; and norms.
 
 `few_rows.c` is compiled when the package is built where there is a C compiler; without it, on
 another CPU or with an oneDNN that keeps weights in another order, oneDNN multiplies.
@@ -36,6 +36,10 @@ def library() -> Any:
         return None
     found.kvcache_rag_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
     found.kvcache_rag_linear.restype = None
+    found.kvcache_rag_norm.argtypes = [
+        *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int64,
+    ]  # fmt: skip
+    found.kvcache_rag_norm.restype = None
     return found
 
 
@@ -83,6 +87,32 @@ def linear(inputs: Tensor, width: int, place: int, outputs: int, bias: Tensor | 
         inputs.numel() // width,
         width,
         outputs,
+        torch.get_num_threads(),
+    )
+    return output
+
+
+def norms(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether `normed` can be given these."""
+    return (
+        inputs.dtype == weight.dtype == torch.bfloat16
+        and inputs.is_cpu
+        and weight.is_cpu
+        and inputs.is_contiguous()
+        and not torch.is_grad_enabled()
+    )
+
+
+def normed(inputs: Tensor, weight: Tensor, least: float) -> Tensor:
+    """`(..., width)`: rows by the root of their mean square, `least` added, times the weight."""
+    output, width = torch.empty_like(inputs), weight.numel()
+    library().kvcache_rag_norm(
+        inputs.data_ptr(),
+        weight.data_ptr(),
+        output.data_ptr(),
+        inputs.numel() // width,
+        width,
+        least,
         torch.get_num_threads(),
     )
     return output

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models import few_rows
+from kvcache_rag.models.norms import FusedNorm, fused_norm
 from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
 
 if TYPE_CHECKING:
@@ -298,10 +299,10 @@ def pack_weights(model: Any, weight_format: WeightFormat = "auto") -> Any:
 
 def unpack_weights(model: Any) -> Any:
     """Give a model layers of torch's again, with the numbers that they have now."""
-    made: dict[nn.Module, nn.Linear] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for module in [*model.modules()]:
         for name, child in [*module._modules.items()]:
-            if isinstance(child, PackedLinear):
+            if isinstance(child, PackedLinear | FusedNorm):
                 if child not in made:
                     made[child] = child.plain()
                 setattr(module, name, made[child])
@@ -336,8 +337,18 @@ def _pack(model: Any, weight_format: str) -> Any:
             made[linear] = form.of(linear)
             linear.weight = None  # type: ignore[assignment]  # gives memory back before the next
         setattr(module, name, made[linear])
+    _fuse_norms(model)
     setattr(model, PACKED, Packed(weight_format, identity, parameters))
     return model
+
+
+def _fuse_norms(model: Any) -> None:
+    """Exchange norms for ones that give the same numbers sooner."""
+    made: dict[nn.Module, FusedNorm | None] = {}
+    for module in [*model.modules()]:
+        for name, child in [*module._modules.items()]:
+            if child is not None and made.setdefault(child, fused_norm(child)) is not None:
+                setattr(module, name, made[child])
 
 
 def _tie_again(model: Any) -> None:
