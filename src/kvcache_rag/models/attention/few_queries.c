@@ -193,6 +193,13 @@ INLINE void together(const Shape *s, const uint16_t *q, const uint32_t *keys,
     gathered(weights, values, s->value_width, tokens, kept, sums, count);
 }
 
+/* Asks for a block before it is used: no prefetcher sees that the next rows lie a page further. */
+INLINE void announced(const uint16_t *from, int64_t stride, int64_t width) {
+    for (int64_t t = 0; t < TOKENS; t++)
+        for (int64_t d = 0; d < width; d += 2 * LANES)
+            _mm_prefetch((const char *)(from + t * stride + d), _MM_HINT_T1);
+}
+
 /* All queries of one head of K and V over some of the tokens. */
 TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *key,
                             const uint16_t *value, const uint16_t *mask, int64_t start,
@@ -213,6 +220,10 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const uint16_t *k
             for (int64_t d = 0; d < s->value_width; d += 2 * LANES)
                 paired(from + d, t + 1 < tokens ? from + s->v_token + d : 0,
                        values + t / 2 * s->value_width + d);
+        }
+        if (start + TOKENS < stop) {
+            announced(key + (start + TOKENS) * s->k_token, s->k_token, s->width);
+            announced(value + (start + TOKENS) * s->v_token, s->v_token, s->value_width);
         }
         for (int64_t i = 0; i < lines; i += ROWS) {
 #define TOGETHER(COUNT)                                                                          \
