@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def compiled(name: str) -> ctypes.CDLL | None:
-    """A library, by its path from this folder, or None where it was not built or this CPU cannot run it."""
+    """A library, by its path from here; None where it was not built or is not for this CPU."""
     try:
         found = ctypes.CDLL(str(Path(__file__).parent / name))
         return found if found.kvcache_rag_supported() else None

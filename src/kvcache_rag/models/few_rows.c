@@ -46,7 +46,7 @@ INLINE void block(const uint16_t *inputs, int64_t width, const uint16_t *weights
 TARGET void kvcache_rag_linear(const uint16_t *inputs, const uint16_t *weights,
                                const uint16_t *bias, uint16_t *out, int64_t rows, int64_t width,
                                int64_t outputs, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < outputs; first += OUTPUTS)
         for (int64_t row = 0; row < rows; row += ROWS) {
 #define BLOCK(COUNT)                                                                              \

@@ -17,8 +17,9 @@ from kvcache_rag.models.compiled import compiled
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Rows from which on oneDNN is as fast; guesses from the prompt are no more.
-MOST: Final = 12
+# Rows up to which it is sooner than oneDNN: a question is no more.  Where tiles multiply (AMX),
+# oneDNN has them; guesses from the prompt are no more than 12.
+MOST: Final = 12 if torch.cpu._is_amx_tile_supported() else 64
 
 # Outputs and inputs of the kernel come in such blocks.
 _BLOCK: Final = 64

@@ -7,7 +7,7 @@ the row.  The numbers are the same, bit by bit (`few_rows.c`).
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`(..., width)` of `(..., width)`."""
-        weight = self._parameters["weight"]
+        weight = cast("Tensor", self._parameters["weight"])
         if few_rows.norms(hidden_states, weight):
             return few_rows.normed(hidden_states, weight, self.variance_epsilon)
         return _as_written(self, hidden_states)
@@ -65,7 +65,7 @@ def fused_norm(module: nn.Module) -> FusedNorm | None:
     """`module` in this form; None for another norm, for what is no norm, or without the kernel."""
     if not _is_as_written(module) or few_rows.library() is None:
         return None
-    weight = module.weight
+    weight = cast("Tensor", module.weight)
     whole = weight.numel() % _BLOCK == 0 and weight.numel() <= _WIDEST
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or not whole:
         return None
