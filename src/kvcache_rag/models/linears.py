@@ -1,9 +1,9 @@
 """Weights of linear layers in the forms that CPUs multiply fastest.
 
 A generated token reads every weight once, so decoding takes the time of a matrix times a vector per
-layer.  torch's own function for bfloat16 reaches a quarter of what memory gives there, oneDNN's half; read
-by ours (`few_rows.c`), oneDNN's blocked order of the same weights reaches all of it.  Eight and
-four bits read less.  Norms take one step (`norms.py`); everything else stays as it is.
+layer.  torch's own function for bfloat16 reaches a quarter of what memory gives there, oneDNN's
+half; read by ours (`few_rows.c`), oneDNN's blocked order of the same weights reaches all of it.
+Eight and four bits read less.  Norms take one step (`norms.py`); everything else stays as it is.
 
 Layers are exchanged in place, and the memory of the weights they had is given back.
 """
