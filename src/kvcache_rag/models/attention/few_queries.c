@@ -6,19 +6,15 @@
  */
 
 #include <float.h>
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "../avx512.h"
 
 #define TOKENS 64 /* keys of a block */
-#define LANES 16
 #define LOG2_E 1.44269504f
 #define MOST_SPLITS 64
 #define ROWS 4 /* queries computed side by side */
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define INLINE TARGET static inline __attribute__((always_inline))
 
 typedef struct {
     /* All strides in elements; the last dimension lies together. */
@@ -42,19 +38,9 @@ typedef struct {
     const float *cos, *sin;
 } Chunk;
 
-int kvcache_rag_supported(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-}
-
 int64_t kvcache_rag_shape_bytes(void) { return sizeof(Shape); }
 
 int64_t kvcache_rag_chunk_bytes(void) { return sizeof(Chunk); }
-
-INLINE __m512 widened(__m256i from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
-}
 
 INLINE uint16_t narrowed(float value) {
     uint32_t bits;
@@ -284,6 +270,13 @@ INLINE void gathered_rows(const Shape *s, const Chunk *chunks, int64_t group, co
     }
 }
 
+/* Asks for a block before it is used: no prefetcher sees that the next rows lie a page further. */
+INLINE void announced(const uint16_t *from, int64_t stride, int64_t width) {
+    for (int64_t t = 0; t < TOKENS; t++)
+        for (int64_t d = 0; d < width; d += 2 * LANES)
+            _mm_prefetch((const char *)(from + t * stride + d), _MM_HINT_T1);
+}
+
 /* All queries of one head of K and V over some of the tokens; those of chunks, of which there are
  * `held`, come first. */
 TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chunks, int64_t group,
@@ -313,6 +306,11 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chun
             for (int64_t d = 0; d < s->value_width; d += 2 * LANES)
                 paired(v + t * v_token + d, t + 1 < tokens ? v + (t + 1) * v_token + d : 0,
                        values + t / 2 * s->value_width + d);
+        const int64_t next = start + TOKENS - held;
+        if (next >= 0 && next + held < stop) {
+            announced(key + next * s->k_token, s->k_token, s->width);
+            announced(value + next * s->v_token, s->v_token, s->value_width);
+        }
         for (int64_t i = 0; i < lines; i += ROWS) {
 #define TOGETHER(COUNT)                                                                          \
     together(s, q + i * s->width, keys, values, mask, i, start, tokens, highest + i, total + i, \

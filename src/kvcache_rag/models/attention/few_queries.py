@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from kvcache_rag.models.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,18 +100,12 @@ class Int8Context:
 @cache
 def library() -> Any:
     """The kernel, or None where it was not built or this CPU cannot run it."""
-    place = Path(__file__).with_name("libfew_queries.so")
-    try:
-        found = ctypes.CDLL(str(place))
-        if not found.kvcache_rag_supported():
-            return None
-        found.kvcache_rag_shape_bytes.restype = ctypes.c_int64
-        found.kvcache_rag_chunk_bytes.restype = ctypes.c_int64
-        sizes = (found.kvcache_rag_shape_bytes(), found.kvcache_rag_chunk_bytes())
-        if sizes != (ctypes.sizeof(_Shape), 8 * _CHUNK_NUMBERS):
-            return None  # of another version
-    except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
+    found = compiled("attention/libfew_queries.so")
+    if found is None:
         return None
+    sizes = tuple(getattr(found, f"kvcache_rag_{name}_bytes", int)() for name in ("shape", "chunk"))
+    if sizes != (ctypes.sizeof(_Shape), 8 * _CHUNK_NUMBERS):
+        return None  # of another version
     found.kvcache_rag_attend.argtypes = [ctypes.c_void_p] * 8
     return found
 

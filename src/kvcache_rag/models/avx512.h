@@ -1,0 +1,19 @@
+/* What kernels for x86 CPUs with AVX-512 for bfloat16 share. */
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+int kvcache_rag_supported(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+INLINE __m512 widened(__m256i from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
+}
