@@ -4,9 +4,19 @@ A codec turns the tensors of a `ChunkKV` into named tensors of a file and back. 
 layout, not the file.
 """
 
-from kvcache_rag.codecs.base import Codec, EncodedChunk, Native, TensorSpec
+from kvcache_rag.codecs.base import Codec, EncodedChunk, Native, Room, TensorSpec
 from kvcache_rag.codecs.int4 import Int4
 from kvcache_rag.codecs.int8 import Int8
 from kvcache_rag.codecs.named import CODECS, by_name
 
-__all__ = ["CODECS", "Codec", "EncodedChunk", "Int4", "Int8", "Native", "TensorSpec", "by_name"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "EncodedChunk",
+    "Int4",
+    "Int8",
+    "Native",
+    "Room",
+    "TensorSpec",
+    "by_name",
+]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from kvcache_rag.errors import CorruptChunkError, InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+
+Room: TypeAlias = "Callable[[int], Tensor]"
+"""Gives so many bytes of main memory, `(nbytes,)` uint8, aligned for any dtype."""
 
 
 class Codec(ABC):
@@ -68,11 +71,21 @@ class Codec(ABC):
         specs = self.expected(layout, tokens).values()
         return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in specs)
 
-    def empty(self, layout: ChunkLayout, tokens: int) -> dict[str, Tensor]:
-        """Uninitialised main memory for a stored chunk, usable in and out of inference mode."""
+    def empty(
+        self, layout: ChunkLayout, tokens: int, room: Room | None = None
+    ) -> dict[str, Tensor]:
+        """Uninitialised main memory for a stored chunk, usable in and out of inference mode.
+
+        Args:
+            layout: Of the chunk.
+            tokens: Of the chunk.
+            room: Gives the memory; None for memory of its own.
+        """
         with torch.inference_mode(mode=False):
             return {
                 name: torch.empty(shape, dtype=dtype)
+                if room is None
+                else room(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
                 for name, (dtype, shape) in self.expected(layout, tokens).items()
             }
 

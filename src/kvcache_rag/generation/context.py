@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.codecs import EncodedChunk
+    from kvcache_rag.codecs import EncodedChunk, Room
     from kvcache_rag.generation.request import Request
     from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.metrics import Metrics
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 # Room for generated tokens is rounded up, so that a buffer can serve the next question too.
 CAPACITY_STEP = 256
+CODES_STEP = 4 << 20  # the same, in bytes of chunks in the form of a codec
+_ALIGNMENT, _TENSORS = 64, 64  # bytes between tensors; tensors of a chunk at most
 
 RotationMode = Literal["auto", "copied", "deferred"]
 """`copied`: keys are copied and rotated; `deferred`: the query is rotated instead; `auto`: what is
@@ -389,6 +391,7 @@ class PromptBuffer:
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
         self.kept: KVBuffer | None = None
+        self._codes: Tensor | None = None  # (nbytes,) uint8
 
     def room(self, rows: int, capacity: int) -> KVBuffer:
         """A buffer of at least `capacity` tokens per row, with anything in it."""
@@ -400,8 +403,28 @@ class PromptBuffer:
             kept = self.kept = KVBuffer.allocate(layout, rows, rounded, self._model.device)
         return kept.narrowed(rows)
 
+    def codes(self, nbytes: int) -> Room:
+        """Memory for chunks in the form of a codec, `nbytes` for all of them, with anything in it.
+
+        Fresh memory costs more page faults than reading a file into it.
+        """
+        if self._codes is None or len(self._codes) < nbytes:
+            self._codes = None
+            with torch.inference_mode(mode=False):
+                self._codes = torch.empty(-(-nbytes // CODES_STEP) * CODES_STEP, dtype=torch.uint8)
+        memory, used = self._codes, 0
+
+        def room(count: int) -> Tensor:
+            nonlocal used
+            begin, used = used, used + -(-count // _ALIGNMENT) * _ALIGNMENT
+            if used > len(memory):
+                return torch.empty(count, dtype=torch.uint8)
+            return memory[begin : begin + count]
+
+        return room
+
     def forget(self) -> None:
-        self.kept = None
+        self.kept = self._codes = None
 
 
 class Deferral:
@@ -693,13 +716,24 @@ class ContextFiller:
     def _encoded(self, prompts: Sequence[Prompt]) -> EncodedContext:
         shared: SharedEncoded = {}
         rows = []
+        room = self.buffer.codes(self._stored_bytes(prompts))
         for prompt in prompts:
             policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
-            loaded, members = loader.hold_encoded(prompt.chunks, shared)
+            loaded, members = loader.hold_encoded(prompt.chunks, shared, room)
             ids, shape = self._joined(prompt, loaded)
             parts = zip(members, _first_positions(members, policy), strict=True)
             rows.append(EncodedRow(ids, shape, loaded, policy, tuple(parts)))
         return EncodedContext(self.model, rows, self._room_behind(rows, prompts[0]))
+
+    def _stored_bytes(self, prompts: Sequence[Prompt]) -> int:
+        """Bytes of all distinct chunks of a batch in the form of their store's codec."""
+        layout = self.model.measured.chunk_layout
+        chunks = {chunk.key: prompt for prompt in prompts for chunk in prompt.chunks}
+        return sum(
+            self.loader.of(prompt.chunks).prefiller.store.codec.nbytes(layout, key.tokens)
+            + _TENSORS * _ALIGNMENT
+            for key, prompt in chunks.items()
+        )
 
     def _room_behind(self, rows: Sequence[ContextRow], prompt: Prompt) -> KVBuffer:
         """Memory for queries and answers alone."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.codecs import Room
     from kvcache_rag.kv.buffer import KVBuffer
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
     from kvcache_rag.kv.mask import PositionScheme
@@ -291,9 +292,14 @@ class ContextLoader:
         return replace(context, load=time.perf_counter() - started), members
 
     def hold_encoded(
-        self, chunks: Sequence[ContextChunk], shared: SharedEncoded
+        self, chunks: Sequence[ContextChunk], shared: SharedEncoded, room: Room
     ) -> tuple[LoadedContext, list[EncodedChunk]]:
         """`hold` of chunks in the form of the store's codec, whose store gives them.
+
+        Args:
+            chunks: As for `hold`.
+            shared: As for `hold`.
+            room: Memory for those that are read for this batch alone.
 
         Raises:
             ChunkNotFoundError: If a chunk without text is not held any more; a `CorruptChunkError`
@@ -302,7 +308,7 @@ class ContextLoader:
         started = time.perf_counter()
         prefix = self.prefiller.encoded_prefix()
         fresh = [chunk for chunk in chunks if chunk.key not in shared]
-        context = self._bring(chunks, _Encoded(self, shared), self._declined(fresh))
+        context = self._bring(chunks, _Encoded(self, shared, room), self._declined(fresh))
         members = [] if prefix is None else [prefix]
         members += [shared[chunk.key][0] for chunk in chunks]
         return replace(context, load=time.perf_counter() - started), members
@@ -504,11 +510,11 @@ class ContextLoader:
         self.costs.loaded(hit.tier, hit.chunk.nbytes, self.costs.clock() - started)
         return hit if self._is(key, hit.chunk.tokens) else None
 
-    def encoded(self, key: ChunkKey) -> EncodedHit | None:
-        """A cached chunk in the form of the store's codec; None for a miss."""
+    def encoded(self, key: ChunkKey, room: Room) -> EncodedHit | None:
+        """A cached chunk in the form of the store's codec, perhaps in `room`; None for a miss."""
         started = self.costs.clock()
         try:
-            hit = self.prefiller.store.encoded(key, self._layout.chunk_layout)
+            hit = self.prefiller.store.encoded(key, self._layout.chunk_layout, room)
         except ChunkNotFoundError as error:
             self.unusable[key] = type(error)
             self._missed(key, started)
@@ -744,10 +750,11 @@ class _Encoded:
 
     loader: ContextLoader
     shared: SharedEncoded
+    room: Room
 
     def load(self, index: int, chunk: ContextChunk) -> str | None:
         if chunk.key not in self.shared:
-            hit = self.loader.encoded(chunk.key)
+            hit = self.loader.encoded(chunk.key, self.room)
             if hit is None:
                 return None
             self.shared[chunk.key] = hit.chunk, hit.tier

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 
 
@@ -138,9 +139,16 @@ class ChunkStore(ABC):
         """Whether `encoded` can be asked: all that it holds is in a form that attention reads."""
         return False
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
-        """Give back a chunk in the form in which it is kept; counts and raises as `get` does."""
-        del layout
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
+        """Give back a chunk in the form in which it is kept; counts and raises as `get` does.
+
+        Args:
+            key: Its address.
+            layout: The shapes and dtype that its tensors stand for.
+            room: Memory that may be used, until its giver uses it otherwise, by a chunk that is
+                read for this call alone; None for memory of its own.
+        """
+        del layout, room
         raise ChunkNotFoundError(f"chunk {key.digest} is not kept in a form to be attended to")
 
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:

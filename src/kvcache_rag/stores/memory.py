@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
+    from kvcache_rag.codecs import Room
+
 
 def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
     """A finished copy that shares nothing, in main memory by default, in and out of inference mode.
@@ -178,12 +180,12 @@ class MemoryStore(ChunkStore):
         self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
         return Hit(out, self.tier)
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Give back the kept chunk itself."""
         begin = time.perf_counter()
         chunk = self._kept(key, layout)
         if not isinstance(chunk, EncodedChunk):
-            return super().encoded(key, layout)
+            return super().encoded(key, layout, room)
         self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)
         return EncodedHit(chunk, self.tier)
 

@@ -26,7 +26,7 @@ from kvcache_rag.stores.writeback import WriteBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kvcache_rag.codecs import Codec, EncodedChunk
+    from kvcache_rag.codecs import Codec, EncodedChunk, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
     from kvcache_rag.stores.base import ChunkReader
 
@@ -124,9 +124,15 @@ class TieredStore(ChunkStore):
     def gives_encoded(self) -> bool:
         return all(store.gives_encoded for store in self.tiers)
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Give back the chunk of the first tier that has it and promote it as it is."""
-        return self._first(key, lambda store: store.encoded(key, layout))
+        first = self._stores[0]
+
+        def ask(store: ChunkStore) -> EncodedHit:
+            # What is promoted is kept, so it needs memory of its own.
+            return store.encoded(key, layout, room if store is first else None)
+
+        return self._first(key, ask)
 
     def _first(self, key: ChunkKey, get: Callable[[ChunkStore], AnyHit]) -> AnyHit:
         self._look(check_key(key).namespace)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.codecs import Codec
+    from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.epochs import EpochWatch
 
@@ -111,12 +111,12 @@ class WriteBack(ChunkStore):
     def gives_encoded(self) -> bool:
         return self.store.gives_encoded
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """What waits for the key, as it will be written, or what the slow store has."""
         begin = time.perf_counter()
         chunk = self._queued(check_key(key))
         if chunk is None:
-            return self.store.encoded(key, layout)
+            return self.store.encoded(key, layout, room)
         encoded = EncodedChunk.of(self.codec, self._as_asked(key, chunk, layout))
         self._counters.hit(self.tier, size_in_memory(encoded), time.perf_counter() - begin)
         return EncodedHit(encoded, self.tier)

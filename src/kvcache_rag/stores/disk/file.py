@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcache_rag.codecs import Codec, TensorSpec
+    from kvcache_rag.codecs import Codec, Room, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.stores.signing import Authenticator, Mac, SigningKey
 
@@ -470,13 +470,14 @@ def read_encoded(
     layout: ChunkLayout,
     codec: Codec,
     signing: SigningKey | None,
+    room: Room | None = None,
 ) -> EncodedChunk:
     """Read a chunk's file as it is; raises what `read_file` does."""
     spec = file_spec(key, layout, codec)
     header = check_header(read, size, spec, signing)
     with torch.inference_mode(mode=False):
         tokens = torch.empty(key.tokens, dtype=torch.int32)
-    chunk = EncodedChunk(codec, layout, tokens, key.start, codec.empty(layout, key.tokens))
+    chunk = EncodedChunk(codec, layout, tokens, key.start, codec.empty(layout, key.tokens, room))
     _read_payload(read, header, spec, _places(dict(chunk.stored), tokens) or {}, signing)
     return chunk
 

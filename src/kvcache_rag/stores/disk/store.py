@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
+    from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
@@ -208,11 +209,11 @@ class DiskStore(ChunkStore):
     def gives_encoded(self) -> bool:
         return self._codec.is_attended
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Read a chunk as it is."""
         started = time.perf_counter()
         with self._reading(key, self._stem(key), started) as (read, size):
-            chunk = read_encoded(read, size, key, layout, self._codec, self.signing_key)
+            chunk = read_encoded(read, size, key, layout, self._codec, self.signing_key, room)
         return EncodedHit(chunk, self.tier)
 
     @contextmanager

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
@@ -184,7 +185,7 @@ class RemoteStore(ChunkStore):
     def gives_encoded(self) -> bool:
         return self._codec.is_attended
 
-    def encoded(self, key: ChunkKey, layout: ChunkLayout) -> EncodedHit:
+    def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Fetch a chunk and check it byte for byte."""
         begin = time.perf_counter()
         spec = file_spec(check_key(key), layout, self._codec)
@@ -193,7 +194,7 @@ class RemoteStore(ChunkStore):
                 key,
                 spec,
                 lambda read, size: read_encoded(
-                    read, size, key, layout, self._codec, self.signing_key
+                    read, size, key, layout, self._codec, self.signing_key, room
                 ),
             )
         self._counters.hit(self.tier, size, time.perf_counter() - begin)
