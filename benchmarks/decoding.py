@@ -23,9 +23,10 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks import guesses
 from benchmarks.machine import described, load
 from benchmarks.shapes import build_model, build_tokenizer, words
-from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag import Engine, MemoryStore
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
 from kvcache_rag.models.attention import few_queries
@@ -44,8 +45,7 @@ FORMS: Final[dict[str, WeightFormat]] = {
     "int4": "int4",
 }
 TOKENS: Final = 32
-# Tokens that are judged as quoted stand in runs of the documents of at least so many.
-RUN: Final = 8
+GUESSES: Final = "guesses from the prompt, SmolLM2"
 
 
 @contextmanager
@@ -132,70 +132,6 @@ def shape_steps(shape: str, context: int, rounds: int) -> list[dict[str, Any]]:
     return timed(engines, texts, rounds)
 
 
-# ------------------------------------------------------------------ guesses
-def quoted(answer: Sequence[int], prompt: Sequence[int]) -> float:
-    """Which part of an answer's tokens stand in runs of at least `RUN` tokens of the prompt."""
-    runs = {tuple(prompt[start : start + RUN]) for start in range(len(prompt) - RUN + 1)}
-    covered = set[int]()
-    for start in range(len(answer) - RUN + 1):
-        if tuple(answer[start : start + RUN]) in runs:
-            covered.update(range(start, start + RUN))
-    return len(covered) / max(1, len(answer))
-
-
-def guesses(data: Path, wanted: int) -> list[dict[str, Any]]:
-    """Tokens per second with guesses over without, on answers that quote and on those that do not.
-
-    Questions alternate between asking for the document's own words and for something that stands
-    in none; those whose answers are what was asked for count, until there are enough.
-    """
-    documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
-    engine = Engine.from_pretrained(
-        "smollm2", device="cpu", template=PromptTemplate(system="Use the documents.")
-    )
-    kinds = {
-        "quoting": "Repeat the first document word for word.",
-        "not quoting": "Write a poem about the sea and do not use the documents.",
-    }
-    rows = []
-    for kind, question in kinds.items():
-        ratios, equal, shares, asked = list[float](), 0, list[float](), 0
-        for start in range(0, len(documents) - 1, 2):
-            if len(ratios) == (wanted if kind == "quoting" else wanted // 4):
-                break
-            texts, asked = documents[start : start + 2], asked + 1
-            tried = engine.generate(question, texts, max_new_tokens=64).token_ids
-            share = quoted(tried, engine.tokenize(question, texts).all)
-            if len(tried) < 48 or (share < 0.5 if kind == "quoting" else share > 0):
-                continue
-            speeds = dict[int | None, float]()
-            ids = dict[int | None, tuple[int, ...]]()
-            for lookup in (0, None) if asked % 2 else (None, 0):
-                answer = engine.generate(
-                    question, texts, max_new_tokens=64, prompt_lookup_num_tokens=lookup
-                )
-                ids[lookup] = answer.token_ids
-                seconds = answer.metrics.total - answer.metrics.ttft
-                speeds[lookup] = (len(answer.token_ids) - 1) / max(seconds, 1e-9)
-            ratios.append(speeds[None] / speeds[0])
-            equal += ids[None] == ids[0]
-            shares.append(share)
-        middle = statistics.geometric_mean(ratios)
-        rows.append(
-            {
-                "answers": kind,
-                "asked": asked,
-                "counted": len(ratios),
-                "quoted part": statistics.mean(shares),
-                "tokens/s over those without guesses": middle,
-                "slowest": min(ratios),
-                "equal answers": equal,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
-
-
 def perplexities(data: Path, windows: int, tokens: int = 768) -> list[dict[str, Any]]:
     """Of SmolLM2 on SQuAD's articles, in windows, by the form of its weights."""
     documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
@@ -223,7 +159,7 @@ def perplexities(data: Path, windows: int, tokens: int = 768) -> list[dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write a report."""
+    """Measure, and write a report; 1 if an answer with guesses differs by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="where the report goes; parts of it are replaced")
     parser.add_argument("--data", type=Path, help="folder of squad_corpus.jsonl")
@@ -246,12 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "qwen2.5-0.5b", 4096, parsed.rounds
         )
     if "guesses" in parsed.parts:
-        report["guesses from the prompt, SmolLM2"] = guesses(parsed.data, parsed.answers)
+        report[GUESSES] = guesses.measured(parsed.data, parsed.answers)
     if "perplexity" in parsed.parts:
         report["perplexity of SmolLM2"] = perplexities(parsed.data, parsed.windows)
     if parsed.json:
         parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    wrong = sum(row["wrong"] for row in report[GUESSES]) if "guesses" in parsed.parts else 0
+    if wrong:
+        print(f"{wrong} answers with guesses differ by more than rounding", file=sys.stderr)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_tokens_count_as_quoted_in_runs_of_eight() -> None:
-    prompt = [*range(100)]
-    assert decoding.quoted([*range(20, 36)], prompt) == 1.0
-    assert decoding.quoted([*range(20, 27)], prompt) == 0.0
-    assert decoding.quoted([*range(20, 28), *range(200, 208)], prompt) == 0.5
-    assert decoding.quoted([], prompt) == 0.0
-
-
 def test_an_interval_is_median_and_range() -> None:
     assert decoding.interval([3.0, 1.0, 2.0]) == {"value": 2.0, "low": 1.0, "high": 3.0}
 
