@@ -5,8 +5,9 @@
 "before" is the same engine over plain weights, with torch's attention and transformers' own
 `generate()`; the others are what `weight_format=` says.  The sides take turns in every round, one
 thread; ratios are medians of the rounds' own, with the lowest and the highest.  The Qwen2.5-0.5B
-shape has random weights.  Perplexity, and answers that quote their documents, need the folder of
-evaluation data (`squad_corpus.jsonl`).
+shape has random weights.  The floor is `generate()` of the question alone over a cache that lies in
+place, with torch's attention and with the kernel.  Perplexity and guesses (`guesses`) need the
+folder of evaluation data (`squad_corpus.jsonl`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +27,9 @@ import torch
 
 from benchmarks import guesses
 from benchmarks.machine import described, load
-from benchmarks.shapes import build_model, build_tokenizer, words
+from benchmarks.shapes import QUERY, build_model, build_tokenizer, words
+from benchmarks.ttft_sides import FLOOR, PAGES, Bench, Case
+from benchmarks.ttft_targets import FLOORS, GUESSES
 from kvcache_rag import Engine, MemoryStore
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
@@ -45,7 +49,6 @@ FORMS: Final[dict[str, WeightFormat]] = {
     "int4": "int4",
 }
 TOKENS: Final = 32
-GUESSES: Final = "guesses from the prompt, SmolLM2"
 
 
 @contextmanager
@@ -132,6 +135,36 @@ def shape_steps(shape: str, context: int, rounds: int) -> list[dict[str, Any]]:
     return timed(engines, texts, rounds)
 
 
+def floors(model: Any, context: int, rounds: int) -> list[dict[str, Any]]:
+    """The floor and the first token from the page cache, each as before and with the kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench, case = Bench(model, Path(folder)), Case(context, QUERY)
+        sides = {name: bench.side(name, case) for name in (FLOOR, PAGES)}
+        seen: dict[tuple[str, str], list[float]] = {
+            (name, way): [] for name in sides for way in (BEFORE, "auto")
+        }
+        for turn in range(rounds + 1):
+            for (name, way), seconds in seen.items():
+                with as_side(way):
+                    sample = sides[name](1)
+                if turn:  # the first round is for the caches
+                    seconds.append(sample.ttft)
+    rows = []
+    for name in sides:
+        old, new = seen[name, BEFORE], seen[name, "auto"]
+        rows.append(
+            {
+                "first token": name,
+                "ms before": statistics.median(old) * 1e3,
+                "ms": statistics.median(new) * 1e3,
+                "of before's": interval([one / two for one, two in zip(new, old, strict=True)]),
+                "rounds": rounds,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
 def perplexities(data: Path, windows: int, tokens: int = 768) -> list[dict[str, Any]]:
     """Of SmolLM2 on SQuAD's articles, in windows, by the form of its weights."""
     documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
@@ -167,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=int, default=100, help="that quote their documents")
     parser.add_argument("--windows", type=int, default=32, help="of 768 tokens")
     parser.add_argument(
-        "--parts", nargs="+", choices=("steps", "guesses", "perplexity"), default=["steps"]
+        "--parts", nargs="+", choices=("steps", "floor", "guesses", "perplexity"), default=["steps"]
     )
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -181,6 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report["Qwen2.5-0.5B's shape, 4,096 tokens of chunks"] = shape_steps(
             "qwen2.5-0.5b", 4096, parsed.rounds
         )
+    if "floor" in parsed.parts:
+        model = build_model("qwen2.5-0.5b", torch.bfloat16)
+        report[FLOORS] = floors(model, 4096, parsed.rounds)
     if "guesses" in parsed.parts:
         report[GUESSES] = guesses.measured(parsed.data, parsed.answers)
     if "perplexity" in parsed.parts:

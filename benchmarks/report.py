@@ -64,10 +64,16 @@ _GROWTH: Final = """\
 that is asked about longer contexts and more chunks. The exponent is the slope of log milliseconds
 over log size, by least squares: 0 is flat, 1 is linear. A sweep and `store du` look at every file
 once; a store with a limit looks around once per tenth of the limit."""
+_TIES: Final = """\
+Several guessed tokens are looked at in one pass, which adds bfloat16 numbers in another order. An
+answer with guesses is a "near tie" if at its first other token the one without guesses led by no
+more than twice that answer's rounding (its largest difference from float32's logits over the same
+cached chunks) and the logits of both are no further apart; any other difference is wrong."""
 _OTHERS: Final = (
     (
         "decoding",
-        "Decoding: weights in other forms, the attention kernel, guesses from the prompt",
+        "Decoding: weights in other forms, the attention kernel, guesses from the prompt"
+        f"\n\n{_TIES}",
     ),
     ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
     ("prefill", "Offline prefill"),
