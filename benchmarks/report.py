@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, written from benchmarks/results/; no figure in it is typed by hand.
+"""docs/benchmarks.md and README's table of first tokens, written from benchmarks/results/.
 
 python -m benchmarks.report
 """
@@ -15,12 +15,15 @@ from benchmarks import report_tables as tables
 from benchmarks.shapes import QUERY
 from benchmarks.ttft_rows import rows_of
 from benchmarks.ttft_targets import cpu_targets, gpu_targets, other_targets, table
+from tools.readme import put
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BEGIN: Final = "<!-- stock transformers: written by python -m benchmarks.report -->"
+END: Final = "<!-- end of stock transformers -->"
 _HEAD: Final = """# Benchmarks
 
 How long the first token takes, how fast the rest comes, and what it costs in memory, beside what a
@@ -188,7 +191,7 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and its plots."""
+    """Write the page and its plots, and README's table unless the page is another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -208,7 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     text = page(reports["cpu"], reports.get("gpu"), other_reports(parsed.results))
     parsed.page.write_text(text, encoding="utf-8")
-    return 0
+    return 0 if parsed.page != PAGE else readme(reports["cpu"], check=False)
+
+
+def readme(report: Mapping[str, Any], *, check: bool) -> int:
+    """Write README's table, or say whether it is right; the exit status."""
+    command = "python -m benchmarks.report"
+    return put(BEGIN, END, tables.readme(report), command=command, check=check)
 
 
 if __name__ == "__main__":
