@@ -1,6 +1,6 @@
 """Time to first token and decoding speed: stock transformers, TurboRAG's way, and ours, in one run.
 
-    python -m benchmarks.ttft                              # on a CPU, some ten minutes
+    python -m benchmarks.ttft
     python -m benchmarks.ttft --device cuda --preset paper # a 7B shape, up to 16k tokens
 
 Random weights in a real model's shape: they cost what trained ones cost, and nothing here speaks of
