@@ -5,8 +5,9 @@
 "before" is the same engine over plain weights, with torch's attention and transformers' own
 `generate()`; the others are what `weight_format=` says.  The sides take turns in every round, one
 thread; ratios are medians of the rounds' own, with the lowest and the highest.  The Qwen2.5-0.5B
-shape has random weights.  Perplexity, and answers that quote their documents, need the folder of
-evaluation data (`squad_corpus.jsonl`).
+shape has random weights.  The floor is `generate()` of the question alone over a cache that lies in
+place, with torch's attention and with the kernel.  Perplexity and guesses (`guesses`) need the
+folder of evaluation data (`squad_corpus.jsonl`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,9 +25,12 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks import guesses
 from benchmarks.machine import described, load
-from benchmarks.shapes import build_model, build_tokenizer, words
-from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from benchmarks.shapes import QUERY, build_model, build_tokenizer, words
+from benchmarks.ttft_sides import FLOOR, PAGES, Bench, Case
+from benchmarks.ttft_targets import FLOORS, GUESSES
+from kvcache_rag import Engine, MemoryStore
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
 from kvcache_rag.models.attention import few_queries
@@ -44,8 +49,6 @@ FORMS: Final[dict[str, WeightFormat]] = {
     "int4": "int4",
 }
 TOKENS: Final = 32
-# Tokens that are judged as quoted stand in runs of the documents of at least so many.
-RUN: Final = 8
 
 
 @contextmanager
@@ -132,64 +135,30 @@ def shape_steps(shape: str, context: int, rounds: int) -> list[dict[str, Any]]:
     return timed(engines, texts, rounds)
 
 
-# ------------------------------------------------------------------ guesses
-def quoted(answer: Sequence[int], prompt: Sequence[int]) -> float:
-    """Which part of an answer's tokens stand in runs of at least `RUN` tokens of the prompt."""
-    runs = {tuple(prompt[start : start + RUN]) for start in range(len(prompt) - RUN + 1)}
-    covered = set[int]()
-    for start in range(len(answer) - RUN + 1):
-        if tuple(answer[start : start + RUN]) in runs:
-            covered.update(range(start, start + RUN))
-    return len(covered) / max(1, len(answer))
-
-
-def guesses(data: Path, wanted: int) -> list[dict[str, Any]]:
-    """Tokens per second with guesses over without, on answers that quote and on those that do not.
-
-    Questions alternate between asking for the document's own words and for something that stands
-    in none; those whose answers are what was asked for count, until there are enough.
-    """
-    documents = [json.loads(line)["text"] for line in (data / "squad_corpus.jsonl").open()]
-    engine = Engine.from_pretrained(
-        "smollm2", device="cpu", template=PromptTemplate(system="Use the documents.")
-    )
-    kinds = {
-        "quoting": "Repeat the first document word for word.",
-        "not quoting": "Write a poem about the sea and do not use the documents.",
-    }
+def floors(model: Any, context: int, rounds: int) -> list[dict[str, Any]]:
+    """The floor and the first token from the page cache, each as before and with the kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench, case = Bench(model, Path(folder)), Case(context, QUERY)
+        sides = {name: bench.side(name, case) for name in (FLOOR, PAGES)}
+        seen: dict[tuple[str, str], list[float]] = {
+            (name, way): [] for name in sides for way in (BEFORE, "auto")
+        }
+        for turn in range(rounds + 1):
+            for (name, way), seconds in seen.items():
+                with as_side(way):
+                    sample = sides[name](1)
+                if turn:  # the first round is for the caches
+                    seconds.append(sample.ttft)
     rows = []
-    for kind, question in kinds.items():
-        ratios, equal, shares, asked = list[float](), 0, list[float](), 0
-        for start in range(0, len(documents) - 1, 2):
-            if len(ratios) == (wanted if kind == "quoting" else wanted // 4):
-                break
-            texts, asked = documents[start : start + 2], asked + 1
-            tried = engine.generate(question, texts, max_new_tokens=64).token_ids
-            share = quoted(tried, engine.tokenize(question, texts).all)
-            if len(tried) < 48 or (share < 0.5 if kind == "quoting" else share > 0):
-                continue
-            speeds = dict[int | None, float]()
-            ids = dict[int | None, tuple[int, ...]]()
-            for lookup in (0, None) if asked % 2 else (None, 0):
-                answer = engine.generate(
-                    question, texts, max_new_tokens=64, prompt_lookup_num_tokens=lookup
-                )
-                ids[lookup] = answer.token_ids
-                seconds = answer.metrics.total - answer.metrics.ttft
-                speeds[lookup] = (len(answer.token_ids) - 1) / max(seconds, 1e-9)
-            ratios.append(speeds[None] / speeds[0])
-            equal += ids[None] == ids[0]
-            shares.append(share)
-        middle = statistics.geometric_mean(ratios)
+    for name in sides:
+        old, new = seen[name, BEFORE], seen[name, "auto"]
         rows.append(
             {
-                "answers": kind,
-                "asked": asked,
-                "counted": len(ratios),
-                "quoted part": statistics.mean(shares),
-                "tokens/s over those without guesses": middle,
-                "slowest": min(ratios),
-                "equal answers": equal,
+                "first token": name,
+                "ms before": statistics.median(old) * 1e3,
+                "ms": statistics.median(new) * 1e3,
+                "of before's": interval([one / two for one, two in zip(new, old, strict=True)]),
+                "rounds": rounds,
             }
         )
         print(rows[-1], flush=True)
@@ -223,7 +192,7 @@ def perplexities(data: Path, windows: int, tokens: int = 768) -> list[dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write a report."""
+    """Measure, and write a report; 1 if an answer with guesses differs by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="where the report goes; parts of it are replaced")
     parser.add_argument("--data", type=Path, help="folder of squad_corpus.jsonl")
@@ -231,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=int, default=100, help="that quote their documents")
     parser.add_argument("--windows", type=int, default=32, help="of 768 tokens")
     parser.add_argument(
-        "--parts", nargs="+", choices=("steps", "guesses", "perplexity"), default=["steps"]
+        "--parts", nargs="+", choices=("steps", "floor", "guesses", "perplexity"), default=["steps"]
     )
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -245,13 +214,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report["Qwen2.5-0.5B's shape, 4,096 tokens of chunks"] = shape_steps(
             "qwen2.5-0.5b", 4096, parsed.rounds
         )
+    if "floor" in parsed.parts:
+        model = build_model("qwen2.5-0.5b", torch.bfloat16)
+        report[FLOORS] = floors(model, 4096, parsed.rounds)
     if "guesses" in parsed.parts:
-        report["guesses from the prompt, SmolLM2"] = guesses(parsed.data, parsed.answers)
+        report[GUESSES] = guesses.measured(parsed.data, parsed.answers)
     if "perplexity" in parsed.parts:
         report["perplexity of SmolLM2"] = perplexities(parsed.data, parsed.windows)
     if parsed.json:
         parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    wrong = sum(row["wrong"] for row in report[GUESSES]) if "guesses" in parsed.parts else 0
+    if wrong:
+        print(f"{wrong} answers with guesses differ by more than rounding", file=sys.stderr)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

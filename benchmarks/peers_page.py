@@ -1,4 +1,4 @@
-"""docs/peers.md, written from benchmarks/results/peers.json; no figure in it is typed by hand.
+"""docs/peers.md and README's table of peers, written from benchmarks/results/peers.json.
 
 python -m benchmarks.peers_page
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.peers_figures import CASES, LENGTHS, Crossover
 from benchmarks.report_tables import markdown
+from tools.readme import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,18 @@ PAGE: Final = Path(__file__).parent.parent / "docs" / "peers.md"
 _EQUAL: Final = 0.05
 # Processes more than cores before a machine is called busy with other work.
 _SPARE: Final = 0.5
+BEGIN: Final = "<!-- peers: written by python -m benchmarks.peers_page -->"
+END: Final = "<!-- end of peers -->"
+# Cases of README's table; the page has all.
+README_CASES: Final = {
+    "new order": "Chunks known, in a new order",
+    "same prefix": "The same chunks in the same order, another question",
+}
+_README: Final = """The same prompts and the same weights (SmolLM2-135M-Instruct, greedy),
+{threads}, {context:,} tokens of chunks ({machine}; {date}; medians). Who has the
+first token sooner need not end sooner, so the last column says from how many tokens on who does:
+
+"""
 _HEAD: Final = """# Beside llama.cpp, KVBoost and stock transformers
 
 The same prompts and the same weights (SmolLM2-135M-Instruct, greedy) on one machine; the sides take
@@ -116,7 +129,7 @@ def page(report: Mapping[str, Any]) -> str:
     told = {**report, "peers": "; ".join(report["peers"].values())}
     parts = [
         _HEAD.format_map(told),
-        _BUSY if report["load"] > report["cores"] + _SPARE else "",
+        _BUSY if _is_busy(report) else "",
         "## Who wins\n\n",
         verdicts(compared),
         _SIDES.format(flash=flash or "not measured", run=64),
@@ -131,6 +144,65 @@ def page(report: Mapping[str, Any]) -> str:
         _failed(report["failures"]),
     ]
     return "".join(parts).rstrip() + "\n"
+
+
+def readme(report: Mapping[str, Any]) -> str:
+    """README's part: the longest context on the fewest threads, and who ends sooner."""
+    compared = [Crossover(**one) for one in report["crossovers"]]
+    if not compared:
+        return "Nothing was compared.\n"
+    threads = min(one.threads for one in compared)
+    context = max(one.context for one in compared if one.threads == threads)
+    known = {
+        (row["threads"], row["context"], row["side"], row["kind"]): row for row in report["rows"]
+    }
+    own_kinds = {case: kind for case, kind, _ in CASES}
+    parts = [_README.format(**{**report, "threads": _threads(threads), "context": context})]
+    parts += [_BUSY] if _is_busy(report) else []
+    for case, title in README_CASES.items():
+        lines = []
+        for one in compared:
+            if (one.case, one.threads, one.context) != (case, threads, context):
+                continue
+            own = known[threads, context, one.ours, own_kinds[case]]
+            other = known[threads, context, one.peer, one.kind]
+            firsts, steps = (
+                [row[name] for row in (own, other)] for name in ("first_p50", "step_p50")
+            )
+            lines.append(
+                [
+                    label(one.ours),
+                    label(one.peer, one.kind),
+                    " / ".join(f"{_seconds(value)} s" for value in firsts),
+                    " / ".join(f"{1e3 * value:.0f} ms" for value in steps),
+                    _sooner(one),
+                ]
+            )
+        header = ["ours", "peer", "first token: ours / peer", "each further one", "who ends sooner"]
+        parts.append(f"{title}:\n\n{markdown(header, lines)}\n\n" if lines else "")
+    parts.append("All cases, p95, memory and how exact each is: [docs/peers.md](docs/peers.md).\n")
+    return "".join(parts)
+
+
+def _sooner(one: Crossover) -> str:
+    """Who has the whole answer sooner, by its length."""
+    for who, other, start in (
+        ("the peer", "ours", one.peer_from),
+        ("ours", "the peer", one.ours_from),
+    ):
+        if start == 1:
+            return f"{who}, always"
+        if start is not None:
+            return f"{other} up to {start - 1:,} tokens, {who} from {start:,} on"
+    return "neither"
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
+def _is_busy(report: Mapping[str, Any]) -> bool:
+    return bool(report["load"] > report["cores"] + _SPARE)
 
 
 def label(side: str, kind: str = "") -> str:
@@ -157,7 +229,7 @@ def verdicts(compared: Sequence[Crossover]) -> str:
 
 def _verdict(some: Sequence[Crossover]) -> str:
     one = some[0]
-    threads = "one thread" if one.threads == 1 else f"{one.threads} threads"
+    threads = _threads(one.threads)
     told = []
     for name, values in (
         ("first token", [each.first_ratio for each in some]),
@@ -220,8 +292,7 @@ def _firsts(rows: Iterable[Mapping[str, Any]], name: str) -> str:
             for context in contexts:
                 line += _first(at.get(context))
             lines.append(line)
-        heading = "one thread" if threads == 1 else f"{threads} threads"
-        parts.append(f"On {heading}:\n\n{markdown(header, lines)}\n\n")
+        parts.append(f"On {_threads(threads)}:\n\n{markdown(header, lines)}\n\n")
     return "".join(parts)
 
 
@@ -355,7 +426,7 @@ def _failed(failures: Mapping[str, str]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page."""
+    """Write the page and README's part; with a page elsewhere README is only compared."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -365,7 +436,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     report = json.loads(parsed.json.read_text(encoding="utf-8"))
     parsed.page.write_text(page(report), encoding="utf-8")
-    return 0
+    command = "python -m benchmarks.peers_page"
+    return put(BEGIN, END, readme(report), command=command, check=parsed.page != PAGE)
 
 
 if __name__ == "__main__":

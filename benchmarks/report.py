@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, written from benchmarks/results/; no figure in it is typed by hand.
+"""docs/benchmarks.md and README's table of first tokens, written from benchmarks/results/.
 
 python -m benchmarks.report
 """
@@ -15,12 +15,15 @@ from benchmarks import report_tables as tables
 from benchmarks.shapes import QUERY
 from benchmarks.ttft_rows import rows_of
 from benchmarks.ttft_targets import cpu_targets, gpu_targets, other_targets, table
+from tools.readme import put
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BEGIN: Final = "<!-- stock transformers: written by python -m benchmarks.report -->"
+END: Final = "<!-- end of stock transformers -->"
 _HEAD: Final = """# Benchmarks
 
 How long the first token takes, how fast the rest comes, and what it costs in memory, beside what a
@@ -64,10 +67,16 @@ _GROWTH: Final = """\
 that is asked about longer contexts and more chunks. The exponent is the slope of log milliseconds
 over log size, by least squares: 0 is flat, 1 is linear. A sweep and `store du` look at every file
 once; a store with a limit looks around once per tenth of the limit."""
+_TIES: Final = """\
+Several guessed tokens are looked at in one pass, which adds bfloat16 numbers in another order. An
+answer with guesses is a "near tie" if at its first other token the one without guesses led by no
+more than twice that answer's rounding (its largest difference from float32's logits over the same
+cached chunks) and the logits of both are no further apart; any other difference is wrong."""
 _OTHERS: Final = (
     (
         "decoding",
-        "Decoding: weights in other forms, the attention kernel, guesses from the prompt",
+        "Decoding: weights in other forms, the attention kernel, guesses from the prompt"
+        f"\n\n{_TIES}",
     ),
     ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
     ("prefill", "Offline prefill"),
@@ -182,7 +191,7 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and its plots."""
+    """Write the page and its plots, and README's table unless the page is another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -202,7 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     text = page(reports["cpu"], reports.get("gpu"), other_reports(parsed.results))
     parsed.page.write_text(text, encoding="utf-8")
-    return 0
+    return 0 if parsed.page != PAGE else readme(reports["cpu"], check=False)
+
+
+def readme(report: Mapping[str, Any], *, check: bool) -> int:
+    """Write README's table, or say whether it is right; the exit status."""
+    command = "python -m benchmarks.report"
+    return put(BEGIN, END, tables.readme(report), command=command, check=check)
 
 
 if __name__ == "__main__":

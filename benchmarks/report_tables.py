@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.flops import prompt_flops
 from benchmarks.memory import Peak
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import QUERY, SHAPES
 from benchmarks.ttft_rows import median_of, ratio_of, rows_of
 from benchmarks.ttft_sides import (
     DEFERRED,
@@ -68,6 +68,34 @@ def contexts(report: Mapping[str, Any]) -> str:
         )
     header = ["context tokens", "query tokens", "naive TTFT ms", "TurboRAG's way, here ms"]
     return markdown([*header, "ours TTFT ms", "speedup", "ours / TurboRAG's"], lines)
+
+
+def readme(report: Mapping[str, Any]) -> str:
+    """README's table: seconds to the first token of a short question, and how fast it goes on."""
+    rows = rows_of(report)
+    sides = (NAIVE, TURBORAG, PAGES, RAM, DEFERRED, FLOOR)
+    cases = [case for case in _cases(rows) if case[1:] == (QUERY, 1)]
+    lines = []
+    for case in cases:
+        medians = [median_of(rows, case, side) for side in sides]
+        cells = ["" if value is None else _seconds(value) for value in medians]
+        lines.append([f"{case[0]:,}", *cells, _times(ratio_of(rows, case, NAIVE, PAGES), 0)])
+    header = ["context tokens", "stock transformers", "TurboRAG's way", "cached on disk"]
+    header += ["in memory", "deferred", "question alone", "disk is sooner by"]
+    longest = max(cases)
+    ours, stock = (median_of(rows, longest, side, "decode") for side in (RAM, STOCK))
+    further = ""
+    if ours is not None and stock is not None:
+        further = (
+            f"\nOver {longest[0]:,} tokens, the tokens behind the first come at {ours:.1f} a "
+            f"second, from stock\ntransformers at {stock:.1f}.\n"
+        )
+    said = "{machine}; {versions}; {date}".format_map(report)
+    return f"{said}:\n\n{markdown(header, lines)}\n{further}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value:.3f} s"
 
 
 def batches(report: Mapping[str, Any]) -> str:

@@ -170,8 +170,8 @@ def ratio_of(
 ) -> float | None:
     """One side over another, None if one of them was not measured.
 
-    The median of the rounds' own ratios where both sides have the same rounds: a machine that is
-    slower for a while is so for both.  Else the ratio of their medians.
+    The median of the rounds' own ratios where both sides have enough of them in common: a machine
+    that is slower for a while is so for both.  Else the ratio of their medians.
     """
     ours, other = (row_of(rows, case, one, measure) for one in (side, against))
     if ours is None or other is None or not other.median:
@@ -196,7 +196,11 @@ def bounded_ratio(
 
 
 def _paired(ours: Row, other: Row) -> list[float]:
-    """The ratio of each round; none where the two do not have the same rounds."""
-    if len(ours.samples) != len(other.samples):
+    """The ratio of each round; none where too few are of both.
+
+    All begin with the first round that counts, so who has fewer was asked in the other's first.
+    """
+    common = min(len(ours.samples), len(other.samples))
+    if common < LEAST_DIFFERING and len(ours.samples) != len(other.samples):
         return []
-    return [one / two for one, two in zip(ours.samples, other.samples, strict=True)]
+    return [one / two for one, two in zip(ours.samples, other.samples, strict=False)]

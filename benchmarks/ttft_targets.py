@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 CPU_CASE: Final = (4096, 20, 1)
 GPU_LONG: Final = (16384, 20, 1)
 GPU_BATCH: Final = (8192, 128, 8)
+# Parts of what `decoding` measures.
+FLOORS: Final = "First token, Qwen2.5-0.5B's shape, 4,096 tokens of chunks"
+GUESSES: Final = "guesses from the prompt, SmolLM2"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,25 @@ def other_targets(reports: Mapping[str, Any]) -> list[Target]:
         Target(
             "Offline prefill's tokens/s, over bare forwards", 0.95, True, next(iter(rates), None)
         ),
+        *_decoding_targets(reports.get("decoding", {})),
         Target("Deferred kernel's time with offsets, over without (GPU)", 1.02, False, kernel),
+    ]
+
+
+def _decoding_targets(report: Mapping[str, Any]) -> list[Target]:
+    firsts = {row["first token"]: row["of before's"]["value"] for row in report.get(FLOORS, ())}
+    guesses = {row["answers"]: row for row in report.get(GUESSES, ())}
+    speed = "tokens/s over those without guesses"
+    quoting, missed = (guesses.get(kind, {}) for kind in ("quoting", "no guess right"))
+    answers = f"{quoting.get('counted', 'no')} answers that quote"
+    wrong = [row["wrong"] for row in guesses.values() if "wrong" in row]
+    changed = sum(wrong) if wrong else None
+    return [
+        Target("The floor, over that of torch's attention", 0.80, False, firsts.get(FLOOR)),
+        Target("TTFT from the page cache, over that of before", 0.80, False, firsts.get(PAGES)),
+        Target(f"Tokens/s of {answers}, over without guesses", 1.5, True, quoting.get(speed)),
+        Target("The same where no guess is right", 0.97, True, missed.get(speed)),
+        Target("Answers that guesses change by more than a tie", 0, False, changed),
     ]
 
 

@@ -61,12 +61,14 @@ to it; its own prompt cache, if it has one, reuses equal beginnings only.
 """
 _GGUF: Final = """## GGUF that must stay 4-bit in memory
 
-A GGUF file is dequantised when it is loaded: chunks are computed and stitched by transformers, in
-bfloat16. Bytes of weights are parameters x 4.5 bits in a file all of Q4_K (real files mix in larger
-types), and x 16 bits in memory:
+A GGUF file is dequantised to bfloat16 when it is loaded, for which there has to be room. On a CPU
+`weight_format=` rounds linear layers to 8 or 4 bits again, with scales of its own
+([models](models.md#weights-on-a-cpu)); embeddings stay as they are, and a tied output layer
+becomes a copy in 8 bits. Bytes of weights are parameters x 4.5 bits in a file all of Q4_K (real
+files mix in larger types), and x 16 bits in memory:
 
-| model | parameters | in a Q4_K file | in memory here |
-|---|---|---|---|
+| model | parameters | in a Q4_K file | in memory here | `"int8"` | `"int4"` |
+|---|---|---|---|---|---|
 """
 _BYTES: Final = """## Bytes: keys and values against the text
 
@@ -185,6 +187,7 @@ def _summary(
     lost = _scores(quality, "reader_pronoun")
     cross = NOT_MEASURED if lost is None else f"{lost[1]} instead of {lost[0]} % right"
     grown = [model.loaded_bytes / model.gguf_bytes() for model in models]
+    rounded = [model.rounded_bytes["int4"] / model.gguf_bytes() for model in models]
     times = [model.token_bytes["native"] / per_token for model in models] if per_token else []
     text = NOT_MEASURED
     if times:
@@ -196,7 +199,8 @@ def _summary(
         ("the LLM is remote", "its KV cache cannot be reached"),
         (
             "a GGUF model must stay 4-bit in memory",
-            f"it is dequantised: {max(grown):.1f} times the bytes",
+            f"it is dequantised: {max(grown):.1f} times the bytes; rounded again, on a CPU "
+            f'(`weight_format="int4"`), {min(rounded):.1f} to {max(rounded):.1f} times',
         ),
         ("there is little room for keys and values", text),
     )
@@ -254,7 +258,8 @@ def _scores(quality: Mapping[str, Any], task: str) -> tuple[str, ...] | None:
 def _gguf_row(model: Weight) -> str:
     return (
         f"| {model.model} | {_billions(model.parameters)} | {_size(model.gguf_bytes())} | "
-        f"{_size(model.loaded_bytes)} |\n"
+        f"{_size(model.loaded_bytes)} | {_size(model.rounded_bytes['int8'])} | "
+        f"{_size(model.rounded_bytes['int4'])} |\n"
     )
 
 

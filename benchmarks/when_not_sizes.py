@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.sizes import Shape
 from kvcache_rag.codecs import CODECS, by_name
+from kvcache_rag.models.linears import GROUP
 from kvcache_rag.stores.disk.file import file_bytes
 
 if TYPE_CHECKING:
@@ -104,16 +106,18 @@ class Weight:
     Attributes:
         model: Name.
         parameters: Tied ones once.
+        rounded_bytes: In memory on a CPU, by `weight_format`.
         token_bytes: Of the file of a chunk, per token, by codec.
     """
 
     model: str
     parameters: int
+    rounded_bytes: Mapping[str, float]
     token_bytes: Mapping[str, float]
 
     @property
     def loaded_bytes(self) -> int:
-        """In memory, in bfloat16: a GGUF file of any type is dequantised to it."""
+        """In memory, in bfloat16: a GGUF file of any type is dequantised to it at first."""
         return 2 * self.parameters
 
     def gguf_bytes(self, kind: GGMLQuantizationType = GGMLQuantizationType.Q4_K) -> float:
@@ -128,6 +132,25 @@ def shape_of(config: Any) -> Shape:
     return Shape(config.num_hidden_layers, config.num_key_value_heads, width)
 
 
+def rounded_bytes(model: Any, weight_format: str) -> float:
+    """Of a 16-bit model whose linear layers are rounded: what is none of them stays.
+
+    In eight bits there is a 16-bit scale per output, in four bits two 16-bit numbers per `GROUP`
+    inputs; the output layer has eight bits in both, and a copy of its own where it was tied.
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    nbytes: float = 2 * sum(tensor.numel() for tensor in model.parameters())
+    tied = model.get_input_embeddings().weight
+    for linear in linears:
+        weight = linear.weight
+        nbytes -= 0 if weight is tied else 2 * weight.numel()
+        if weight_format == "int8" or linear is model.get_output_embeddings():
+            nbytes += weight.numel() + 2 * linear.out_features
+        else:
+            nbytes += weight.numel() * (1 / 2 + 4 / GROUP)
+    return nbytes
+
+
 def weights() -> list[Weight]:
     """All models; no memory is allocated for them."""
     found = []
@@ -138,5 +161,6 @@ def weights() -> list[Weight]:
         layout = shape_of(config).layout
         per_token = {codec: file_bytes(layout, by_name(codec), TOKENS) / TOKENS for codec in CODECS}
         parameters = sum(tensor.numel() for tensor in model.parameters())
-        found.append(Weight(name, parameters, per_token))
+        rounded = {form: rounded_bytes(model, form) for form in ("int8", "int4")}
+        found.append(Weight(name, parameters, rounded, per_token))
     return found

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from laws import QUESTION, TEXTS, make_engine
 
 from benchmarks import decoding
+from benchmarks.shapes import CHUNK, build_model
+from benchmarks.ttft_sides import FLOOR, PAGES
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models.attention import few_queries
 
 if TYPE_CHECKING:
     import pytest
-
-
-def test_tokens_count_as_quoted_in_runs_of_eight() -> None:
-    prompt = [*range(100)]
-    assert decoding.quoted([*range(20, 36)], prompt) == 1.0
-    assert decoding.quoted([*range(20, 27)], prompt) == 0.0
-    assert decoding.quoted([*range(20, 28), *range(200, 208)], prompt) == 0.5
-    assert decoding.quoted([], prompt) == 0.0
 
 
 def test_an_interval_is_median_and_range() -> None:
@@ -33,6 +28,13 @@ def test_before_is_generate_and_torch_and_the_others_are_not() -> None:
         assert not generating.decodes(None, 1, None, {})  # type: ignore[arg-type]  # says no to all
     with decoding.as_side("auto"):
         assert (generating.decodes, few_queries.library) == kept
+
+
+def test_the_floor_is_measured_with_and_without_the_kernel() -> None:
+    rows = decoding.floors(build_model("tiny", torch.bfloat16), CHUNK, 3)
+    assert [row["first token"] for row in rows] == [FLOOR, PAGES]
+    assert all(row["ms"] > 0 and row["ms before"] > 0 and row["rounds"] == 3 for row in rows)
+    assert all(row["of before's"]["low"] <= row["of before's"]["high"] for row in rows)
 
 
 def test_sides_take_turns_over_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

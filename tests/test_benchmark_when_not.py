@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -14,16 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import when_not, when_not_page
 from benchmarks.when_not import chunks_of, tokenize
 from benchmarks.when_not_page import Case, break_even, least_context, page
-from benchmarks.when_not_sizes import CONFIGS, TOKENS, Weight, shape_of, weights
+from benchmarks.when_not_sizes import CONFIGS, TOKENS, Weight, rounded_bytes, shape_of, weights
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.codecs import by_name
+from kvcache_rag.models.linears import pack_weights
 from kvcache_rag.stores.disk.file import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-TINY = Weight("a model", 2_000_000_000, {"native": 8000.0, "int8": 4100.0, "int4": 2200.0})
+TINY = Weight(
+    "a model",
+    2_000_000_000,
+    {"int8": 2.5e9, "int4": 1.5e9},
+    {"native": 8000.0, "int8": 4100.0, "int4": 2200.0},
+)
 
 
 def test_the_break_even_by_hand() -> None:
@@ -96,6 +102,26 @@ def test_parameters_are_those_that_were_published() -> None:
     assert llama.loaded_bytes == 16_060_522_496
 
 
+def _buffers(model: Any) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if "inv_freq" not in name]
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rounded_models_hold_the_bytes_that_are_told(
+    form: Literal["int8", "int4"], tied: bool
+) -> None:
+    kind, values = CONFIGS["Qwen2.5-0.5B"]
+    small = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+    small |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(kind, **{**values, **small, "tie_word_embeddings": tied})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    told = rounded_bytes(model, form)
+    pack_weights(model, form)
+    kept = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *_buffers(model)]}
+    assert sum(kept.values()) == told
+
+
 def results(cases: Sequence[tuple[int, float, float, float]]) -> dict[str, Any]:
     return {
         "command": "python -m benchmarks.when_not",
@@ -147,8 +173,9 @@ def test_the_page_says_what_was_measured() -> None:
     assert "smollm2 (0123456789ab), bfloat16; a processor, 2 cores, 1 thread(s), load 0.2" in found
     assert "4.00 bytes of text per token" in found
     assert "| a model | 8,000 | 4,100 | 2,200 | 2,000 x |" in found
-    assert "| a model | 2.00 B | 1.1 GB | 4.0 GB |" in found
-    assert "3.6 times the bytes" in found
+    assert "| a model | 2.00 B | 1.1 GB | 4.0 GB | 2.5 GB | 1.5 GB |" in found
+    assert "3.6 times the bytes; rounded again, on a CPU" in found
+    assert "1.3 to 1.3 times" in found
 
 
 def test_a_page_without_results_says_so() -> None:

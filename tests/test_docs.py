@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from benchmarks import first_table
+from benchmarks import first_table, report
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,13 @@ def test_first_table_is_what_was_measured(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["", "--check"])
     assert first_table.main() == 0, capsys.readouterr().err
+
+
+def test_the_table_beside_stock_transformers_is_what_was_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = json.loads((report.RESULTS / "ttft.json").read_text("utf-8"))
+    assert report.readme(found, check=True) == 0, capsys.readouterr().err
 
 
 def test_first_table_has_what_was_measured_and_no_more() -> None:
