@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -343,6 +344,23 @@ def test_new_weights_wait_for_what_is_on_its_way_to_the_store() -> None:
     adding.join(20)
     assert not following.is_alive()
     assert not adding.is_alive()
+
+
+def test_a_stopped_ingestion_ends_with_its_batch_and_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    engine.add(["the instruction is computed"])
+    before, stop = store.stats().puts, threading.Event()
+    compute = access.prefiller(engine).compute
+    monkeypatch.setattr(access.prefiller(engine), "compute", lambda ids: stop.set() or compute(ids))
+    with pytest.raises(CancelledError, match="prefilling was cancelled"):
+        engine.add(LONG, owner="docs", cancelled=stop)
+    assert [store.contains(key) for key in engine.keys(LONG)] == [True, False, False]
+    assert not any(access.owners(store).values())
+    engine.add(LONG, cancelled=threading.Event())
+    assert store.stats().puts == before + len(LONG)
 
 
 def test_prefilling_ends_at_the_last_keys_and_values() -> None:
