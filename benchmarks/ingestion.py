@@ -53,7 +53,7 @@ LENGTHS: Final = (64, 256, 1024)
 EMBEDDED: Final = 128  # tokens of the chunks that are embedded, too
 WHOLE: Final = "the whole"
 TARGET: Final = 0.95  # of the bare rate
-BARE_TOKENS: Final = (512, 1024, 2048, 4096)  # of one batch
+BARE_TOKENS: Final = (1024, 4096)  # of one batch
 # Parts of the work: where each is done, and its name.
 PARTS: Final[dict[str, tuple[str, str]]] = {
     "tokenising, addresses": ("kvcache_rag.generation.request.Planner", "chunks"),
@@ -341,7 +341,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for name, store in stores.items()
         }
         ways = embeddings()
-        texts = texts_of(first, max(1, arguments.total // EMBEDDED // 2), EMBEDDED)
+        texts = texts_of(first, max(1, arguments.total // EMBEDDED // 3), EMBEDDED)
         beside: list[Beside] = []
         for threads in arguments.threads:
             torch.set_num_threads(threads)

@@ -232,6 +232,7 @@ class Prefiller:
         Raises:
             CancelledError: If it was stopped; what was computed is stored.
         """
+        torch.get_num_threads()  # tells OpenMP of a new thread what `set_num_threads` has set
         missing = list(
             {chunk.key: chunk for chunk in chunks if not self.store.contains(chunk.key)}.values()
         )
