@@ -11,11 +11,11 @@ range.
                  are fastest (tried before, see `bare_batch`)
 - memory         `engine.add(texts)` into an empty `MemoryStore`: tokenising, addresses, forwards
                  behind the instruction, copies
-- disk           the same into an empty `DiskStore(durable=False)`
 - disk, durable  the same into an empty `DiskStore()`: all on the medium
 
 Then where the time of "disk, durable" goes: seconds of its parts, of which those in another thread
-run beside the forward passes.
+run beside the forward passes.  Last, embedding beside prefilling: `benchmarks/ingestion_embedding`.
+All of it takes some seven minutes on two cores.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.ingestion_embedding import Beside, embeddings, measure_beside
 from benchmarks.machine import described, load
-from benchmarks.prefill import forgetting
+from benchmarks.prefill import adding, forgetting
 from kvcache_rag import DiskStore, Engine, MemoryStore
 from kvcache_rag.models.attention.packed import PACKED
 
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results" / "ingestion.json"
 LENGTHS: Final = (64, 256, 1024)
+EMBEDDED: Final = 128  # tokens of the chunks that are embedded, too
 WHOLE: Final = "the whole"
 TARGET: Final = 0.95  # of the bare rate
-BARE_TOKENS: Final = (256, 512, 1024, 2048, 4096)  # of one batch
+BARE_TOKENS: Final = (1024, 4096)  # of one batch
 # Parts of the work: where each is done, and its name.
 PARTS: Final[dict[str, tuple[str, str]]] = {
     "tokenising, addresses": ("kvcache_rag.generation.request.Planner", "chunks"),
@@ -159,10 +161,12 @@ class Bare:
         self._model = engine._adapter.model
         self._ids = ids
         tried = {}
+        self.rows = 1
+        for self.attention in ("sdpa", PACKED):
+            self.run(1)  # the first pass of each costs more
         for rows in sorted({max(1, min(len(ids), n // ids.shape[1])) for n in BARE_TOKENS}):
             for attention in ("sdpa", PACKED):
                 self.rows, self.attention = rows, attention
-                self.run(1)
                 begun = time.perf_counter()
                 count = self.run(max(1, 1024 // (rows * ids.shape[1])))
                 tried[rows, attention] = (time.perf_counter() - begun) / count
@@ -223,17 +227,6 @@ def _resolved(place: str) -> Any:
     except ImportError:
         module, _, name = place.rpartition(".")
         return getattr(importlib.import_module(module), name)
-
-
-def adding(engine: Engine, texts: Sequence[str]) -> Callable[[], None]:
-    """Add the chunks to a store that has none of them."""
-
-    def add() -> None:
-        keys = engine.add(texts)
-        if not all(map(engine.store.contains, keys)):
-            raise RuntimeError(f"not stored: {engine.store.stats().last_failure}")
-
-    return add
 
 
 def measure(
@@ -330,8 +323,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
-    parser.add_argument("--total", type=int, default=4096, help="tokens of all chunks")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--total", type=int, default=3072, help="tokens of all chunks")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULTS, help="write the rows there")
     arguments = parser.parse_args(given)
     busy, before = load(), torch.get_num_threads()
@@ -340,16 +333,16 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, ChunkStore] = {
             "memory": MemoryStore(8 << 30),
-            "disk": DiskStore(Path(folder) / "fast", durable=False),
-            "disk, durable": DiskStore(Path(folder) / "durable"),
+            "disk, durable": DiskStore(Path(folder)),
         }
         first = Engine.from_pretrained(arguments.model, store=stores["memory"])
         engines = {
             name: Engine(first.model, first.tokenizer, store=store, template=first.template)
             for name, store in stores.items()
         }
-        for engine in engines.values():
-            engine.add(["warm"])  # computes the instruction
+        ways = embeddings()
+        texts = texts_of(first, max(1, arguments.total // EMBEDDED // 3), EMBEDDED)
+        beside: list[Beside] = []
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             for tokens in arguments.lengths:
@@ -357,6 +350,10 @@ def main(given: Sequence[str] | None = None) -> int:
                 show(*found)
                 rows += found[0]
                 parts += found[1]
+            for name, embed in ways.items():
+                seconds = measure_beside(first, texts, embed, arguments.rounds)
+                beside.append(Beside(name, threads, **seconds))
+                print(beside[-1], flush=True)
     torch.set_num_threads(before)
     report = {
         "command": "python -m benchmarks.ingestion",
@@ -368,6 +365,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "tokens_in_all": arguments.total,
         "rows": [asdict(row) for row in rows],
         "where_the_time_of_disk_durable_goes": profile(parts),
+        "seconds_of_embedding_beside_prefilling": [asdict(one) for one in beside],
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0

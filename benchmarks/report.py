@@ -61,7 +61,16 @@ _INGESTION: Final = """\
 instruction before them, at the batch size and with the attention that are fastest. Ours computes no
 more than the last layer's keys and values, and writes a batch while it computes the next; the bar
 of `show_progress` counts tokens and says the time left. Parts overlap: looking, copying and writing
-"beside" are in another thread while the model computes."""
+"beside" are in another thread while the model computes. `cores` is CPU time by wall time: about as
+many as there are threads, where nothing else runs.
+
+Embedding beside prefilling is measured with an embedding that waits, as for a service over HTTP,
+and with MiniLM on the same cores, both against one after the other. Waiting costs nothing beside
+prefilling, so the longer of the two is all that is left. An embedding that computes gains what
+cores the model leaves idle: where the model has as many threads as there are cores, both take turns
+and there is little to gain. Nothing is embedded by `build` and `rebuild`; a store of LlamaIndex
+gets nodes that are embedded (`KVCachePrefill(embed_model=)` in front of it does both), and a
+wrapped store of LangChain embeds and writes in one call, before which its chunks are prefilled."""
 _GROWTH: Final = """\
 `make bench-growth`: one folder of tiny chunks that grows, and a small Llama with random weights
 that is asked about longer contexts and more chunks. The exponent is the slope of log milliseconds

@@ -103,10 +103,23 @@ def other_targets(reports: Mapping[str, Any]) -> list[Target]:
     """
     rows = reports.get("prefill", {}).get("rows", ())
     rates = [row["ratio"] for row in rows if row["side"] == "memory"]
+    ingested: dict[int, list[float]] = {1: [], 2: []}
+    for row in reports.get("ingestion", {}).get("rows", ()):
+        if row["side"] == "disk, durable":
+            ingested.setdefault(row["threads"], []).append(row["ratio"])
     kernel = reports.get("deferred_kernel", {}).get("offsets_against_without")
     return [
         Target(
             "Offline prefill's tokens/s, over bare forwards", 0.95, True, next(iter(rates), None)
+        ),
+        *(
+            Target(
+                f"Ingestion's tokens/s, over bare forwards, at any length, threads: {threads}",
+                0.95,
+                True,
+                min(ratios, default=None),
+            )
+            for threads, ratios in ingested.items()
         ),
         *_decoding_targets(reports.get("decoding", {})),
         Target("Deferred kernel's time with offsets, over without (GPU)", 1.02, False, kernel),

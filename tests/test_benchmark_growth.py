@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import growth, ingestion
 from benchmarks.growth_store import Grown, Point, key_of
+from benchmarks.ingestion_embedding import remote
 from kvcache_rag import Engine, MemoryStore
 
 if TYPE_CHECKING:
@@ -61,16 +62,24 @@ def test_a_run_measures_only_what_is_missing(
     assert [point.size for point in later.points] == [5, 10, 20]
 
 
-def test_ingestion_compares_the_same_tokens_and_names_its_parts(tmp_path: Path) -> None:
+def test_ingestion_compares_the_same_tokens_and_names_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestion, "embeddings", lambda: {"remote": remote})
+    monkeypatch.setattr("benchmarks.ingestion_embedding.LATENCY", 0.01)
     file, threads = tmp_path / "rows.json", torch.get_num_threads()
     given = ["--model", "tiny", "--lengths", "48", "--threads", "1", "--total", "96"]
     assert ingestion.main([*given, "--rounds", "1", "--json", str(file)]) == 0
     assert torch.get_num_threads() == threads
     report = json.loads(file.read_text())
-    assert [row["side"] for row in report["rows"]] == ["bare", "memory", "disk", "disk, durable"]
+    assert [row["side"] for row in report["rows"]] == ["bare", "memory", "disk, durable"]
     assert report["rows"][0]["ratio"] == 1
     parts = {row["part"] for row in report["where_the_time_of_disk_durable_goes"]}
     assert parts == {*ingestion.PARTS, ingestion.WHOLE}
+    (one,) = report["seconds_of_embedding_beside_prefilling"]
+    assert (one["embedding"], one["threads"]) == ("remote", 1)
+    assert one["embed"] >= 0.01
+    assert one["ratio_lowest"] <= one["ratio"] <= one["ratio_highest"]
 
 
 def test_texts_are_chunks_of_the_length_that_is_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -266,6 +267,138 @@ def _once(
         return real(*arguments, **options)
 
     monkeypatch.setattr(target, name, call)
+
+
+# ---------------------------------------------------------------------- embedded meanwhile
+def embedded(texts: list[str]) -> list[list[float]]:
+    """The vectors of `new_rows`, whose texts differ in their first letter."""
+    return [[float(number), 1.0] for number in range(len(texts))]
+
+
+def unembedded(texts: list[str]) -> list[NewRow]:
+    return [dataclasses.replace(row, embedding=None) for row in new_rows(texts)]
+
+
+def test_rows_embedded_meanwhile_are_those_embedded_before(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
+    texts = [*TEXTS, " ", TEXTS[0]]
+
+    def kept() -> Any:
+        rows = prefiller.rows.collection.get(include=["embeddings", "documents", "metadatas"])
+        layout = access.prefiller(engine).model.measured.chunk_layout
+        chunks = [engine.store.get(key, layout).chunk for key in engine.keys(TEXTS)]
+        tensors = [
+            one.numpy().tobytes() for chunk in chunks for two in chunk.tensors for one in two
+        ]
+        vectors = rows["embeddings"].tolist()
+        return vectors, rows["ids"], rows["documents"], rows["metadatas"], tensors
+
+    prefiller.write(new_rows(texts), texts)
+    before = kept()
+    prefiller.delete(prefiller.rows.get())
+    assert held(engine, TEXTS) == [False] * 3
+    prefiller.write(unembedded(texts), texts, embed=embedded)
+    assert kept() == before
+    assert held(engine, TEXTS) == [True] * 3
+    prefiller.write([], [], embed=lambda _: pytest.fail("there is nothing to embed"))
+
+
+def test_embedding_and_prefilling_meet(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, mine = threading.Barrier(2), threading.get_ident()
+    _once(monkeypatch, access.prefiller(engine), "compute", lambda: meeting.wait(20))
+
+    def embed(texts: list[str]) -> list[list[float]]:
+        assert threading.get_ident() == mine, "a client may belong to the thread of its caller"
+        meeting.wait(20)
+        return embedded(texts)
+
+    prefiller.write(unembedded(TEXTS), TEXTS, embed=embed)
+    assert held(engine, TEXTS) == [True] * 3
+
+
+@pytest.mark.parametrize("error", [OSError("no embedding today"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_an_embedding_that_fails_stops_prefilling_and_leaves_no_claim(
+    prefiller: RowPrefiller,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    batches: int,
+) -> None:
+    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
+    compute, claim = access.prefiller(engine).compute, RowPrefiller._claimed
+    stops: list[threading.Event] = []
+    computed: list[int] = []
+    reached = threading.Event()
+
+    def claiming(*arguments: Any, cancelled: threading.Event, **options: Any) -> Any:
+        stops.append(cancelled)
+        rows = claim(*arguments, cancelled=cancelled, **options)
+        reached.set()
+        return rows
+
+    def computing(ids: Any) -> Any:
+        computed.append(len(ids))
+        if batches == 1:  # the first one ends when the embedding has failed
+            reached.set()
+            assert stops[0].wait(20)
+        return compute(ids)
+
+    def embed(_: list[str]) -> list[list[float]]:
+        assert reached.wait(20)
+        raise error
+
+    monkeypatch.setattr(RowPrefiller, "_claimed", claiming)
+    monkeypatch.setattr(access.prefiller(engine), "compute", computing)
+    with pytest.raises(type(error)) as caught:
+        prefiller.write(unembedded(TEXTS), TEXTS, embed=embed)
+    assert caught.value is error
+    assert len(computed) == batches
+    assert prefiller.rows.get() == []
+    assert engine.store.stats().puts == batches, "what was computed stays"
+    store: Any = engine.store
+    assert not [one for one in access.owners(store).values() if None in one.values()]
+
+
+def test_an_interruption_stops_prefilling_behind_the_embedding(
+    prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
+    batches: list[int] = []
+    compute = access.prefiller(engine).compute
+
+    def interrupted(ids: Any) -> Any:
+        batches.append(len(ids))
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return compute(ids)
+
+    monkeypatch.setattr(access.prefiller(engine), "compute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prefiller.write(unembedded(TEXTS), TEXTS, embed=embedded)
+    assert (len(batches), prefiller.rows.get()) == (2, [])
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_an_embedding_that_gives_other_vectors_is_told(prefiller: RowPrefiller, count: int) -> None:
+    embed = partial(lambda count, _: embedded(["x"] * count), count)
+    with pytest.raises(InvalidInputError, match=f"gave {count} vectors for 3 texts"):
+        prefiller.write(unembedded(TEXTS), TEXTS, embed=embed)
+    assert prefiller.rows.get() == []
+
+
+def test_a_text_too_long_is_told_when_it_is_embedded(
+    prefiller: RowPrefiller, engine: Engine
+) -> None:
+    texts = [TEXTS[0], "x" * 5000]
+    with pytest.raises(ContextTooLongError, match="row '1'"):
+        prefiller.write(unembedded(texts), texts, embed=embedded)
+    assert prefiller.rows.get() == []
+    assert engine.store.stats().puts == 0
 
 
 def test_fill_writes_missing_and_outdated_references(

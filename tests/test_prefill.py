@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import threading
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -343,6 +347,50 @@ def test_new_weights_wait_for_what_is_on_its_way_to_the_store() -> None:
     adding.join(20)
     assert not following.is_alive()
     assert not adding.is_alive()
+
+
+def test_a_stopped_ingestion_ends_with_its_batch_and_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    engine.add(["the instruction is computed"])
+    before, stop = store.stats().puts, threading.Event()
+    compute = access.prefiller(engine).compute
+    monkeypatch.setattr(access.prefiller(engine), "compute", lambda ids: stop.set() or compute(ids))
+    with pytest.raises(CancelledError, match="prefilling was cancelled"):
+        engine.add(LONG, owner="docs", cancelled=stop)
+    assert [store.contains(key) for key in engine.keys(LONG)] == [True, False, False]
+    assert not any(access.owners(store).values())
+    engine.add(LONG, cancelled=threading.Event())
+    assert store.stats().puts == before + len(LONG)
+
+
+def test_a_new_thread_computes_with_as_many_threads_as_were_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    libraries = Path("/proc/self/maps")
+    found = re.search(r"\S*gomp\S*", libraries.read_text() if libraries.is_file() else "")
+    if found is None:
+        pytest.skip("torch has no OpenMP of GNU here")
+    openmp, before, seen = ctypes.CDLL(found[0]), torch.get_num_threads(), []
+    engine = make_engine()
+    compute = access.prefiller(engine).compute
+
+    def counting(ids: Any) -> Any:
+        seen.append(openmp.omp_get_max_threads())
+        return compute(ids)
+
+    monkeypatch.setattr(access.prefiller(engine), "compute", counting)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            adding = threading.Thread(target=engine.add, args=([f"text {count}"],))
+            adding.start()
+            adding.join(20)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]
 
 
 def test_prefilling_ends_at_the_last_keys_and_values() -> None:

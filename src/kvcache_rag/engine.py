@@ -41,6 +41,7 @@ from kvcache_rag.stores import ChunkStore, MemoryStore
 
 if TYPE_CHECKING:
     import os
+    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
@@ -382,7 +383,12 @@ class Engine:
         return [chunk.key for chunk in planned]
 
     def add(
-        self, texts: Sequence[str], *, owner: str = "", show_progress: bool = False
+        self,
+        texts: Sequence[str],
+        *,
+        owner: str = "",
+        show_progress: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
         """Prefill and store what is not stored yet; nothing is computed twice.
 
@@ -393,11 +399,14 @@ class Engine:
             texts: Chunks.
             owner: Who will release them later (a collection id); "" for nobody.
             show_progress: Whether to show a bar.
+            cancelled: Once set, stops before the next batch.
 
         Returns:
             Their keys, in order.
 
         Raises:
+            concurrent.futures.CancelledError: If it was stopped; what was computed stays stored,
+                and nobody owns it.
             ContextTooLongError: If a chunk does not fit the context window; nothing is computed
                 then.
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
@@ -411,7 +420,7 @@ class Engine:
         if chunks:
             with self._lock:
                 prefiller.prefix()
-        prefiller.fill(chunks, guard=self._lock, show_progress=show_progress)
+        prefiller.fill(chunks, guard=self._lock, show_progress=show_progress, cancelled=cancelled)
         ahead = getattr(self.auxiliary, "prefill", None)
         if ahead is not None:
             ahead(texts, show_progress=show_progress)

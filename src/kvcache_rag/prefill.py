@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from kvcache_rag.stores.device import moved
 from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import TypeAlias
@@ -234,6 +235,7 @@ class Prefiller:
         *,
         guard: AbstractContextManager[object] = _NOTHING,
         show_progress: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> int:
         """Prefill and store what is not held yet; return how many chunks were computed.
 
@@ -241,7 +243,12 @@ class Prefiller:
             chunks: With their ids, also several times the same.
             guard: Held for one batch at a time, so that questions are answered in between.
             show_progress: Whether to show a bar.
+            cancelled: Stops before the next batch once set.
+
+        Raises:
+            CancelledError: If it was stopped; what was computed is stored.
         """
+        torch.get_num_threads()  # tells OpenMP of a new thread what `set_num_threads` has set
         missing = list(
             {chunk.key: chunk for chunk in chunks if not self.store.contains(chunk.key)}.values()
         )
@@ -254,6 +261,8 @@ class Prefiller:
                 # A single batch has no other beside which it could be written.
                 pool = stack.enter_context(_writers()) if len(work) > 1 else None
                 for batch in work:
+                    if cancelled is not None and cancelled.is_set():
+                        raise CancelledError("prefilling was cancelled")
                     if len(writing) == WRITERS:
                         writing.popleft().result()  # not under the guard
                     with guard:

@@ -90,6 +90,7 @@ class PrefilledCollection:
         metadatas: Any = None,
         documents: Any = None,
         *,
+        embed: Callable[[list[str]], Sequence[Sequence[float]]] | None = None,
         show_progress: bool | None = None,
         **others: Any,
     ) -> None:
@@ -97,9 +98,11 @@ class PrefilledCollection:
 
         Args:
             ids: The last of equal ones wins.
-            embeddings: A vector per id; None lets Chroma's embedding function compute them.
+            embeddings: A vector per id; None lets `embed` compute them beside the prefilling, or
+                without one Chroma's embedding function.
             metadatas: A mapping or None per id.
             documents: Texts; without them this is Chroma's own `upsert`.
+            embed: Gives the vectors of texts.
             show_progress: Whether to show a bar while prefilling; None for the store's setting.
             others: `images` and `uris`; with them this is Chroma's own `upsert`.
 
@@ -111,7 +114,8 @@ class PrefilledCollection:
         if documents is None or others:
             self.collection.upsert(ids, embeddings, metadatas, documents, **others)
         else:
-            self._write(new_rows(ids, embeddings, metadatas, documents), show_progress)
+            rows = new_rows(ids, embeddings, metadatas, documents)
+            self._write(rows, show_progress, embed=embed)
 
     def add(
         self,

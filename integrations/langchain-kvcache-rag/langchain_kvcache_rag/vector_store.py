@@ -165,7 +165,10 @@ class KVCacheChroma(Chroma):
         show_progress: bool | None = None,
         **_: Any,
     ) -> list[str]:
-        """Embed, prefill and write texts; one whose id exists replaces that row.
+        """Embed and prefill texts side by side, and write them; one whose id exists is replaced.
+
+        The embedding is called here and at once; prefilling has a thread.  Of an embedding that
+        fails nothing is written, and what was prefilled until then stays cached.
 
         Args:
             texts: Any number.
@@ -187,10 +190,15 @@ class KVCacheChroma(Chroma):
         wanted = [None] * len(given) if ids is None else ids
         named = [str(uuid.uuid4()) if one is None else one for one in wanted]
         values = [*(metadatas or []), *[{}] * (len(given) - len(metadatas or []))]
-        vectors = None
-        if given and self._embedding_function is not None:
-            vectors = self._embedding_function.embed_documents(given)
-        self._prefilled.upsert(named, vectors, values, given, show_progress=show_progress)
+        embedding = self._embedding_function
+        self._prefilled.upsert(
+            named,
+            None,
+            values,
+            given,
+            embed=None if embedding is None else embedding.embed_documents,
+            show_progress=show_progress,
+        )
         return named
 
     def add_images(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -352,7 +353,7 @@ def test_vectors_of_the_wrong_size_claim_nothing(store: KVCacheChroma, held: Hel
     assert held(*"ab") == "a"
 
 
-def test_embedding_that_fails_prefills_nothing(store: KVCacheChroma, prefilled: Count) -> None:
+def test_embedding_that_fails_writes_nothing(store: KVCacheChroma, held: Held) -> None:
     class Broken(Geometry):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             raise OSError("no embedding today")
@@ -360,9 +361,41 @@ def test_embedding_that_fails_prefills_nothing(store: KVCacheChroma, prefilled: 
     broken = memory_store(
         Broken(), collection_name=access.collection(store).name, engine=store.engine
     )
+    store.add_texts(["a"])
+    store.delete()
     with pytest.raises(OSError, match="today"):
         broken.add_texts(["a"])
-    assert (texts_of(store), prefilled()) == ({}, 0)
+    assert (texts_of(store), held("a")) == ({}, "")
+
+
+@pytest.mark.parametrize("way", ["add_documents", "aadd_documents", "afrom_documents"])
+async def test_documents_are_embedded_while_they_are_prefilled(
+    llm: ChatKVCache, engine: Engine, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    meeting, compute = threading.Barrier(2), access.prefiller(engine).compute
+
+    class Meeting(Geometry):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            meeting.wait(20)
+            return super().embed_documents(texts)
+
+    def computing(ids: Any) -> Any:
+        meeting.wait(20)
+        return compute(ids)
+
+    monkeypatch.setattr(access.prefiller(engine), "compute", computing)
+    store = memory_store(Meeting(), llm=llm)
+    if way == "add_documents":
+        store.add_documents(library())
+    elif way == "aadd_documents":
+        await store.aadd_documents(library())
+    else:
+        client = chromadb.EphemeralClient()
+        store = await KVCacheChroma.afrom_documents(
+            library(), Meeting(), client=client, collection_name=f"c-{uuid.uuid4().hex}", llm=llm
+        )
+    assert texts_of(store) == {one.id: one.page_content for one in library()}
+    assert all(set(REFERENCE_KEYS) <= metadata_of(store, one).keys() for one in texts_of(store))
 
 
 def test_failure_in_a_later_batch_keeps_rows_and_claims_in_step(

@@ -193,16 +193,16 @@ def test_collection_that_is_gone_is_known_before_prefilling(
     assert prefilled() == 0
 
 
-def test_vectors_of_another_size_are_known_before_prefilling(
-    store: KVCacheChroma, engine: Engine, prefilled: Count
-) -> None:
+def test_vectors_of_another_size_write_nothing(store: KVCacheChroma, engine: Engine) -> None:
     stock(store).add_texts(["a"])
     other = memory_store(
         Geometry({"b": [1.0, 2.0]}), collection_name=access.collection(store).name, engine=engine
     )
     with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
         other.add_texts(["b"])
-    assert prefilled() == 0
+    assert [*texts_of(store).values()] == ["a"]
+    kept: Any = engine.store
+    assert not [one for one in access.owners(kept).values() if None in one.values()]
 
 
 def test_embedding_of_chroma_itself_fails_before_prefilling(

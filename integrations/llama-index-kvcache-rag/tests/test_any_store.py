@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import access
 import faiss
 import pytest
 from kv_cache_fields import FIELDS
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, QueryBundle, TextNode
@@ -21,6 +27,7 @@ from qdrant_client import AsyncQdrantClient, QdrantClient
 
 from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError
 from kvcache_rag.integration import REFERENCE_KEYS
+from kvcache_rag.integration.record import OwnerRecord
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -328,6 +335,91 @@ async def test_a_pipeline_prefills_without_blocking(
     async with ticker:
         await pipeline.arun(documents=documents())
     assert prefilled() == 3
+
+
+class Meeting(HashEmbedding):
+    """Embeds when somebody prefills at the same time."""
+
+    _barrier: threading.Barrier = PrivateAttr(default_factory=lambda: threading.Barrier(2))
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        self._barrier.wait(20)
+        return super()._get_text_embeddings(texts)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        await asyncio.to_thread(self._barrier.wait, 20)
+        return await super()._aget_text_embeddings(texts)
+
+
+@pytest.fixture
+def meeting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    found, compute = Meeting(dimensions=DIMENSIONS), access.prefiller(engine).compute
+
+    def computing(ids: Any) -> Any:
+        found._barrier.wait(20)
+        return compute(ids)
+
+    monkeypatch.setattr(access.prefiller(engine), "compute", computing)
+    return found
+
+
+@pytest.mark.parametrize("way", ["run", "arun", "index"])
+async def test_nodes_are_embedded_while_they_are_prefilled(
+    llm: KVCacheLLM, embedding: HashEmbedding, meeting: Meeting, prefilled: Count, way: str
+) -> None:
+    steps = [SentenceSplitter(), KVCachePrefill(llm=llm, embed_model=meeting)]
+    inner = SimpleVectorStore()
+    store = KVCacheVectorStore.wrap(inner, llm=llm)
+    pipeline = IngestionPipeline(transformations=steps, vector_store=store)
+    if way == "run":
+        pipeline.run(documents=documents())
+    elif way == "arun":
+        await pipeline.arun(documents=documents())
+    else:
+        context = StorageContext.from_defaults(vector_store=store)
+        nobody = MockEmbedding(1)  # the index has nothing left to embed
+        VectorStoreIndex.from_documents(
+            documents(), context, embed_model=nobody, transformations=steps
+        )
+    assert prefilled() == 3
+    texts = [one.get_content(MetadataMode.EMBED) for one in documents()]
+    assert [*inner.data.embedding_dict.values()] == embedding.get_text_embedding_batch(texts)
+    assert [*inner.data.text_id_to_ref_doc_id.values()] == ["d0", "d1", "d2"]
+
+
+@pytest.mark.parametrize("way", ["run", "arun"])
+async def test_an_embedding_that_fails_claims_and_adds_nothing(
+    disk_llm: KVCacheLLM, way: str
+) -> None:
+    class Failing(HashEmbedding):
+        def _get_text_embedding(self, text: str) -> list[float]:
+            raise OSError("no embedding today")
+
+    store = SimpleVectorStore()
+    step = KVCachePrefill(llm=disk_llm, embed_model=Failing(), name="docs")
+    pipeline = IngestionPipeline(transformations=[step], vector_store=store)
+    run: Any = pipeline.arun if way == "arun" else partial(asyncio.to_thread, pipeline.run)
+    with pytest.raises(OSError, match="no embedding today"):
+        await run(documents=documents())
+    assert store.data.embedding_dict == {}
+    record = OwnerRecord.beside(disk_llm.engine.store, disk_llm.engine.namespace, "docs")
+    assert record.chunks() == set()
+
+
+async def test_a_text_too_long_ends_an_embedding_that_waits(llm: KVCacheLLM) -> None:
+    class Waiting(HashEmbedding):
+        async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+            await asyncio.Event().wait()
+            return []
+
+    step = KVCachePrefill(llm=llm, embed_model=Waiting())
+    with pytest.raises(ContextTooLongError, match="row 'long'"):
+        await step.acall([TextNode(id_="long", text="x" * 5000)])
+
+
+def test_two_embeddings_do_not_share_a_pipelines_cache() -> None:
+    one, two = (KVCachePrefill(embed_model=HashEmbedding(dimensions=size)) for size in (8, 16))
+    assert json.dumps(one.to_dict(), default=str) != json.dumps(two.to_dict(), default=str)
 
 
 def test_two_models_do_not_share_a_pipelines_cache(llm: KVCacheLLM) -> None:

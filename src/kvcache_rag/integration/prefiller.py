@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache_rag.errors import (
     ContextTooLongError,
@@ -28,8 +31,34 @@ if TYPE_CHECKING:
 
 
 _AnyRow = TypeVar("_AnyRow", Row, NewRow)
+_Got = TypeVar("_Got")
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@contextmanager
+def beside(prefill: Callable[[threading.Event], _Got]) -> Iterator[Future[_Got]]:
+    """Prefill in a thread while the block embeds; the block ends when both have.
+
+    An embedding stays in the thread of its caller, whose own it may need (an event loop, a
+    database), and Ctrl-C reaches it at once.  If it fails, prefilling stops before its next batch.
+    Where both compute on all the same cores they take as long as one after the other.
+
+    Args:
+        prefill: Takes the event that stops it.
+
+    Yields:
+        What prefilling gives; its errors are raised when the block ends.
+    """
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="kvcache-rag-ingest") as pool:
+        # Of the caller's context, or a notebook would not know which cell the bar belongs to.
+        prefilling = pool.submit(copy_context().run, prefill, cancelled)
+        try:
+            yield prefilling
+            prefilling.result()
+        finally:
+            cancelled.set()
 
 
 @dataclass(frozen=True)
@@ -47,32 +76,38 @@ class RowPrefiller:
     owner: str
 
     def prefill(
-        self, texts: Sequence[str], *, show_progress: bool = False
+        self,
+        texts: Sequence[str],
+        *,
+        show_progress: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> list[Reference | None]:
         """Compute and claim what is missing; a reference per text, None for a blank one.
 
         For a model whose chunks cannot be stitched nothing is computed, with one warning.
 
         Raises:
+            concurrent.futures.CancelledError: If `cancelled` stopped it; nothing is claimed then.
             ContextTooLongError: If a text does not fit the context window; nothing is computed
                 then.
         """
         engine = self.engine
         if engine is None:
             return [None] * len(texts)
-        if engine.refusal:
-            engine._warn_refused()
-            return [None] * len(texts)
-        # A chunk without a single letter cannot be reused, and an image without a caption is none.
-        prefillable = [text for text in texts if text.strip()]
-        keys = iter(engine.add(prefillable, owner=self.owner, show_progress=show_progress))
-        return [Reference.of(next(keys), text, engine) if text.strip() else None for text in texts]
+        keys = _prefilled(
+            engine, texts, owner=self.owner, show_progress=show_progress, cancelled=cancelled
+        )
+        return [
+            None if key is None else Reference.of(key, text, engine)
+            for text, key in zip(texts, keys, strict=True)
+        ]
 
     def write(
         self,
         rows: Sequence[NewRow],
         texts: Sequence[str],
         *,
+        embed: Callable[[list[str]], Sequence[Sequence[float]]] | None = None,
         show_progress: bool = False,
         select: Callable[[Sequence[NewRow]], Sequence[NewRow]] = list,
     ) -> None:
@@ -81,16 +116,21 @@ class RowPrefiller:
         Args:
             rows: Rows of different ids, without references.
             texts: The text of each, as it will stand in prompts.
+            embed: Gives the vectors of documents, while these are prefilled; None if the rows have
+                theirs, or the collection embeds.
             show_progress: Whether to show a bar while prefilling.
             select: Chooses, when they are prefilled, which are still to be written.
 
         Raises:
             ContextTooLongError: If a text does not fit the context window; nothing is written then.
+            InvalidInputError: If `embed` gives not one vector per row; nothing is written then.
         """
-        if rows and self.engine is not None:
-            self.rows.check(rows[0])  # prefilling may take hours
-        references = self._prefill(rows, texts, show_progress=show_progress)
-        claimed = list(map(_referring, rows, references))
+        claim = partial(self._claimed, rows, texts, show_progress=show_progress)
+        if embed is None or not rows:
+            self._check(rows)
+            claimed = claim()
+        else:
+            claimed = self._embedded(rows, embed, claim)
         replaced: list[Row] = []
         with self.rows.writing(), self._releasing(claimed, replaced):
             written = select(claimed)
@@ -99,11 +139,47 @@ class RowPrefiller:
             # claimed.
             self._claim(_references(written))
 
+    def _check(self, rows: Sequence[NewRow]) -> None:
+        if rows and self.engine is not None:
+            self.rows.check(rows[0])  # prefilling may take hours
+
+    def _claimed(
+        self, rows: Sequence[_AnyRow], texts: Sequence[str], **options: Any
+    ) -> list[_AnyRow]:
+        """Prefill rows; they and their references."""
+        return list(map(_referring, rows, self._prefill(rows, texts, **options)))
+
+    def _embedded(
+        self,
+        rows: Sequence[NewRow],
+        embed: Callable[[list[str]], Sequence[Sequence[float]]],
+        claim: Callable[..., list[NewRow]],
+    ) -> list[NewRow]:
+        """What `claim` gives, with vectors that are computed meanwhile."""
+        self.rows.get(limit=1, metadata_only=True)  # fails where the collection is gone
+        claimed: list[NewRow] = []
+        try:
+            with beside(lambda cancelled: claimed.extend(claim(cancelled=cancelled))):
+                vectors = embed([row.document for row in rows])
+                if len(vectors) != len(rows):
+                    raise InvalidInputError(
+                        f"the embedding gave {len(vectors)} vectors for {len(rows)} texts"
+                    )
+                self._check([replace(rows[0], embedding=vectors[0])])
+        except BaseException:
+            # Prefilling may have come to its end before.
+            with suppress(Exception):
+                self.release(claimed)
+            raise
+        return [
+            replace(row, embedding=vector) for row, vector in zip(claimed, vectors, strict=True)
+        ]
+
     def _prefill(
-        self, rows: Sequence[Row | NewRow], texts: Sequence[str], *, show_progress: bool
+        self, rows: Sequence[Row | NewRow], texts: Sequence[str], **options: Any
     ) -> list[Reference | None]:
         try:
-            return self.prefill(texts, show_progress=show_progress)
+            return self.prefill(texts, **options)
         except ContextTooLongError as error:
             raise _naming(error, self.engine, [row.id for row in rows], texts) from error
 
@@ -192,6 +268,16 @@ class RowPrefiller:
         return len(unchanged)
 
 
+def _prefilled(engine: Engine, texts: Sequence[str], **options: Any) -> list[ChunkKey | None]:
+    """What `Engine.add` gives, but None for a blank text, and for a refused model all are None."""
+    if engine.refusal:
+        engine._warn_refused()
+        return [None] * len(texts)
+    # A chunk without a single letter cannot be reused, and an image without a caption is none.
+    keys = iter(engine.add([text for text in texts if text.strip()], **options))
+    return [next(keys) if text.strip() else None for text in texts]
+
+
 def _naming(
     error: ContextTooLongError, engine: Engine | None, ids: Sequence[str], texts: Sequence[str]
 ) -> ContextTooLongError:
@@ -263,22 +349,26 @@ class TextPrefiller:
         return OwnerRecord.beside(self.engine.store, self.engine.namespace, self.name)
 
     def prefill(
-        self, rows: Sequence[IngestedText], *, show_progress: bool = False
+        self,
+        rows: Sequence[IngestedText],
+        *,
+        show_progress: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> list[ChunkKey | None]:
         """Compute what is missing; the key of each row's text, None for a blank one.
 
+        For a model whose chunks cannot be stitched nothing is computed, with one warning.
+
         Raises:
+            concurrent.futures.CancelledError: If `cancelled` stopped it.
             ContextTooLongError: If a text does not fit the context window; nothing is computed
                 then.
         """
         texts = [row.text for row in rows]
-        # A chunk without a single letter cannot be reused, and an image without a caption is none.
-        prefillable = [text for text in texts if text.strip()]
         try:
-            keys = iter(self.engine.add(prefillable, show_progress=show_progress))
+            return _prefilled(self.engine, texts, show_progress=show_progress, cancelled=cancelled)
         except ContextTooLongError as error:
             raise _naming(error, self.engine, [row.id for row in rows], texts) from error
-        return [next(keys) if text.strip() else None for text in texts]
 
     def claim(self, rows: Iterable[IngestedText], keys: Iterable[ChunkKey | None]) -> None:
         """Claim the chunks of rows, and release those that no row uses any more instead.

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from llama_index.core.base.embeddings.base import BaseEmbedding  # noqa: TC002  # pydantic reads it
+from llama_index.core.bridge.pydantic import SerializeAsAny  # noqa: TC002  # as well
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from kvcache_rag.integration import IngestedText, TextPrefiller
+from kvcache_rag import cancellable
+from kvcache_rag.integration import IngestedText, TextPrefiller, beside
 from llama_index.kvcache_rag.defaults import kv_llm
 from llama_index.kvcache_rag.llm import KVCacheLLM  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.references import llm_text, without_reference
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
 
     from llama_index.core.llms.llm import LLM
+
+    from kvcache_rag import ChunkKey
 
 
 def prefill(
@@ -59,9 +65,11 @@ def ingested(nodes: Sequence[BaseNode]) -> list[IngestedText]:
 
 
 class KVCachePrefill(TransformComponent):
-    """`prefill` as the last transformation of an `IngestionPipeline`; nodes pass as they are.
+    """`prefill` as the last transformation of an `IngestionPipeline` or an index.
 
-        IngestionPipeline([SentenceSplitter(), embedding, KVCachePrefill(llm=llm)], vector_store=…)
+        steps = [SentenceSplitter(), KVCachePrefill(llm=llm, embed_model=embedding)]
+        IngestionPipeline(transformations=steps, vector_store=…).run(documents=documents)
+        VectorStoreIndex.from_documents(documents, transformations=steps)
 
     What changes a node's text or metadata stands before it.  Nodes that the pipeline's cache knows
     do not come here again; the KV of theirs that is missing is computed by the first question.
@@ -70,11 +78,14 @@ class KVCachePrefill(TransformComponent):
         llm: The `KVCacheLLM` that will answer; None for `Settings.llm`.
         name: Of the vector store (see `prefill`).
         show_progress: Whether to show a bar.
+        embed_model: Embeds the nodes while they are prefilled, in place of a transformation of its
+            own; an index embeds no node again.  None: nodes pass as they are.
     """
 
     llm: KVCacheLLM | None = None
     name: str = ""
     show_progress: bool = False
+    embed_model: SerializeAsAny[BaseEmbedding] | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -83,9 +94,36 @@ class KVCachePrefill(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Prefill nodes and hand them on."""
-        prefill(nodes, self.llm, name=self.name, show_progress=self.show_progress)
-        return nodes
+        if self.embed_model is None:
+            self._claim(nodes, self._compute(nodes))
+            return nodes
+        with beside(lambda cancelled: self._compute(nodes, cancelled=cancelled)) as keys:
+            embedded = self.embed_model(nodes, **kwargs)
+        self._claim(nodes, keys.result())
+        return embedded
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """`__call__` that does not block the event loop."""
-        return await asyncio.to_thread(self, nodes, **kwargs)
+        if self.embed_model is None:
+            return await asyncio.to_thread(self, nodes, **kwargs)
+        computing = asyncio.ensure_future(cancellable(self._compute, nodes))
+        embedding = asyncio.ensure_future(self.embed_model.acall(nodes, **kwargs))
+        try:
+            keys, embedded = await asyncio.gather(computing, embedding)
+        except BaseException:  # what one fails of, the other need not go on with
+            computing.cancel()
+            embedding.cancel()
+            raise
+        await asyncio.to_thread(self._claim, nodes, keys)
+        return embedded
+
+    def _compute(
+        self, nodes: Sequence[BaseNode], cancelled: threading.Event | None = None
+    ) -> list[ChunkKey | None]:
+        prefiller = TextPrefiller(kv_llm(self.llm).engine, self.name)
+        return prefiller.prefill(
+            ingested(nodes), show_progress=self.show_progress, cancelled=cancelled
+        )
+
+    def _claim(self, nodes: Sequence[BaseNode], keys: Sequence[ChunkKey | None]) -> None:
+        TextPrefiller(kv_llm(self.llm).engine, self.name).claim(ingested(nodes), keys)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from llama_index.core.storage.docstore import SimpleDocumentStore
 
-    from llama_index.kvcache_rag import KVCacheVectorStore
+    from llama_index.kvcache_rag import KVCachePrefill, KVCacheVectorStore
 
 HELP = "embed, store and prefill the text files of a folder"
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Bring collection and KV in step with the folder; 0 when they are."""
     from kvcache_rag import InvalidInputError
-    from llama_index.kvcache_rag import KVCacheLLM
+    from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
     documents = read_documents(arguments.folder)
     settings, before = _settings(arguments)
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     docstore = _docstore(settings, before, store)
     held = chunk_files(settings.kv)
     settings.save()
-    _ingest(documents, settings, store, docstore, embed_model)
+    embedding_beside = KVCachePrefill(llm=llm, embed_model=embed_model, show_progress=True)
+    _ingest(documents, settings, store, docstore, embedding_beside)
     store.prefill_missing(show_progress=True)
     docstore.persist(str(settings.docstore))
     engine.store.sweep()
@@ -103,7 +104,7 @@ def _ingest(
     settings: Settings,
     store: KVCacheVectorStore,
     docstore: SimpleDocumentStore,
-    embed_model: Any,
+    embedding_beside: KVCachePrefill,
 ) -> None:
     from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
@@ -113,7 +114,7 @@ def _ingest(
     store.delete_documents(sorted({document.doc_id for document in documents} - {*known}))
     splitter = SentenceSplitter(chunk_size=settings.chunk_size, chunk_overlap=settings.overlap)
     pipeline = IngestionPipeline(
-        transformations=[splitter, embed_model],
+        transformations=[splitter, embedding_beside],
         docstore=docstore,
         vector_store=store,
         docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
