@@ -81,12 +81,19 @@ Several guessed tokens are looked at in one pass, which adds bfloat16 numbers in
 answer with guesses is a "near tie" if at its first other token the one without guesses led by no
 more than twice that answer's rounding (its largest difference from float32's logits over the same
 cached chunks) and the logits of both are no further apart; any other difference is wrong."""
+_INT8: Final = """\
+`python -m benchmarks.int8_chunks`: SmolLM2 over sixteen chunks in a new order each round, from
+files in the page cache, read anew from the medium, and at 100 MB/s. "int8" attends to what the
+files hold, "int8 copied" decodes it into the prompt's buffer, where keys are rotated. Loading is
+the first token less the floor: the question's own forward pass over a native context that is there.
+Memory is the peak of one question above what the process held before it."""
 _OTHERS: Final = (
     (
         "decoding",
         "Decoding: weights in other forms, the attention kernel, guesses from the prompt"
         f"\n\n{_TIES}",
     ),
+    ("int8_chunks", f"Chunks in 8 bits\n\n{_INT8}"),
     ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
     ("prefill", "Offline prefill"),
     ("ingestion", f"Ingestion\n\n{_INGESTION}"),

@@ -122,6 +122,7 @@ def other_targets(reports: Mapping[str, Any]) -> list[Target]:
             for threads, ratios in ingested.items()
         ),
         *_decoding_targets(reports.get("decoding", {})),
+        *_int8_targets(reports.get("int8_chunks", {})),
         Target("Deferred kernel's time with offsets, over without (GPU)", 1.02, False, kernel),
     ]
 
@@ -140,6 +141,24 @@ def _decoding_targets(report: Mapping[str, Any]) -> list[Target]:
         Target(f"Tokens/s of {answers}, over without guesses", 1.5, True, quoting.get(speed)),
         Target("The same where no guess is right", 0.97, True, missed.get(speed)),
         Target("Answers that guesses change by more than a tie", 0, False, changed),
+    ]
+
+
+def _int8_targets(report: Mapping[str, Any]) -> list[Target]:
+    rows = {row["place"]: row for row in report.get("rows", ()) if row["side"] == "int8"}
+    peaks = {row["side"]: row["of native's"] for row in report.get("memory", ())}
+
+    def figure(place: str, name: str) -> float | None:
+        return rows[place][name]["value"] if place in rows else None
+
+    loading, first = "loading of native's", "of native's"
+    return [
+        Target(
+            "Chunks in 8 bits: load time, over native's", 0.6, False, figure("page cache", loading)
+        ),
+        Target("The same: TTFT read from the medium", 1.0, False, figure("cold", first)),
+        Target("The same: TTFT at 100 MB/s", 0.75, False, figure("100 MB/s", first)),
+        Target("The same: peak memory", 0.6, False, peaks.get("int8")),
     ]
 
 
