@@ -130,6 +130,7 @@ def measured(
     """First token and load time of every side, and as parts of native's of the same round."""
     floor = floor_of(engines[NATIVE], texts)
     firsts: dict[str, list[float]] = {side: [] for side in engines}
+    steps: dict[str, list[float]] = {side: [] for side in engines}
     floors = []
     order = random.Random(place)
     for turn in range(rounds + 1):
@@ -141,12 +142,20 @@ def measured(
                 forgotten(folder)
             pace: AbstractContextManager[None] = slowly() if place == "100 MB/s" else nullcontext()
             with pace:
-                answer = engine.generate(QUESTION, shuffled, max_new_tokens=TOKENS)
+                answer = engine.generate(
+                    QUESTION,
+                    shuffled,
+                    max_new_tokens=TOKENS,
+                    min_new_tokens=TOKENS,
+                    prompt_lookup_num_tokens=0,
+                )
             found = (answer.metrics.hits, answer.metrics.rotation)
             if found != ({"disk": CHUNKS}, "deferred" if side == PLACE else "copied"):
                 raise SystemExit(f"{side} answered otherwise: {answer.metrics}")
             if turn:
                 firsts[side].append(answer.metrics.ttft)
+                rest = answer.metrics.total - answer.metrics.ttft
+                steps[side].append(rest / (answer.metrics.generated_tokens - 1))
     rows = []
     loads = {
         side: [one - bare for one, bare in zip(firsts[side], floors, strict=True)]
@@ -154,6 +163,7 @@ def measured(
     }
     for side in engines:
         pairs = zip(firsts[side], firsts[NATIVE], strict=True)
+        stepping = zip(steps[side], steps[NATIVE], strict=True)
         loading = zip(loads[side], loads[NATIVE], strict=True)
         rows.append(
             {
@@ -164,6 +174,8 @@ def measured(
                 "of native's": interval([one / other for one, other in pairs]),
                 "ms of loading": statistics.median(loads[side]) * 1e3,
                 "loading of native's": interval([one / other for one, other in loading]),
+                "ms a further token": statistics.median(steps[side]) * 1e3,
+                "a token of native's": interval([one / other for one, other in stepping]),
             }
         )
         print(rows[-1], flush=True)

@@ -111,12 +111,12 @@ def test_a_mask_shared_by_all_rows_is_stocks(
 
 def test_a_mask_is_made_addable_once_per_dtype_and_group_and_not_kept() -> None:
     mask = seen("padded batch")
-    made = packed._added(mask, torch.bfloat16, 2)
+    made = packed.added_mask(mask, torch.bfloat16, 2)
     assert made.dtype == torch.bfloat16
     assert made.shape == (2, 1, 2 * QUERIES, TOKENS)
-    assert packed._added(mask, torch.bfloat16, 2) is made
-    assert packed._added(mask, torch.float32, 2).dtype == torch.float32
-    assert packed._added(mask, torch.bfloat16, 1).shape == mask.shape
+    assert packed.added_mask(mask, torch.bfloat16, 2) is made
+    assert packed.added_mask(mask, torch.float32, 2).dtype == torch.float32
+    assert packed.added_mask(mask, torch.bfloat16).shape == mask.shape
     held = len(packed._ADDED)
     del mask
     assert len(packed._ADDED) == held - 1

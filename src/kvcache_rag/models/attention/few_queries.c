@@ -205,51 +205,56 @@ INLINE void together(const Shape *s, const uint16_t *q, const uint32_t *keys,
     gathered(weights, values, s->value_width, tokens, kept, sums, count);
 }
 
-/* 16 numbers of 8 bits times their scales, rounded as the codec rounds what it gives back. */
-INLINE __m256i restored(const int8_t *from, __m512 scales) {
-    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-    return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(wide, scales));
+/* 16 numbers of 8 bits times their scales. */
+INLINE __m512 scaled(const int8_t *from, __m512 scales) {
+    const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(wide), scales);
 }
+
+/* Two times 16 numbers, rounded. */
+INLINE __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
 INLINE __m512 scales16(const uint16_t *from) {
     return widened(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* Some keys and values of a chunk as a prompt's buffer would hold them, bit for bit: restored and
- * rotated, each rounded once. */
-INLINE void restored_rows(const Shape *s, const Chunk *c, int64_t group, int64_t first,
-                          int64_t count, uint16_t *keys, uint16_t *values) {
-    const int8_t *key = c->key + group * c->k_head + first * s->width;
-    const int8_t *value = c->value + group * c->v_head + first * s->value_width;
+/* Some keys of a chunk as a prompt's buffer would hold them, bit for bit: rounded as the codec rounds
+ * what it gives back, and once more when they are rotated. */
+INLINE void restored_keys(const Chunk *c, int64_t width, int64_t group, int64_t first,
+                          int64_t count, uint16_t *to) {
+    const int8_t *key = c->key + group * c->k_head + first * width;
     const uint16_t *scales = c->key_scales + group * c->ks_head;
-    const uint16_t *value_scales = c->value_scales + group * c->vs_head + first;
-    const int64_t half = s->width / 2;
+    const int64_t half = width / 2;
     for (int64_t d = 0; d < half; d += LANES) {
         const __m512 low = scales16(scales + d), high = scales16(scales + half + d);
         for (int64_t t = 0; t < count; t++) {
-            __m256i one = restored(key + t * s->width + d, low);
-            __m256i other = restored(key + t * s->width + half + d, high);
+            const int8_t *from = key + t * width + d;
+            __m512i both = rounded(scaled(from, low), scaled(from + half, high));
             if (c->cos) {
-                __m512 a = widened(one), b = widened(other);
+                const __m512 a = widened(_mm512_castsi512_si256(both));
+                const __m512 b = widened(_mm512_extracti64x4_epi64(both, 1));
                 const __m512 cos = _mm512_loadu_ps(c->cos + (first + t) * half + d);
                 const __m512 sin = _mm512_loadu_ps(c->sin + (first + t) * half + d);
                 /* Each product is rounded, as where keys are rotated in memory. */
-                const __m512 as = _mm512_mul_ps(a, sin), bs = _mm512_mul_ps(b, sin);
-                a = _mm512_mul_ps(a, cos), b = _mm512_mul_ps(b, cos);
-                one = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(a, bs));
-                other = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(b, as));
+                both = rounded(_mm512_sub_ps(_mm512_mul_ps(a, cos), _mm512_mul_ps(b, sin)),
+                               _mm512_add_ps(_mm512_mul_ps(b, cos), _mm512_mul_ps(a, sin)));
             }
-            _mm256_storeu_si256((__m256i *)(keys + t * s->width + d), one);
-            _mm256_storeu_si256((__m256i *)(keys + t * s->width + half + d), other);
+            uint16_t *row = to + t * width + d;
+            _mm256_storeu_si256((__m256i *)row, _mm512_castsi512_si256(both));
+            _mm256_storeu_si256((__m256i *)(row + half), _mm512_extracti64x4_epi64(both, 1));
         }
     }
+}
+
+/* The same of values, which do not rotate. */
+INLINE void restored_values(const Chunk *c, int64_t width, int64_t group, int64_t first,
+                            int64_t count, uint16_t *to) {
+    const int8_t *from = c->value + group * c->v_head + first * width;
+    const uint16_t *scales = c->value_scales + group * c->vs_head + first;
     for (int64_t t = 0; t < count; t++) {
-        uint32_t bits = (uint32_t)value_scales[t] << 16;
-        float scale;
-        memcpy(&scale, &bits, 4);
-        for (int64_t d = 0; d < s->value_width; d += LANES)
-            _mm256_storeu_si256((__m256i *)(values + t * s->value_width + d),
-                                restored(value + t * s->value_width + d, _mm512_set1_ps(scale)));
+        const __m512 scale = (__m512)_mm512_set1_epi32((int)((uint32_t)scales[t] << 16));
+        for (int64_t d = 0; d < width; d += 2 * LANES, from += 2 * LANES, to += 2 * LANES)
+            _mm512_storeu_si512(to, rounded(scaled(from, scale), scaled(from + LANES, scale)));
     }
 }
 
@@ -260,7 +265,8 @@ INLINE void gathered_rows(const Shape *s, const Chunk *chunks, int64_t group, co
     for (int64_t i = 0; count && i < s->chunks; first -= chunks[i].tokens, i++) {
         if (first >= chunks[i].tokens) continue;
         const int64_t left = chunks[i].tokens - first, some = left < count ? left : count;
-        restored_rows(s, chunks + i, group, first, some, keys, values);
+        restored_keys(chunks + i, s->width, group, first, some, keys);
+        restored_values(chunks + i, s->value_width, group, first, some, values);
         keys += some * s->width, values += some * s->value_width;
         first += some, count -= some;
     }
