@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import json
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+import access
 import pytest
+from laws import TEXTS, make_engine
 from zoo import byte_tokenizer
 
 from kvcache_rag import InvalidInputError, Message, PromptTemplate
+from kvcache_rag.prompt import renderer as prompt_renderer
 from kvcache_rag.prompt.renderer import _SENTINEL, PromptRenderer
 
 if TYPE_CHECKING:
@@ -229,3 +233,31 @@ def test_a_template_is_read_from_the_models_folder(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(InvalidInputError, match="is not JSON"):
         PromptTemplate.load(tmp_path)
+
+
+def test_texts_are_tokenised_once_and_forgotten_with_the_namespace() -> None:
+    engine = make_engine("llama")
+    renderer = access.renderer(engine)
+    asked: list[str] = []
+    plain = renderer.encoder.encode
+
+    def encode(encoder: Any, text: str) -> list[int]:
+        asked.append(text)
+        return plain(text)
+
+    with patch.object(type(renderer.encoder), "encode", encode):
+        first = [renderer.chunk_ids(text) for text in (TEXTS[0], TEXTS[1], TEXTS[0])]
+        assert len(asked) == 2
+        assert first[0] == first[2] != first[1]
+        engine.delete_namespace()
+        assert renderer.chunk_ids(TEXTS[0]) == first[0]
+        assert len(asked) == 3
+
+
+def test_a_text_longer_than_what_is_remembered_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_renderer, "_REMEMBERED", 5)
+    renderer = access.renderer(make_engine("llama"))
+    assert renderer.chunk_ids(TEXTS[0]) == renderer.chunk_ids(TEXTS[0])
+    assert len(renderer.chunk_ids(TEXTS[0])) > 5

@@ -510,6 +510,7 @@ class Engine:
             if self._joint is not None:
                 self._joint.forget_all()
             self._answerer.buffer.forget()
+            self._renderer.forget()
             forget_scratch()
             stores = dict.fromkeys([self.combinations, self.store])
             return sum(store.delete_namespace(self.namespace) for store in stores)

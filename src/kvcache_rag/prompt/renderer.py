@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,8 @@ from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
+
+from cachetools import LRUCache
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.prompt.offsets import chunk_finder, written_chunk
@@ -32,6 +35,9 @@ from kvcache_rag.prompt.tokens import Cover, Finder, Seam, TextEncoder, Writer, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+
+# Tokens of chunks that are remembered: tokenising 4,000 takes as long as loading their caches.
+_REMEMBERED: Final = 1 << 18
 
 _SENTINEL = "@@kvcache-rag-context@@"
 
@@ -132,6 +138,8 @@ class PromptRenderer:
         self.prefix_text = self._split([], "?")[0]
         self.has_control = chunk_finder(self.encoder, template)
         self._is_said_control = self._said_finder()
+        self._ids: LRUCache[str, tuple[int, ...]] = LRUCache(_REMEMBERED, getsizeof=len)
+        self._lock = threading.Lock()
         ids = self.encoder.encode(self.prefix_text)
         # A chat template writes its own beginning-of-sequence token, or means none.
         self.prefix_ids = tuple(ids) if self._has_chat else (*self._leading_bos(ids), *ids)
@@ -150,9 +158,20 @@ class PromptRenderer:
         return PromptIds(self.prefix_ids, tuple(map(self.chunk_ids, chunks)), query)
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a chunk's text in its wrapper."""
-        written = self.chunk_text if self.has_control(text) else self.template.wrap
-        return tuple(self.encoder.encode(written(text)))
+        """Ids of a chunk's text in its wrapper; of those that were asked for lately, remembered."""
+        with self._lock:
+            ids = self._ids.get(text)
+        if ids is None:
+            written = self.chunk_text if self.has_control(text) else self.template.wrap
+            ids = tuple(self.encoder.encode(written(text)))
+            with self._lock, suppress(ValueError):  # longer than all that is remembered
+                self._ids[text] = ids
+        return ids
+
+    def forget(self) -> None:
+        """Remember no text any more."""
+        with self._lock:
+            self._ids.clear()
 
     def chunk_text(self, text: str) -> str:
         """The text that `chunk_ids` reads."""
