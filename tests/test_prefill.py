@@ -370,7 +370,9 @@ def test_a_new_thread_computes_with_as_many_threads_as_were_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     libraries = Path("/proc/self/maps")
-    found = re.search(r"\S*/torch/lib/\S*gomp\S*", libraries.read_text() if libraries.is_file() else "")
+    found = re.search(
+        r"\S*/torch/lib/\S*gomp\S*", libraries.read_text() if libraries.is_file() else ""
+    )
     if found is None:
         pytest.skip("torch has no OpenMP of GNU here")
     openmp, before, seen = ctypes.CDLL(found[0]), torch.get_num_threads(), []
