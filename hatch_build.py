@@ -17,7 +17,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 MODELS = Path("src/kvcache_rag/models")
-SOURCES = (MODELS / "attention" / "few_queries.c", MODELS / "few_rows.c")
+SOURCES = (
+    MODELS / "attention" / "few_queries.c",
+    MODELS / "few_rows.c",
+    MODELS / "rounded_weights.c",
+)
 
 
 def compiled(root: Path) -> list[Path]:

@@ -3,7 +3,8 @@
 A generated token reads every weight once, so decoding takes the time of a matrix times a vector per
 layer.  torch's own function for bfloat16 reaches a quarter of what memory gives there, oneDNN's
 half; read by ours (`few_rows.c`), oneDNN's blocked order of the same weights reaches all of it.
-Eight and four bits read less.  Norms take one step (`norms.py`); everything else stays as it is.
+Eight and four bits read less, by a kernel of ours, too (`rounded_weights.c`).  Norms take one step
+(`norms.py`); everything else stays as it is.
 
 Layers are exchanged in place, and the memory of the weights they had is given back.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models import few_rows
+from kvcache_rag.models import few_rows, rounded_weights
 from kvcache_rag.models.norms import FusedNorm, fused_norm
 from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
 
@@ -182,7 +183,7 @@ class Int8Linear(PackedLinear):
     """Eight bits a weight, one scale per output; inputs stay as they are.
 
     Attributes:
-        integers: `(out_features, in_features)` int8.
+        integers: `(out_features, in_features)` int8, or those in the order of our kernel.
         scales: `(out_features,)` in the dtype of the model.
     """
 
@@ -197,22 +198,31 @@ class Int8Linear(PackedLinear):
         # In the model's dtype before dividing: the same scale multiplies later.
         scales = (weight.abs().amax(1) / 127).clamp(min=_LEAST[self.dtype]).to(self.dtype)
         integers = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        if rounded_weights.fits(integers, self.dtype):
+            integers = rounded_weights.ordered(integers)
         self.register_buffer("integers", integers)
         self.register_buffer("scales", scales)
 
     def dense(self) -> Tensor:
         """`(out_features, in_features)`, as rounded."""
-        return self.integers.to(self.dtype) * self.scales[:, None]
+        integers = self.integers
+        if integers.dim() > 2:
+            integers = rounded_weights.as_rows(integers)
+        return integers.to(self.dtype) * self.scales[:, None]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
-        rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
-        if len(rows) >= _WIDEN:
-            return nn.functional.linear(inputs, self.dense(), self.bias)
         # Looked up without a call of Python's.
-        own = cast("dict[str, Tensor]", self._buffers)
-        output = torch._weight_int8pack_mm(rows.contiguous(), own["integers"], own["scales"])
-        return _shaped(output, inputs, self._parameters["bias"])
+        own, bias = cast("dict[str, Tensor]", self._buffers), self._parameters["bias"]
+        integers, is_ordered = own["integers"], own["integers"].dim() > 2
+        if is_ordered and rounded_weights.library() is not None:
+            scales, outputs = own["scales"], self.out_features
+            return rounded_weights.product(inputs, integers, scales, bias, outputs, 8)
+        rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
+        if is_ordered or len(rows) >= _WIDEN:
+            return nn.functional.linear(inputs, self.dense(), bias)
+        output = torch._weight_int8pack_mm(rows.contiguous(), integers, own["scales"])
+        return _shaped(output, inputs, bias)
 
 
 class Int4Linear(PackedLinear):
@@ -238,6 +248,8 @@ class Int4Linear(PackedLinear):
         steps = (weight - middle.float()[..., None]) / scales.float()[..., None] + 8
         integers = steps.round_().clamp_(0, 15).to(torch.int32).flatten(1)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+        fits = rounded_weights.fits(integers, self.dtype)
+        self._is_read = fits and rounded_weights.is_read(packed, integers)
         self.register_buffer("packed", packed)
         self.register_buffer("levels", torch.stack([scales.t(), middle.t()], -1).contiguous())
 
@@ -248,8 +260,13 @@ class Int4Linear(PackedLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`(..., out_features)` of `(..., in_features)`."""
+        bias = self._parameters["bias"]
+        if self._is_read and rounded_weights.library() is not None:
+            own, outputs = cast("dict[str, Tensor]", self._buffers), self.out_features
+            packed, levels = own["packed"], own["levels"]
+            return rounded_weights.product(inputs, packed, levels, bias, outputs, 4)
         rows = inputs.reshape(-1, self.in_features)  # (rows, in_features)
-        return _shaped(self._product(rows), inputs, self._parameters["bias"])
+        return _shaped(self._product(rows), inputs, bias)
 
     def _product(self, rows: Tensor) -> Tensor:
         own = cast("dict[str, Tensor]", self._buffers)
