@@ -68,10 +68,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "PREFIX", "QUERY", "SHAPES", "build_model", "build_tokenizer", "words"]
 
-ROUNDS: Final = 7
+ROUNDS: Final = 6
 # Of a long context alone, which the claims are about, for the sides that are held against each
 # other there: on a shared machine a round may take half as long again as the next one.
-MANY: Final = 25
+MANY: Final = 21
 CLOSE: Final = (PAGES, RAM, RESIDENT, DEFERRED, FLOOR)
 DECODED: Final = 8  # tokens behind the first
 DECODE_ROUNDS: Final = 6
