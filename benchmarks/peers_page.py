@@ -259,7 +259,7 @@ def _who(ratios: Sequence[float]) -> str:
 
 
 def _span(low: float, high: float) -> str:
-    first, last = f"{low:.2g}", f"{high:.2g}"
+    first, last = (f"{one:.2g}" if one < 100 else f"{one:.0f}" for one in (low, high))
     return first if first == last else f"{first} to {last}"
 
 
