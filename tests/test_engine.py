@@ -109,6 +109,7 @@ def test_a_stored_chunk_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> Non
     ways: list[list[Any]] = [[*stored], [*keys], [keys[0], TEXTS[1], stored[2]]]
     for given in ways:
         calls.clear()
+        access.renderer(engine).forget()
         answer = engine.generate(QUESTION, given, max_new_tokens=4)
         assert answer.token_ids == expected.token_ids
         assert answer.metrics.reused_tokens == expected.metrics.reused_tokens
