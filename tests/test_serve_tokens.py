@@ -48,6 +48,12 @@ def tokenizer() -> CountingTokenizer:
     return CountingTokenizer(loaded()[1])
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of earlier requests: what is counted here is one request's."""
+    monkeypatch.setattr("kvcache_rag.prompt.renderer._REMEMBERED", 0)
+
+
 @pytest.fixture
 def engine(tokenizer: CountingTokenizer) -> Engine:
     """An engine that has stored some texts."""
