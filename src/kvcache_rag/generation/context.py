@@ -320,17 +320,8 @@ class InPlaceContext:
 
     def cache(self, missing: Sequence[int]) -> Any:
         """Of segments and, behind them, the buffer (see `SegmentTable`)."""
-        layout, longest = self.model.measured, max(missing)
-        width = max(row.shape.tokens for row in self.rows)
-        table = []
-        for row in self.rows:
-            column, members = width - row.shape.tokens, []  # behind the left padding
-            for chunk, far in row.parts:
-                members.append((chunk, column, far))
-                column += len(chunk)
-            table.append(members)
-        keep = [longest - count for count in missing]
-        segments = SegmentTable.of(layout, table, width - longest, keep)
+        layout, (table, tail, keep) = self.model.measured, _columns(self.rows, missing)
+        segments = SegmentTable.of(layout, table, tail, keep)
         return deferred_cache(HeldSegments.of(segments), layout.kinds, self.buffer)
 
     def attended(self) -> AbstractContextManager[None]:
@@ -359,17 +350,9 @@ class EncodedContext:
 
     def cache(self, missing: Sequence[int]) -> Any:
         """Of chunks and, behind them, the buffer (see `Int8Segments`)."""
-        layout, longest = self.model.measured, max(missing)
-        width = max(row.shape.tokens for row in self.rows)
-        table = []
-        for row in self.rows:
-            column, members = width - row.shape.tokens, []  # behind the left padding
-            for chunk, position in row.parts:
-                members.append(PlacedChunk(chunk, column, position))
-                column += len(chunk)
-            table.append(members)
-        keep = [longest - count for count in missing]
-        segments = Int8Segments.of(layout, table, width - longest, keep)
+        layout, (table, tail, keep) = self.model.measured, _columns(self.rows, missing)
+        placed = [[PlacedChunk(*member) for member in members] for members in table]
+        segments = Int8Segments.of(layout, placed, tail, keep)
         return deferred_cache(segments, layout.kinds, self.buffer)
 
     def attended(self) -> AbstractContextManager[None]:
@@ -379,6 +362,26 @@ class EncodedContext:
     def costs(self, row: int) -> dict[str, Any]:
         """What finding the chunks cost."""
         return {**self.rows[row].costs, "rotation": "deferred"}
+
+
+def _columns(
+    rows: Sequence[InPlaceRow] | Sequence[EncodedRow], missing: Sequence[int]
+) -> tuple[list[list[Any]], int, list[int]]:
+    """Where the parts of each row stand in a left-padded batch.
+
+    Returns:
+        Per row `(chunk, column, number)` of each part, the number being the row's own; the first
+        column of the buffer; and how many of its first columns each row holds already.
+    """
+    longest, width = max(missing), max(row.shape.tokens for row in rows)
+    table = []
+    for row in rows:
+        column, members = width - row.shape.tokens, []  # behind the left padding
+        for chunk, number in row.parts:
+            members.append((chunk, column, number))
+            column += len(chunk)
+        table.append(members)
+    return table, width - longest, [longest - count for count in missing]
 
 
 class PromptBuffer:
