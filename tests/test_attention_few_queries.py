@@ -13,8 +13,8 @@ from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
 from kvcache_rag.kv.rotary import Rotation, angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.few_queries import (
-    Int8Context,
-    Int8Slots,
+    ChunkContext,
+    ChunkSlots,
     attend,
     attend_behind,
     attend_partially,
@@ -145,7 +145,7 @@ def test_what_it_cannot_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
 
 def _encoded(
     sizes: tuple[int, ...], groups: int, width: int
-) -> tuple[list[Int8Slots], torch.Tensor, torch.Tensor]:
+) -> tuple[list[ChunkSlots], torch.Tensor, torch.Tensor]:
     """Chunks in 8 bits, and what a buffer holds of their second layer: `(1, heads, n, width)`."""
     layout = ChunkLayout((GroupLayout((0, 1), (groups, width), (groups, width)),), torch.bfloat16)
     rotation = Rotation("half", 0, width, 0)
@@ -162,7 +162,8 @@ def _encoded(
         angles = angle_table(inv_freq, torch.zeros_like(places), places)
         keys.append(rotate_(copy.keys(0)[1], rotation, *angles))
         values.append(copy.values(0)[1])
-        slots.append(Int8Slots(*(stored[name] for name in ("kq", "ks", "vq", "vs")), angles))
+        scales = stored["ks"], stored["vs"]
+        slots.append(ChunkSlots(stored["kq"], stored["vq"], scales, angles))
         first += tokens
     return slots, torch.cat(keys, 1)[None], torch.cat(values, 1)[None]
 
@@ -179,7 +180,7 @@ def test_chunks_in_8_bits_give_the_bits_of_their_copy(sizes: tuple[int, ...], wi
         hidden = torch.zeros(1, 1, queries, columns + 3)
         hidden.masked_fill_(~torch.ones(queries, columns + 3).tril(columns - queries).bool(), -1e9)
         for mask in (None, hidden.bfloat16()):
-            context = Int8Context(slots)
+            context = ChunkContext(slots)
             assert context.tokens == sum(sizes)
             found = attend_behind(context, 1, query, key, value, mask, width**-0.5)
             expected = attend_partially(query, *whole, mask, width**-0.5)
@@ -193,7 +194,7 @@ def test_threads_share_the_tokens_of_chunks(threads: int, monkeypatch: pytest.Mo
     slots, keys, values = _encoded((700, 40, 600), 1, 64)
     query, key, value = _inputs(1, 3, 1, 2, 200)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    found, _ = attend_behind(Int8Context(slots), 1, query, key, value, None, 0.125)
+    found, _ = attend_behind(ChunkContext(slots), 1, query, key, value, None, 0.125)
     whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
     assert torch.equal(found, attend_partially(query, *whole, None, 0.125)[0])
 
@@ -203,8 +204,44 @@ def test_chunks_in_8_bits_whose_keys_do_not_rotate() -> None:
     slots, _, _ = _encoded((90,), 2, 64)
     still = replace(slots[0], angles=None)
     query, key, value = _inputs(1, 4, 2, 2, 30)
-    found, _ = attend_behind(Int8Context([still]), 1, query, key, value, None, 0.125)
-    keys = (still.key.bfloat16() * still.key_scales)[1:]
-    values = (still.value.bfloat16() * still.value_scales)[1:]
+    found, _ = attend_behind(ChunkContext([still]), 1, query, key, value, None, 0.125)
+    assert still.scales is not None
+    keys = (still.key.bfloat16() * still.scales[0])[1:]
+    values = (still.value.bfloat16() * still.scales[1])[1:]
     whole = torch.cat([keys, key], 2), torch.cat([values, value], 2)
     assert torch.equal(found, attend_partially(query, *whole, None, 0.125)[0])
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("sizes", [(64,), (5, 70, 1, 130), (300, 300)])
+def test_native_chunks_give_the_bits_of_rotated_copies(sizes: tuple[int, ...], width: int) -> None:
+    """Moved by one angle each, or, every second one, standing at its place."""
+    layout = ChunkLayout((GroupLayout((0, 1), (2, width), (2, width)),), torch.bfloat16)
+    rotation, seeded = Rotation("half", 0, width, 0), torch.Generator().manual_seed(3)
+    inv_freq = 10_000.0 ** -(torch.arange(width // 2) * 2.0 / width)
+    slots, keys, values = [], [], []
+    for place, tokens in enumerate(sizes):
+        made = torch.randn(2, 2, 2, tokens, width, generator=seeded).bfloat16()
+        chunk = ChunkKV(layout, torch.zeros(tokens, dtype=torch.int32), 0, ((made,),))
+        angles = None
+        copied = chunk.keys(0)[1].clone()
+        if not place % 2:
+            distance = torch.tensor([40 * (place + 1)])
+            angles = angle_table(inv_freq, torch.zeros_like(distance), distance)
+            rotate_(copied, rotation, *angles)
+        keys.append(copied)
+        values.append(chunk.values(0)[1])
+        slots.append(ChunkSlots(chunk.keys(0), chunk.values(0), None, angles))
+    context, before = ChunkContext(slots), (torch.cat(keys, 1)[None], torch.cat(values, 1)[None])
+    for queries in (1, 4, 9):
+        query, key, value = _inputs(1, 6, 2, queries, 21, width, width)
+        whole = [torch.cat(parts, 2) for parts in zip(before, (key, value), strict=True)]
+        columns = whole[0].shape[2]
+        hidden = torch.zeros(1, 1, queries, columns)
+        hidden.masked_fill_(~torch.ones(queries, columns).tril(columns - queries).bool(), -1e9)
+        for mask in (None, hidden.bfloat16()):
+            found = attend_behind(context, 1, query, key, value, mask, width**-0.5)
+            expected = attend_partially(query, *whole, mask, width**-0.5)
+            assert torch.equal(found[0], expected[0])
+            assert torch.equal(found[1], expected[1])

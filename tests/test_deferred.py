@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcache_rag.kv.chunk import ChunkKV
+    from kvcache_rag.models.deferred.cache import LayerSegments
+    from kvcache_rag.models.deferred.segments import LayerCall
 
 # One angle per chunk, exact for the distance: a prompt of 200 tokens needs no more than rounding.
 TOLERANCE = 1e-4
@@ -83,6 +85,23 @@ def test_deferred_is_copied(name: str, policy: Reuse) -> None:
     else:
         assert (metrics.rotation, metrics.not_deferred) == ("deferred", "")
     assert copied.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.rotation == "copied"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral window", "gemma3", "gpt_oss"])
+def test_questions_of_other_lengths_in_bfloat16_stay_finite(name: str) -> None:
+    """Padding that sees nothing behind a window gave NaN, which spread to the answers."""
+    model = build(name, dtype=torch.bfloat16, width=32)
+    questions = [(QUESTION, TEXTS), ("x", []), ("Why?", TEXTS[:1]), (LONG * 3, TEXTS[1:])]
+    steps = []
+    for rotation in ("copied", "deferred"):
+        engine = Engine(
+            model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), rotation=rotation
+        )
+        seen = Recorder()
+        answers = engine.generate_batch(questions, max_new_tokens=1, logits_processor=[seen])
+        assert {answer.metrics.rotation for answer in answers} == {rotation}
+        steps.append(seen.steps[0])
+    assert (steps[0] - steps[1]).std() < 0.05 * steps[0].std()
 
 
 @pytest.mark.parametrize("name", DEFERRED)
@@ -178,12 +197,11 @@ def test_stored_chunks_are_the_ones_attended_to_and_stay_as_they_are(
     capacities = set()
     plain = attention.fast_attention
 
-    def watched(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-        layer = rest[3]
+    def watched(call: LayerCall, layer: LayerSegments) -> Tensor:
         for held, _ in layer.held.views[layer.group].values():
             met.setdefault(threading.get_ident(), set()).add(held[layer.place].data_ptr())
-        capacities.add(key.untyped_storage().nbytes())
-        return plain(query, key, *rest)
+        capacities.add(call.key.untyped_storage().nbytes())
+        return plain(call, layer)
 
     monkeypatch.setattr(attention, "fast_attention", watched)
     answers: dict[int, list[tuple[int, ...]]] = {}

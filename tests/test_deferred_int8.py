@@ -15,6 +15,7 @@ from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, Reuse, TieredS
 from kvcache_rag.codecs import Int8
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_refusal
+from kvcache_rag.models.deferred.segments import LayerCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,15 +131,15 @@ def test_memory_is_attended_to_as_it_is_and_stays(monkeypatch: pytest.MonkeyPatc
     before = [{name: part.clone() for name, part in chunk.stored.items()} for chunk in chunks]
     addresses = {part.data_ptr() for chunk in chunks for part in chunk.stored.values()}
     met: set[int] = set()
-    described = few_queries.Int8Slots.described
+    described = few_queries.ChunkSlots.described
 
-    def watched(slots: few_queries.Int8Slots) -> Any:
-        met.update(part.data_ptr() for part in (slots.key, slots.value, slots.key_scales))
+    def watched(slots: few_queries.ChunkSlots) -> Any:
+        met.update(part.data_ptr() for part in (slots.key, slots.value, *(slots.scales or ())))
         return described(slots)
 
-    monkeypatch.setattr(few_queries.Int8Slots, "described", watched)
+    monkeypatch.setattr(few_queries.ChunkSlots, "described", watched)
     engine.generate(QUESTION, TEXTS[::-1], max_new_tokens=5)
-    assert len(met & addresses) == 9
+    assert len(met & addresses) == 12
     for chunk, kept in zip(chunks, before, strict=True):
         assert all(torch.equal(chunk.stored[name], part) for name, part in kept.items())
 
@@ -171,8 +172,8 @@ def test_the_kernel_is_as_exact_as_the_specification(queries: int, is_masked: bo
         seen[0] &= ~torch.ones_like(seen[0]).tril(40)  # a window
     mask = seen if is_masked or queries == 1 else seen[1:].expand(2, -1, -1, -1)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if is_masked else None
-    arguments = (1, 0, query, key, value, mask, 32**-0.5, sinks)
-    found, expected = segments.attend(*arguments), segments.plain_attention(*arguments)
+    call = LayerCall(query, key, value, mask, 32**-0.5, sinks)
+    found, expected = segments.attend(1, 0, call), segments.plain_attention(1, 0, call)
     assert found.shape == expected.shape
     assert (found.float() - expected.float()).abs().max() < 0.02
 
@@ -188,8 +189,8 @@ def test_without_a_mask_every_new_token_sees_what_is_before_it(tmp_path: Path) -
     made = torch.Generator().manual_seed(1)
     query = torch.randn(1, 4, 3, 32, generator=made).bfloat16()
     key, value = torch.randn(2, 1, 2, 3, 32, generator=made).bfloat16()
-    arguments = (0, 1, query, key, value, None, 32**-0.5, None)
-    found, expected = segments.attend(*arguments), segments.plain_attention(*arguments)
+    call = LayerCall(query, key, value, None, 32**-0.5)
+    found, expected = segments.attend(0, 1, call), segments.plain_attention(0, 1, call)
     assert (found.float() - expected.float()).abs().max() < 0.02
 
 

@@ -28,12 +28,13 @@ typedef struct {
     float scale;
 } Shape;
 
-/* Tokens in 8 bits that stand before the others: the codec's numbers, one scale per column of K and
- * per token of V.  Keys stand at position 0; `cos` and `sin`, (tokens, width / 2), take them to
- * their places, where keys rotate. */
+/* Tokens that stand before the others, bfloat16 or, where there are scales, in 8 bits: the codec's
+ * numbers, one scale per column of K and per token of V.  `cos` and `sin`, width / 2 for a token,
+ * take keys to their places; none where they stand there. */
 typedef struct {
-    int64_t tokens, k_head, ks_head, v_head, vs_head; /* strides in elements */
-    const int8_t *key, *value;
+    int64_t tokens, k_head, k_token, v_head, v_token; /* strides in elements, as those that follow */
+    int64_t ks_head, vs_head, angle_token;            /* the last one 0 where all move as far */
+    const void *key, *value;
     const uint16_t *key_scales, *value_scales;
     const float *cos, *sin;
 } Chunk;
@@ -218,27 +219,38 @@ INLINE __m512 scales16(const uint16_t *from) {
     return widened(_mm256_loadu_si256((const __m256i *)from));
 }
 
+/* Two times 16 numbers, columns i and i + width / 2 of keys, taken to their places.  Each product is
+ * rounded, as where keys are rotated in memory. */
+INLINE __m512i moved(__m512i both, const float *cosines, const float *sines) {
+    const __m512 a = widened(_mm512_castsi512_si256(both));
+    const __m512 b = widened(_mm512_extracti64x4_epi64(both, 1));
+    const __m512 cos = _mm512_loadu_ps(cosines), sin = _mm512_loadu_ps(sines);
+    return rounded(_mm512_sub_ps(_mm512_mul_ps(a, cos), _mm512_mul_ps(b, sin)),
+                   _mm512_add_ps(_mm512_mul_ps(b, cos), _mm512_mul_ps(a, sin)));
+}
+
 /* Some keys of a chunk as a prompt's buffer would hold them, bit for bit: rounded as the codec rounds
  * what it gives back, and once more when they are rotated. */
 INLINE void restored_keys(const Chunk *c, int64_t width, int64_t group, int64_t first,
                           int64_t count, uint16_t *to) {
-    const int8_t *key = c->key + group * c->k_head + first * width;
-    const uint16_t *scales = c->key_scales + group * c->ks_head;
-    const int64_t half = width / 2;
+    const int64_t half = width / 2, start = group * c->k_head + first * c->k_token;
+    const uint16_t *scales = c->key_scales ? c->key_scales + group * c->ks_head : 0;
     for (int64_t d = 0; d < half; d += LANES) {
-        const __m512 low = scales16(scales + d), high = scales16(scales + half + d);
+        const __m512 low = scales ? scales16(scales + d) : _mm512_setzero_ps();
+        const __m512 high = scales ? scales16(scales + half + d) : low;
         for (int64_t t = 0; t < count; t++) {
-            const int8_t *from = key + t * width + d;
-            __m512i both = rounded(scaled(from, low), scaled(from + half, high));
-            if (c->cos) {
-                const __m512 a = widened(_mm512_castsi512_si256(both));
-                const __m512 b = widened(_mm512_extracti64x4_epi64(both, 1));
-                const __m512 cos = _mm512_loadu_ps(c->cos + (first + t) * half + d);
-                const __m512 sin = _mm512_loadu_ps(c->sin + (first + t) * half + d);
-                /* Each product is rounded, as where keys are rotated in memory. */
-                both = rounded(_mm512_sub_ps(_mm512_mul_ps(a, cos), _mm512_mul_ps(b, sin)),
-                               _mm512_add_ps(_mm512_mul_ps(b, cos), _mm512_mul_ps(a, sin)));
+            const int64_t from = start + t * c->k_token + d;
+            __m512i both;
+            if (scales) {
+                const int8_t *key = (const int8_t *)c->key + from;
+                both = rounded(scaled(key, low), scaled(key + half, high));
+            } else {
+                const uint16_t *key = (const uint16_t *)c->key + from;
+                both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)key));
+                both = _mm512_inserti64x4(both, _mm256_loadu_si256((const __m256i *)(key + half)), 1);
             }
+            const int64_t angle = (first + t) * c->angle_token + d;
+            if (c->cos) both = moved(both, c->cos + angle, c->sin + angle);
             uint16_t *row = to + t * width + d;
             _mm256_storeu_si256((__m256i *)row, _mm512_castsi512_si256(both));
             _mm256_storeu_si256((__m256i *)(row + half), _mm512_extracti64x4_epi64(both, 1));
@@ -249,12 +261,18 @@ INLINE void restored_keys(const Chunk *c, int64_t width, int64_t group, int64_t 
 /* The same of values, which do not rotate. */
 INLINE void restored_values(const Chunk *c, int64_t width, int64_t group, int64_t first,
                             int64_t count, uint16_t *to) {
-    const int8_t *from = c->value + group * c->v_head + first * width;
-    const uint16_t *scales = c->value_scales + group * c->vs_head + first;
-    for (int64_t t = 0; t < count; t++) {
+    const int64_t start = group * c->v_head + first * c->v_token;
+    const uint16_t *scales = c->value_scales ? c->value_scales + group * c->vs_head + first : 0;
+    for (int64_t t = 0; t < count; t++, to += width) {
+        if (!scales) {
+            memcpy(to, (const uint16_t *)c->value + start + t * c->v_token, width * sizeof(*to));
+            continue;
+        }
+        const int8_t *from = (const int8_t *)c->value + start + t * c->v_token;
         const __m512 scale = (__m512)_mm512_set1_epi32((int)((uint32_t)scales[t] << 16));
-        for (int64_t d = 0; d < width; d += 2 * LANES, from += 2 * LANES, to += 2 * LANES)
-            _mm512_storeu_si512(to, rounded(scaled(from, scale), scaled(from + LANES, scale)));
+        for (int64_t d = 0; d < width; d += 2 * LANES)
+            _mm512_storeu_si512(
+                to + d, rounded(scaled(from + d, scale), scaled(from + d + LANES, scale)));
     }
 }
 
@@ -277,10 +295,10 @@ INLINE void gathered_rows(const Shape *s, const Chunk *chunks, int64_t group, co
 }
 
 /* Asks for a block before it is used: no prefetcher sees that the next rows lie a page further. */
-INLINE void announced(const uint16_t *from, int64_t stride, int64_t width) {
+INLINE void announced(const void *from, int64_t stride, int64_t width) { /* in bytes */
     for (int64_t t = 0; t < TOKENS; t++)
-        for (int64_t d = 0; d < width; d += 2 * LANES)
-            _mm_prefetch((const char *)(from + t * stride + d), _MM_HINT_T1);
+        for (int64_t d = 0; d < width; d += 64)
+            _mm_prefetch((const char *)from + t * stride + d, _MM_HINT_T1);
 }
 
 /* All queries of one head of K and V over some of the tokens; those of chunks, of which there are
@@ -300,10 +318,31 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chun
         const uint16_t *v = value + (start - held) * s->v_token;
         int64_t k_token = s->k_token, v_token = s->v_token;
         if (start < held) {
-            k_token = s->width, v_token = s->value_width;
-            uint16_t *behind = rows + TOKENS * k_token;
-            gathered_rows(s, chunks, group, key, value, start, tokens, rows, behind);
-            k = rows, v = behind;
+            int64_t first = start;
+            const Chunk *c = chunks;
+            for (; first >= c->tokens; c++) first -= c->tokens;
+            if (first + 2 * TOKENS <= c->tokens) {
+                const int64_t each = c->key_scales ? 1 : 2, next = first + TOKENS; /* in bytes */
+                announced((const char *)c->key + (group * c->k_head + next * c->k_token) * each,
+                          c->k_token * each, s->width * each);
+                announced((const char *)c->value + (group * c->v_head + next * c->v_token) * each,
+                          c->v_token * each, s->value_width * each);
+            }
+            k_token = s->width;
+            if (!c->key_scales && first + tokens <= c->tokens) { /* nothing else is in the block */
+                v = (const uint16_t *)c->value + group * c->v_head + first * c->v_token;
+                v_token = c->v_token;
+                if (c->cos) {
+                    restored_keys(c, s->width, group, first, tokens, rows);
+                    k = rows;
+                } else {
+                    k = (const uint16_t *)c->key + group * c->k_head + first * c->k_token;
+                    k_token = c->k_token;
+                }
+            } else {
+                k = rows, v = rows + TOKENS * s->width, v_token = s->value_width;
+                gathered_rows(s, chunks, group, key, value, start, tokens, rows, (uint16_t *)v);
+            }
         }
         for (int64_t t = 0; t < TOKENS; t += LANES)
             for (int64_t d = 0; d < s->width; d += 2 * LANES)
@@ -314,8 +353,8 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chun
                        values + t / 2 * s->value_width + d);
         const int64_t next = start + TOKENS - held;
         if (next >= 0 && next + held < stop) {
-            announced(key + next * s->k_token, s->k_token, s->width);
-            announced(value + next * s->v_token, s->v_token, s->value_width);
+            announced(key + next * s->k_token, 2 * s->k_token, 2 * s->width);
+            announced(value + next * s->v_token, 2 * s->v_token, 2 * s->value_width);
         }
         for (int64_t i = 0; i < lines; i += ROWS) {
 #define TOGETHER(COUNT)                                                                          \
@@ -332,7 +371,8 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chun
 }
 
 /* `levels`, (rows, heads, queries) or none: log-sum-exp of the scores, by which partial results are
- * merged.  Returns 0, or 1 if there was no memory. */
+ * merged; the lowest number of a query that sees nothing, for what is not finite would spread.
+ * Returns 0, or 1 if there was no memory. */
 TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint16_t *key,
                               const uint16_t *value, const uint16_t *mask, uint16_t *out,
                               float *levels, const Chunk *chunks) {
@@ -383,7 +423,7 @@ TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint1
             }
             if (levels)
                 levels[(row * s->groups * s->heads + head) * s->queries + i % s->queries] =
-                    whole > 0 ? (most + log2f(whole)) / LOG2_E : -INFINITY;
+                    whole > 0 ? (most + log2f(whole)) / LOG2_E : -FLT_MAX;
             whole = whole > 0 ? 1 / whole : 0; /* a query that sees nothing */
             for (int64_t d = 0; d < s->value_width; d++) {
                 float sum = 0;

@@ -42,40 +42,46 @@ class _Shape(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Slots:
-    """K and V of one chunk in some layers, as the codec `Int8` stores them, contiguous.
+class ChunkSlots:
+    """K and V of one chunk in some layers, as they are stored; the last dimension lies together.
 
     Attributes:
-        key: `(layers, kv_heads, tokens, width)` int8, every key at position 0.
-        key_scales: `(layers, kv_heads, 1, width)` bfloat16.
-        value: `(layers, kv_heads, tokens, value_width)` int8.
-        value_scales: `(layers, kv_heads, tokens, 1)` bfloat16.
-        angles: Cosines and sines that take the keys to their places, `(tokens, width / 2)` float32
-            each, for columns i and i + width / 2; None where keys do not rotate.
+        key: `(layers, kv_heads, tokens, width)`, bfloat16 or, with scales, int8.
+        value: `(layers, kv_heads, tokens, value_width)` of the same dtype.
+        scales: As the codec `Int8` stores them: of K `(layers, kv_heads, 1, width)` bfloat16, of V
+            `(layers, kv_heads, tokens, 1)`; None for numbers that stand for themselves.
+        angles: Cosines and sines that take the keys to their places, `(tokens or 1, width / 2)`
+            float32 each, for columns i and i + width / 2; None where they stand there.
     """
 
     key: Tensor
-    key_scales: Tensor
     value: Tensor
-    value_scales: Tensor
-    angles: tuple[Tensor, Tensor] | None
+    scales: tuple[Tensor, Tensor] | None = None
+    angles: tuple[Tensor, Tensor] | None = None
 
     def described(self) -> tuple[list[int], list[int]]:
         """The kernel's `Chunk` in the first layer, and by how much each number grows per layer."""
-        heads = (self.key, self.key_scales, self.value, self.value_scales)
-        memory = (self.key, self.value, self.key_scales, self.value_scales)
-        angles = [0, 0] if self.angles is None else [part.data_ptr() for part in self.angles]
-        numbers = [self.key.shape[2], *(tensor.stride(1) for tensor in heads)]
-        addresses = [tensor.data_ptr() for tensor in memory]
+        slots = (self.key, self.value)
+        scales, angles = self.scales or (), self.angles or ()
+        numbers = [self.key.shape[2], *(slot.stride(place) for slot in slots for place in (1, 2))]
+        numbers += [part.stride(1) for part in scales] or [0, 0]
+        numbers.append(angles[0].stride(0) * (len(angles[0]) > 1) if angles else 0)
+        memory = [*slots, *scales]
         steps = [tensor.stride(0) * tensor.itemsize for tensor in memory]
-        return [*numbers, *addresses, *angles], [*[0] * len(numbers), *steps, 0, 0]
+        addresses = [tensor.data_ptr() for tensor in memory]
+        unscaled = [0, 0] if self.scales is None else []
+        ends = [part.data_ptr() for part in angles] or [0, 0]
+        return (
+            [*numbers, *addresses, *unscaled, *ends],
+            [*[0] * len(numbers), *steps, *unscaled, 0, 0],
+        )
 
 
 # Numbers of a `Chunk`, each of 8 bytes.
-_CHUNK_NUMBERS: Final = 11
+_CHUNK_NUMBERS: Final = 14
 
 
-class Int8Context:
+class ChunkContext:
     """Chunks one behind another, before the tokens of a cache.
 
     Attributes:
@@ -83,7 +89,7 @@ class Int8Context:
         count: Of how many chunks.
     """
 
-    def __init__(self, slots: Sequence[Int8Slots]) -> None:
+    def __init__(self, slots: Sequence[ChunkSlots]) -> None:
         """Describe chunks, one or more, to the kernel, once for all layers and passes."""
         self._slots = tuple(slots)  # keeps the memory
         self.tokens, self.count = sum(slot.key.shape[2] for slot in slots), len(slots)
@@ -160,7 +166,7 @@ def attend_partially(
 
 
 def attend_behind(
-    chunks: Int8Context,
+    chunks: ChunkContext,
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -168,10 +174,10 @@ def attend_behind(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_partially` of one row to chunks in 8 bits and, behind them, to `key` and `value`.
+    """`attend_partially` of one row to chunks and, behind them, to `key` and `value`.
 
-    Chunks are read as they lie; what each number stands for is rounded as in a copy of them, so
-    that the result is that over a copy.
+    Chunks are read as they lie; what each number stands for is rounded as in a copy of them whose
+    keys stand at their places, so that the result is that over a copy.
 
     Args:
         chunks: Come first.
@@ -196,7 +202,7 @@ def _run(
     scaling: float,
     output: Tensor,
     levels: Tensor | None,
-    chunks: Int8Context | None = None,
+    chunks: ChunkContext | None = None,
     layer: int = 0,
 ) -> None:
     rows, heads, queries, width = query.shape

@@ -43,14 +43,14 @@ def attention_switched(module: torch.nn.Module, name: str) -> Iterator[None]:
         name: Registered with `AttentionInterface` and `AttentionMaskInterface`.
     """
     # Modules share their configs, and parts of a model may have different ones.
-    configs: list[Any] = [vars(part).get("config") for part in module.modules()]
-    distinct = {
-        id(candidate): candidate
-        for candidate in configs
-        if hasattr(candidate, "_attn_implementation_internal")
-    }
+    found: list[Any] = [vars(part).get("config") for part in module.modules()]
+    configs = {id(config): config for config in found}
     # Not the property, which sets parts below as well, nor the model's method, which warns.
-    own = [(config, config._attn_implementation_internal) for config in distinct.values()]
+    own: list[tuple[Any, Any]] = [
+        (config, config._attn_implementation_internal)
+        for config in configs.values()
+        if hasattr(config, "_attn_implementation_internal")
+    ]
     try:
         for config, _ in own:
             config._attn_implementation_internal = name

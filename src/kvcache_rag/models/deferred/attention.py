@@ -2,7 +2,8 @@
 
 LazyAttention, arXiv 2606.04302.  Per chunk the query, its grouped heads packed, is rotated back by
 as much as the chunk's keys would have to be rotated, attended with, and the partial results are
-merged by their log-sum-exp, as in flash decoding.  `plain_attention` is what that has to equal.
+merged by their log-sum-exp, as in flash decoding.  Where a kernel turns keys while it reads them,
+one call of it does all chunks of a row.  `plain_attention` is what both have to equal.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.scaled import scaled_attention
 from kvcache_rag.models.deferred.cache import LayerChunks, LayerSegments, awaited, segments_of
-from kvcache_rag.models.deferred.segments import CallShape, Plan, make_plan
+from kvcache_rag.models.deferred.segments import LayerCall, Plan, make_plan
 
 if TYPE_CHECKING:
-    from kvcache_rag.models.deferred.segments import SegmentTable
+    from kvcache_rag.models.attention.few_queries import ChunkContext
+    from kvcache_rag.models.deferred.segments import CallShape, SegmentTable
 
 
 # Arguments that change which columns count or by how much, in ways this function does not know.
@@ -80,24 +82,25 @@ def deferred_attention(
     if layer.held.callers is not None:
         layer.held.callers.append(module)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = LayerCall(query, key, value, attention_mask, factor, s_aux)
     if isinstance(layer, LayerChunks):
-        attend, where = layer.held.attend, (layer.group, layer.place)
-        return attend(*where, query, key, value, attention_mask, factor, s_aux), None
+        return layer.held.attend(layer.group, layer.place, call), None
     if query.device.type == "cuda":
-        return _on_cuda(query, key, value, attention_mask, factor, layer, s_aux), None
-    if has_fast_path(query, value, attention_mask, layer.held.table):
-        return fast_attention(query, key, value, attention_mask, factor, layer, s_aux), None
-    return plain_attention(query, key, value, attention_mask, factor, layer, s_aux), None
+        return _on_cuda(call, layer), None
+    if has_fast_path(call, layer.held.table):
+        return fast_attention(call, layer), None
+    return plain_attention(call, layer), None
 
 
-def has_fast_path(query: Tensor, value: Tensor, mask: Tensor | None, table: SegmentTable) -> bool:
+def has_fast_path(call: LayerCall, table: SegmentTable) -> bool:
     """Whether the CPU's kernel knows such tensors."""
+    query, value = call.query, call.value
     heads, width = query.shape[1], query.shape[3]
     return (
         query.device.type == "cpu"
         and query.dtype == table.layout.dtype == value.dtype
         and is_fast(query.dtype, width, value.shape[3], heads, value.shape[1], query.device)
-        and (mask is None or (mask.ndim == 4 and mask.shape[1] == 1))
+        and call.is_alike_for_heads
     )
 
 
@@ -116,52 +119,27 @@ def is_fast(
     return is_known and width == value_width and heads % kv_heads == 0
 
 
-def _on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    layer: LayerSegments,
-    sinks: Tensor | None,
-) -> Tensor:
+def _on_cuda(call: LayerCall, layer: LayerSegments) -> Tensor:
     try:
         from kvcache_rag.models.deferred.kernel import deferred_attend
     except ImportError:  # no Triton
-        return plain_attention(query, key, value, mask, factor, layer, sinks)
+        return plain_attention(call, layer)
     table, group, place = layer.held.table, layer.group, layer.place
+    tensors = call.query, call.key, call.value, call.mask
     try:
-        output: Tensor = deferred_attend(
-            query, key, value, mask, factor, table, group, place, sinks
-        )
+        output: Tensor = deferred_attend(*tensors, call.factor, table, group, place, call.sinks)
     except NotImplementedError:
-        return plain_attention(query, key, value, mask, factor, layer, sinks)
+        return plain_attention(call, layer)
     return output
 
 
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    layer: LayerSegments,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def plain_attention(call: LayerCall, layer: LayerSegments) -> Tensor:
     """The specification: rotated copies of all keys, and ordinary attention in float32.
-
-    Args:
-        query: `(rows, heads, queries, width)`.
-        key: `(rows, kv_heads, tail, width)`.
-        value: `(rows, kv_heads, tail, value_width)`.
-        mask: As for `deferred_attention`, also `(rows or 1, heads, queries, columns or more)`.
-        factor: Of the scores.
-        layer: The segments.
-        sinks: `(heads,)` scores of a sink, or None.
 
     Returns:
         `(rows, queries, heads, value_width)`; of tokens that the table keeps, any finite number.
     """
+    key, value = call.key, call.value
     table = layer.held.table
     columns = table.tail + key.shape[2]
     # (rows, kv_heads, columns, width); zeros where there is padding
@@ -180,38 +158,29 @@ def plain_attention(
                 # (1, dim / 2): one angle for all tokens of the segment
                 cos, sin = (part[segment.angle, None] for part in table.angles[rotation.frequency])
                 rotate_(keys[row, :, place], rotation, cos, sin)
-    return ordinary_attention(query, keys, values, mask, factor, sinks)
+    return ordinary_attention(call, keys, values)
 
 
-def ordinary_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention in float32 to keys that stand at their places.
+def ordinary_attention(call: LayerCall, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention in float32 to keys that stand at their places, in the stead of the call's own.
 
     Args:
-        query: `(rows, heads, queries, width)`.
+        call: What is asked.
         keys: `(rows, kv_heads, columns, width)`.
         values: `(rows, kv_heads, columns, value_width)`.
-        mask: As for `plain_attention`.
-        factor: Of the scores.
-        sinks: `(heads,)` scores of a sink, or None.
 
     Returns:
         `(rows, queries, heads, value_width)`.
     """
+    query = call.query
     rows, heads, queries, _ = query.shape
     repeats, columns = heads // keys.shape[1], keys.shape[2]
     # (rows, heads, columns, width)
     wide_keys, wide_values = (part.float().repeat_interleave(repeats, 1) for part in (keys, values))
-    scores = query.float() @ wide_keys.transpose(-1, -2) * factor
-    scores = scores + _added(mask, queries, columns, query.device)
-    if sinks is not None:
-        sink = sinks.float().reshape(1, -1, 1, 1).expand(rows, -1, queries, 1)
+    scores = query.float() @ wide_keys.transpose(-1, -2) * call.factor
+    scores = scores + _added(call.mask, queries, columns, query.device)
+    if call.sinks is not None:
+        sink = call.sinks.float().reshape(1, -1, 1, 1).expand(rows, -1, queries, 1)
         scores = torch.cat([scores, sink], -1)
     # A row of nothing but the lowest number (padding) stays finite.
     weights = torch.softmax(scores.clamp_min(torch.finfo(scores.dtype).min), -1)
@@ -230,41 +199,63 @@ def _added(mask: Tensor | None, queries: int, columns: int, device: torch.device
     return hidden.masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
-def fast_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    layer: LayerSegments,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`plain_attention` on a CPU, without a copy of K or V; one call of a kernel per chunk.
+def fast_attention(call: LayerCall, layer: LayerSegments) -> Tensor:
+    """`plain_attention` on a CPU, without a copy of K or V; needs `has_fast_path`."""
+    plan = _plan(layer, call)
+    if plan.is_single and few_queries.takes(call.query, call.key, call.value, 0.0):
+        context = layer.held.context(layer.group)
+        if context is not None:
+            output = attend_behind(context, layer.place, call, plan.single_mask)
+            return output.transpose(1, 2).contiguous()
+    return _by_chunks(call, layer, plan)
 
-    Needs `has_fast_path`.
+
+def attend_behind(
+    context: ChunkContext, place: int, call: LayerCall, hidden: Tensor | None
+) -> Tensor:
+    """Attention of one row to chunks and what follows them, in one call of the CPU's kernel.
+
+    Args:
+        context: The chunks of the row.
+        place: Number of the layer in its group.
+        call: What is asked; its own mask is not looked at.
+        hidden: Added to the scores, `(1, 1, queries or 1, columns or more)`, or None.
+
+    Returns:
+        `(1, heads, queries, value_width)`.
     """
+    tensors = call.query, call.key, call.value
+    output, levels = few_queries.attend_behind(context, place, *tensors, hidden, call.factor)
+    if call.sinks is not None:  # they take a share and give nothing
+        shares = torch.sigmoid(levels - call.sinks.float()[:, None])  # (1, heads, queries)
+        output = (output * shares[..., None]).to(output.dtype)
+    return output
+
+
+def _by_chunks(call: LayerCall, layer: LayerSegments, plan: Plan) -> Tensor:
+    """One call of a kernel per chunk, with the query rotated back by as much as it stands apart."""
+    query, factor = call.query, call.factor
     rows, heads, queries, width = query.shape
-    groups = key.shape[1]
+    groups = call.key.shape[1]
     packed = query.reshape(rows, groups, -1, width)  # the heads of a group fold into the queries
     length = packed.shape[2]  # repeats * queries
-    plan = _plan(layer, mask, CallShape(queries, heads // groups, key.shape[2], width), query.dtype)
-    out, level = _partial(packed, key, value, plan.tail_mask, factor)
+    out, level = _partial(packed, call.key, call.value, plan.tail_mask, factor)
     if rows > 1:  # as the partial results of chunks are: (1, kv_heads, rows * length, width)
         out = out.transpose(0, 1).reshape(1, groups, -1, width)
         level = level.transpose(0, 1).reshape(1, groups, -1)  # log-sum-exps
     outs, levels = [], []
     views = layer.held.views[layer.group]
-    for call, rotated in zip(plan.calls, _rotated(packed, plan), strict=True):
-        keys, values = (slot[layer.place] for slot in views[call.chunk])  # (1, kv_heads, n, width)
-        if call.mask is not None:
-            keys, values = keys[:, :, call.start : call.stop], values[:, :, call.start : call.stop]
-        partial = _partial(rotated, keys, values, call.mask, factor)
+    for part, rotated in zip(plan.calls, _rotated(packed, plan), strict=True):
+        keys, values = (slot[layer.place] for slot in views[part.chunk])  # (1, kv_heads, n, width)
+        if part.mask is not None:
+            keys, values = keys[:, :, part.start : part.stop], values[:, :, part.start : part.stop]
+        partial = _partial(rotated, keys, values, part.mask, factor)
         outs.append(partial[0])
         levels.append(partial[1])
     # Pairs of a row and a chunk in the order of the calls, then the tails, row by row.
     partials = torch.cat([*outs, out], 2).view(groups, -1, length, width)
     marks = torch.cat([*levels, level], 2).view(groups, -1, length)
-    merged = _merged(partials, marks, plan, rows, sinks)
+    merged = _merged(partials, marks, plan, rows, call.sinks)
     # (kv_heads, rows, repeats, queries, width) to (rows, queries, kv_heads, repeats, width)
     by_head = merged.view(groups, rows, -1, queries, width).permute(1, 3, 0, 2, 4)
     return by_head.reshape(rows, queries, heads, width).to(query.dtype)
@@ -325,8 +316,8 @@ def _merged(
     return merged.index_add_(1, plan.owners, wide.mul_(shares[..., None]))
 
 
-def _plan(layer: LayerSegments, mask: Tensor | None, shape: CallShape, dtype: torch.dtype) -> Plan:
-    segments = layer.held
+def _plan(layer: LayerSegments, call: LayerCall) -> Plan:
+    segments, mask, shape = layer.held, call.mask, call.shape
     known: dict[tuple[int, int], tuple[CallShape, Plan]] = segments.unmasked_plans
     if mask is not None:
         known = segments.plans.setdefault(mask, {})  # type: ignore[no-untyped-call]  # in torch
@@ -335,6 +326,6 @@ def _plan(layer: LayerSegments, mask: Tensor | None, shape: CallShape, dtype: to
     # The last one only: a tail that grows needs another with every token.
     entry = known.get((layer.group, shape.repeats))
     if entry is None or entry[0] != shape:
-        entry = shape, make_plan(segments.table, layer.group, mask, shape, dtype)
+        entry = shape, make_plan(segments.table, layer.group, mask, shape, call.query.dtype)
         known[layer.group, shape.repeats] = entry
     return entry[1]

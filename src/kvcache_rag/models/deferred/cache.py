@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache
 
+from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
 from kvcache_rag.models.cache import BufferLayer, DummyLayer
+from kvcache_rag.models.deferred.segments import turns_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import Tensor
 
     from kvcache_rag.kv.buffer import KVBuffer
-    from kvcache_rag.models.deferred.segments import SegmentTable
+    from kvcache_rag.models.deferred.segments import LayerCall, Segment, SegmentTable
     from kvcache_rag.models.rotation import LayerKind, ModelLayout
 
 
@@ -47,9 +47,8 @@ class AttendedChunks(Protocol):
     def tail(self) -> int: ...
     @property
     def callers(self) -> list[torch.nn.Module] | None: ...
-    @property
-    def attend(self) -> Callable[..., Tensor]:
-        """Attention of one layer: group and place of it, then as for `deferred_attention`."""
+    def attend(self, group: int, place: int, call: LayerCall) -> Tensor:
+        """Attention of the layer at `place` of a group, `(rows, queries, heads, value_width)`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +60,7 @@ class HeldSegments:
         views: Per group and chunk (by identity) its tensors, layer by layer: views.
         plans: What attention worked out, per mask.
         unmasked_plans: The same for forward passes without a mask.
+        contexts: Per group the chunks of a batch of one, as the CPU's kernel reads them.
         callers: Where the layers that attend are noted, in order; None to note nothing.
     """
 
@@ -68,6 +68,7 @@ class HeldSegments:
     views: tuple[dict[int, SlotViews], ...]
     plans: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     unmasked_plans: dict[Any, Any] = field(default_factory=dict)
+    contexts: dict[int, ChunkContext] = field(default_factory=dict)
     callers: list[torch.nn.Module] | None = None
 
     @classmethod
@@ -95,6 +96,25 @@ class HeldSegments:
     def tail(self) -> int:
         """Column of the first token that lies in the cache's own buffer."""
         return self.table.tail
+
+    def context(self, group: int) -> ChunkContext | None:
+        """The chunks of the only row for the CPU's kernel; None where it cannot turn their keys."""
+        (row,) = self.table.rows
+        if not row or not turns_whole(self.layout.groups[group]):
+            return None
+        if group not in self.contexts:
+            self.contexts[group] = ChunkContext([self._slots(group, one) for one in row])
+        return self.contexts[group]
+
+    def _slots(self, group: int, segment: Segment) -> ChunkSlots:
+        rotation = self.layout.groups[group].key_rotation
+        angles = None
+        if segment.angle and rotation.style != "none":
+            cos, sin = (
+                table[segment.angle, None] for table in self.table.angles[rotation.frequency]
+            )
+            angles = cos, (-sin if rotation.reverse else sin)
+        return ChunkSlots(segment.chunk.keys(group), segment.chunk.values(group), angles=angles)
 
 
 @dataclass(frozen=True, eq=False)

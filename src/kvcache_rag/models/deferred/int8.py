@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvcache_rag.kv.rotary import angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
-from kvcache_rag.models.attention.few_queries import Int8Context, Int8Slots
+from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
 from kvcache_rag.models.attention.packed import added_mask
-from kvcache_rag.models.deferred.attention import ordinary_attention
+from kvcache_rag.models.deferred.attention import attend_behind, ordinary_attention
+from kvcache_rag.models.deferred.segments import LayerCall, turns_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,10 +41,9 @@ def int8_refusal(model: TransformersModel) -> str:
         return f"{name}: chunks in 8 bits are read in place by bfloat16 models on a CPU"
     for group in layout.groups:
         rotation, width = group.key_rotation, group.layout.key_shape[1]
-        is_whole = rotation.style == "half" and (rotation.start, rotation.dim) == (0, width)
         if width % 32 or group.layout.value_shape[1] % 32:
             return f"{name}: its heads have {width} columns, not a multiple of 32"
-        if not (is_whole or rotation.style == "none"):
+        if not turns_whole(group):
             return f"{name}: its keys are rotated as {rotation}, not all in halves"
     if few_queries.library() is None:
         return "chunks in 8 bits are read in place by a kernel for CPUs with AVX-512 for bfloat16"
@@ -90,15 +90,14 @@ class PlacedChunk:
     column: int
     position: int
 
-    def slots(self, layout: ModelLayout, group: int) -> Int8Slots:
+    def slots(self, layout: ModelLayout, group: int) -> ChunkSlots:
         """Its K and V in the layers of a group."""
         tail = f".{group}" if len(layout.groups) > 1 else ""
         stored = self.chunk.stored
-        return Int8Slots(
+        return ChunkSlots(
             key=stored[f"kq{tail}"],
-            key_scales=stored[f"ks{tail}"],
             value=stored[f"vq{tail}"],
-            value_scales=stored[f"vs{tail}"],
+            scales=(stored[f"ks{tail}"], stored[f"vs{tail}"]),
             angles=self._angles(layout, layout.groups[group].key_rotation),
         )
 
@@ -128,7 +127,7 @@ class Int8Segments:
     rows: tuple[tuple[PlacedChunk, ...], ...]
     tail: int
     keep: tuple[int, ...]
-    contexts: tuple[tuple[Int8Context, ...], ...]
+    contexts: tuple[tuple[ChunkContext, ...], ...]
     callers: list[torch.nn.Module] | None = None
 
     @classmethod
@@ -141,30 +140,20 @@ class Int8Segments:
     ) -> Int8Segments:
         """Describe the chunks to the kernel; every row has one or more."""
         contexts = tuple(
-            tuple(Int8Context([chunk.slots(layout, group) for chunk in row]) for row in rows)
+            tuple(ChunkContext([chunk.slots(layout, group) for chunk in row]) for row in rows)
             for group in range(len(layout.groups))
         )
         return cls(layout, tuple(map(tuple, rows)), tail, tuple(keep), contexts)
 
-    def attend(
-        self,
-        group: int,
-        place: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        factor: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attention of one layer; the arguments are those of `deferred_attention`.
+    def attend(self, group: int, place: int, call: LayerCall) -> Tensor:
+        """Attention of one layer.
 
         Returns:
             `(rows, queries, heads, value_width)`; of tokens that are kept, any finite number.
         """
-        is_known = mask is None or (mask.ndim == 4 and mask.shape[1] == 1)
-        if not is_known or not few_queries.takes(query, key, value, 0.0):
-            return self.plain_attention(group, place, query, key, value, mask, factor, sinks)
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        if not call.is_alike_for_heads or not few_queries.takes(query, key, value, 0.0):
+            return self.plain_attention(group, place, call)
         if mask is None and query.shape[2] > 1:
             mask = _causal(query.shape[2], self.tail + key.shape[2])
         hidden = None if mask is None else added_mask(mask, query.dtype)
@@ -174,37 +163,18 @@ class Int8Segments:
             seen = hidden
             if hidden is not None:
                 seen = hidden[own if len(hidden) > 1 else slice(0, 1), ..., self._first(row) :]
-            output, levels = few_queries.attend_behind(
-                context,
-                place,
-                query[own],
-                key[own, :, keep:],
-                value[own, :, keep:],
-                seen,
-                factor,
-            )
-            if sinks is not None:  # they take a share and give nothing
-                shares = torch.sigmoid(levels - sinks.float()[:, None])  # (1, heads, queries)
-                output = (output * shares[..., None]).to(output.dtype)
-            outputs.append(output)
+            tensors = query[own], key[own, :, keep:], value[own, :, keep:]
+            alone = LayerCall(*tensors, None, call.factor, call.sinks)
+            outputs.append(attend_behind(context, place, alone, seen))
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return whole.transpose(1, 2).contiguous()
 
     def _first(self, row: int) -> int:
         return self.rows[row][0].column
 
-    def plain_attention(
-        self,
-        group: int,
-        place: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        factor: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def plain_attention(self, group: int, place: int, call: LayerCall) -> Tensor:
         """The specification: decoded and rotated copies, and ordinary attention in float32."""
+        key, value = call.key, call.value
         columns, rotation = self.tail + key.shape[2], self.layout.groups[group].key_rotation
         keys = key.new_zeros(*key.shape[:2], columns, key.shape[3])
         values = value.new_zeros(*value.shape[:2], columns, value.shape[3])
@@ -222,7 +192,7 @@ class Int8Segments:
                     frequencies = self.layout.frequencies[rotation.frequency].at_rest()
                     angles = angle_table(frequencies, torch.zeros_like(places), places)
                     rotate_(keys[row, :, there], rotation, *angles)
-        return ordinary_attention(query, keys, values, mask, factor, sinks)
+        return ordinary_attention(call, keys, values)
 
 
 def _causal(queries: int, columns: int) -> Tensor:

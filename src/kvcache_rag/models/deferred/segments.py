@@ -6,7 +6,8 @@ against the query rotated back by d, so the query is rotated, once per distinct 
 
 What one forward pass has to look at (`Plan`) is worked out once and used by every layer: a chunk
 that stands in several rows of a batch is read once for all of them; a chunk that a sliding window
-hides is left out, and of one that it cuts only the part is read that somebody sees.
+hides is left out, and of one that it cuts only the part is read that somebody sees.  One row that
+sees all of its chunks is left to a kernel that turns keys while it reads them, where there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.kv.rotary import Rotation
-    from kvcache_rag.models.rotation import ModelLayout
+    from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +148,8 @@ class Plan:
         tail_mask: Added to the scores of the tail, `(rows, 1, heads * queries, tail)`, or None.
         owners: `(pairs + rows,)` row of each partial result, those of the tail last.
         parts: `(rows, most)` partial results of each row; `pairs + rows` stands for none.
+        is_single: Whether this is one row that sees all of its segments.
+        single_mask: Added to its scores, `(1, 1, queries, columns of segments and tail)`, or None.
     """
 
     calls: tuple[Call, ...]
@@ -158,6 +161,41 @@ class Plan:
     tail_mask: Tensor | None
     owners: Tensor
     parts: Tensor
+    is_single: bool
+    single_mask: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What one layer asks.
+
+    Attributes:
+        query: `(rows, heads, queries, width)`, rotated to its place.
+        key: `(rows, kv_heads, tail, width)`, what the cache's own buffer holds.
+        value: `(rows, kv_heads, tail, value_width)`.
+        mask: `(rows or 1, 1 or heads, queries, columns or more)`, bool (True is seen) or added to
+            the scores; None where every new token sees everything up to itself.
+        factor: Of the scores.
+        sinks: `(heads,)` scores of a sink that holds no value, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    factor: float
+    sinks: Tensor | None = None
+
+    @property
+    def is_alike_for_heads(self) -> bool:
+        """Whether all heads see the same, as kernels want it."""
+        return self.mask is None or (self.mask.ndim == 4 and self.mask.shape[1] == 1)
+
+    @property
+    def shape(self) -> CallShape:
+        """Sizes of the pass."""
+        _, heads, queries, width = self.query.shape
+        return CallShape(queries, heads // self.key.shape[1], self.key.shape[2], width)
 
 
 @dataclass(frozen=True)
@@ -175,6 +213,15 @@ class CallShape:
     repeats: int
     tail: int
     width: int
+
+
+def turns_whole(group: LayerGroup) -> bool:
+    """Whether the keys of a group can be turned by the CPU's kernel while it reads them."""
+    rotation = group.key_rotation
+    whole = (0, group.layout.key_shape[1])
+    return rotation.style == "none" or (
+        rotation.style == "half" and (rotation.start, rotation.dim) == whole
+    )
 
 
 def make_plan(
@@ -222,6 +269,8 @@ def make_plan(
         tail_mask=seen.tail(shape.repeats),
         owners=torch.tensor(owners, device=device),
         parts=torch.tensor(padded, device=device),
+        is_single=count == 1 and seen.added is None,
+        single_mask=seen.single(),
     )
 
 
@@ -336,6 +385,13 @@ class _Seen:
         start, stop = seen[0], seen[-1] + 1
         mask = torch.cat([part[:, start:stop].repeat(repeats, 1) for part in parts])
         return Call(name, start, stop, mask[None, None])
+
+    def single(self) -> Tensor | None:
+        """The mask of a row that sees all of its segments."""
+        if self.behind is None or self.added is not None or len(self.table.rows) > 1:
+            return None
+        before = sum(len(segment.chunk) for segment in self.table.rows[0])
+        return torch.nn.functional.pad(self.behind, (before, 0))[:, None]
 
     def tail(self, repeats: int) -> Tensor | None:
         """The mask of the tail for packed queries."""
