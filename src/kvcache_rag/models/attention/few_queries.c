@@ -7,6 +7,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #include "../avx512.h"
@@ -42,13 +43,6 @@ typedef struct {
 int64_t kvcache_rag_shape_bytes(void) { return sizeof(Shape); }
 
 int64_t kvcache_rag_chunk_bytes(void) { return sizeof(Chunk); }
-
-INLINE uint16_t narrowed(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to the nearest, ties to even */
-}
 
 /* 2 to the power of x, for x of at most 0; 0 below -150. */
 INLINE __m512 power(__m512 x) {
@@ -93,17 +87,13 @@ INLINE void transposed(const uint16_t *from, int64_t stride, int64_t count, uint
     }
 }
 
-/* 2 values of 32 elements each, to 32 pairs; `place` says which element stands where. */
+/* 2 values of 32 elements each, to 32 pairs: of 8 elements the first four, then, 16 pairs further,
+ * the last four. */
 INLINE void paired(const uint16_t *from, const uint16_t *next, uint32_t *to) {
     __m512i a = _mm512_loadu_si512(from);
     __m512i b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
     _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
     _mm512_store_si512(to + LANES, _mm512_unpackhi_epi16(a, b));
-}
-
-INLINE int64_t place(int64_t element) {
-    const int64_t within = element % 8;
-    return element / 32 * 32 + (within < 4 ? 0 : LANES) + element % 32 / 8 * 4 + within % 4;
 }
 
 #define PAIRS(address) ((__m512bh)_mm512_load_si512(address))
@@ -370,29 +360,76 @@ TARGET static void one_part(const Shape *s, const uint16_t *q, const Chunk *chun
     }
 }
 
+/* Memory of one part, in floats: room for a block, sums, queries, then maxima and totals. */
+typedef struct {
+    int64_t room, summed, asked, each;
+} Places;
+
+/* The outputs of all queries of a head of K and V, of `count` parts that lie `each` apart. */
+TARGET static void finished(const Shape *s, const Places *at, const float *first, int64_t count,
+                            int64_t row, int64_t group, uint16_t *out, float *levels) {
+    const int64_t lines = s->heads * s->queries;
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int64_t i = 0; i < lines; i++) {
+        const int64_t head = group * s->heads + i / s->queries;
+        uint16_t *to = out + row * s->out_row + head * s->out_head + i % s->queries * s->out_query;
+        const float *highest = first + at->room + at->summed + at->asked + i;
+        const float *sums = first + at->room + i * s->value_width;
+        float most = -FLT_MAX, whole = 0, shares[MOST_SPLITS];
+        for (int64_t j = 0; j < count; j++) {
+            const float high = highest[j * at->each];
+            most = high > most ? high : most;
+        }
+        for (int64_t j = 0; j < count; j++) {
+            shares[j] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[j * at->each] - most)));
+            whole += shares[j] * highest[j * at->each + lines];
+        }
+        if (levels)
+            levels[(row * s->groups * s->heads + head) * s->queries + i % s->queries] =
+                whole > 0 ? (most + log2f(whole)) / LOG2_E : -FLT_MAX;
+        const __m512 part = _mm512_set1_ps(whole > 0 ? 1 / whole : 0); /* 0: it sees nothing */
+        for (int64_t d = 0; d < s->value_width; d += 2 * LANES) {
+            __m512 low = _mm512_setzero_ps(), high = low;
+            for (int64_t j = 0; j < count; j++) {
+                const __m512 share = _mm512_set1_ps(shares[j]);
+                const float *from = sums + j * at->each + d;
+                low = _mm512_fmadd_ps(share, _mm512_loadu_ps(from), low);
+                high = _mm512_fmadd_ps(share, _mm512_loadu_ps(from + LANES), high);
+            }
+            const __m512i both = rounded(_mm512_mul_ps(low, part), _mm512_mul_ps(high, part));
+            /* Back from the order of `paired`. */
+            _mm512_storeu_si512(to + d, _mm512_permutexvar_epi64(order, both));
+        }
+    }
+}
+
 /* `levels`, (rows, heads, queries) or none: log-sum-exp of the scores, by which partial results are
  * merged; the lowest number of a query that sees nothing, for what is not finite would spread.
  * Returns 0, or 1 if there was no memory. */
 TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint16_t *key,
                               const uint16_t *value, const uint16_t *mask, uint16_t *out,
                               float *levels, const Chunk *chunks) {
-    const int64_t lines = s->heads * s->queries, parts = s->rows * s->groups * s->splits;
+    const int64_t lines = s->heads * s->queries, owners = s->rows * s->groups;
+    const int64_t parts = owners * s->splits;
     int64_t held = 0; /* tokens of the chunks, which stand before those of `key` */
     for (int64_t i = 0; i < s->chunks; i++) held += chunks[i].tokens;
     const int64_t all = held + s->tokens;
-    /* Of each part, in floats: a block of keys and values, where there are chunks once more as
-     * their rows, sums, queries, maxima and totals. */
-    const int64_t room = (s->width + s->value_width) / 2 * TOKENS * (s->chunks ? 2 : 1);
-    const int64_t summed = lines * s->value_width, asked = lines * s->width / 2;
-    const int64_t each = (room + summed + asked + 2 * lines + LANES - 1) / LANES * LANES;
-    float *memory = aligned_alloc(64, parts * each * sizeof(float));
+    /* A block is keys and values, and where there are chunks once more their rows. */
+    Places at = {.room = (s->width + s->value_width) / 2 * TOKENS * (s->chunks ? 2 : 1),
+                 .summed = lines * s->value_width,
+                 .asked = lines * s->width / 2};
+    at.each = (at.room + at.summed + at.asked + 2 * lines + LANES - 1) / LANES * LANES;
+    /* Parts that are merged have to be kept; others are finished at once, in their thread's memory. */
+    const int64_t kept = s->splits > 1 ? parts : s->threads;
+    float *memory = aligned_alloc(64, kept * at.each * sizeof(float));
     if (!memory) return 1;
     const int64_t span = (all + s->splits - 1) / s->splits;
 #pragma omp parallel for schedule(static) num_threads(s->threads) if (s->threads > 1)
     for (int64_t part = 0; part < parts; part++) {
         const int64_t split = part % s->splits, group = part / s->splits % s->groups;
         const int64_t row = part / s->splits / s->groups;
-        float *block = memory + part * each, *sums = block + room, *behind = sums + summed;
+        float *block = memory + (s->splits > 1 ? part : omp_get_thread_num()) * at.each;
+        float *sums = block + at.room, *behind = sums + at.summed;
         uint16_t *q = (uint16_t *)behind;
         for (int64_t i = 0; i < lines; i++) {
             const int64_t head = group * s->heads + i / s->queries;
@@ -403,35 +440,15 @@ TARGET int kvcache_rag_attend(const Shape *s, const uint16_t *query, const uint1
         const int64_t stop = (split + 1) * span < all ? (split + 1) * span : all;
         one_part(s, q, chunks, group, held, key + row * s->k_row + group * s->k_head,
                  value + row * s->v_row + group * s->v_head, mask ? mask + row * s->mask_row : 0,
-                 split * span, stop, (uint32_t *)block, behind + asked, behind + asked + lines, sums);
+                 split * span, stop, (uint32_t *)block, behind + at.asked,
+                 behind + at.asked + lines, sums);
+        if (s->splits == 1) finished(s, &at, block, 1, row, group, out, levels);
     }
-    for (int64_t part = 0; part < parts; part += s->splits) {
-        const int64_t group = part / s->splits % s->groups, row = part / s->splits / s->groups;
-        for (int64_t i = 0; i < lines; i++) {
-            const int64_t head = group * s->heads + i / s->queries;
-            uint16_t *to = out + row * s->out_row + head * s->out_head + i % s->queries * s->out_query;
-            const float *first = memory + part * each + room;
-            float most = -FLT_MAX, whole = 0, shares[MOST_SPLITS];
-            for (int64_t j = 0; j < s->splits; j++) {
-                const float highest = first[j * each + summed + asked + i];
-                most = highest > most ? highest : most;
-            }
-            for (int64_t j = 0; j < s->splits; j++) {
-                const float *highest = first + j * each + summed + asked;
-                shares[j] = _mm512_cvtss_f32(power(_mm512_set1_ps(highest[i] - most)));
-                whole += shares[j] * highest[lines + i];
-            }
-            if (levels)
-                levels[(row * s->groups * s->heads + head) * s->queries + i % s->queries] =
-                    whole > 0 ? (most + log2f(whole)) / LOG2_E : -FLT_MAX;
-            whole = whole > 0 ? 1 / whole : 0; /* a query that sees nothing */
-            for (int64_t d = 0; d < s->value_width; d++) {
-                float sum = 0;
-                for (int64_t j = 0; j < s->splits; j++)
-                    sum += shares[j] * first[j * each + i * s->value_width + place(d)];
-                to[d] = narrowed(sum * whole);
-            }
-        }
+    if (s->splits > 1) {
+#pragma omp parallel for schedule(static) num_threads(s->threads) if (owners > 1)
+        for (int64_t owner = 0; owner < owners; owner++)
+            finished(s, &at, memory + owner * s->splits * at.each, s->splits, owner / s->groups,
+                     owner % s->groups, out, levels);
     }
     free(memory);
     return 0;
