@@ -7,11 +7,7 @@
 
 #include <math.h>
 
-#include "avx512.h"
-
-#define OUTPUTS 64 /* of a block: what one pair of inputs meets lies together */
-#define ROWS 6     /* rows computed side by side: their sums fill the registers */
-#define UNROLLED _Pragma("GCC unroll 8")
+#include "row_blocks.h"
 
 /* `count` rows (at most ROWS) times a block of weights, (width / 2, OUTPUTS, 2). */
 INLINE void block(const uint16_t *inputs, int64_t width, const uint16_t *weights,
@@ -52,14 +48,7 @@ TARGET void kvcache_rag_linear(const uint16_t *inputs, const uint16_t *weights,
 #define BLOCK(COUNT)                                                                              \
     block(inputs + row * width, width, weights + first * width, bias ? bias + first : 0,          \
           out + row * outputs + first, outputs, COUNT)
-            switch (rows - row) {
-                case 1: BLOCK(1); break;
-                case 2: BLOCK(2); break;
-                case 3: BLOCK(3); break;
-                case 4: BLOCK(4); break;
-                case 5: BLOCK(5); break;
-                default: BLOCK(6);
-            }
+            SIDE_BY_SIDE(rows - row, BLOCK)
         }
 }
 

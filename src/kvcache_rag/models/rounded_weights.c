@@ -2,17 +2,12 @@
  *
  * Weights are widened to bfloat16 in registers, which holds their integers exactly, and meet inputs
  * that stay bfloat16; scales and zero points come to the sums, in float32, and are rounded once.
- *
- * A block of weights is that of OUTPUTS outputs: what one pair of inputs meets lies together.
  */
 
 #define ALSO "avx512vbmi"
-#include "avx512.h"
+#include "row_blocks.h"
 
-#define OUTPUTS 64
-#define ROWS 6   /* computed side by side: their sums fill the registers */
 #define GROUP 32 /* inputs that share a scale and a zero point in four bits */
-#define UNROLLED _Pragma("GCC unroll 8")
 
 /* What integers are looked up in. */
 typedef struct {
@@ -145,14 +140,7 @@ INLINE void product(const uint16_t *inputs, const uint8_t *weights, const uint16
     block(inputs + row * width, width, weights + first * width * bits / 8,                        \
           levels + (bits == 8 ? 1 : 2) * first, bias ? bias + first : 0,                          \
           out + row * outputs + first, outputs, bits, COUNT)
-            switch (rows - row) {
-                case 1: BLOCK(1); break;
-                case 2: BLOCK(2); break;
-                case 3: BLOCK(3); break;
-                case 4: BLOCK(4); break;
-                case 5: BLOCK(5); break;
-                default: BLOCK(6);
-            }
+            SIDE_BY_SIDE(rows - row, BLOCK)
         }
 }
 
