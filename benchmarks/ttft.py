@@ -86,7 +86,7 @@ PRESETS: Final[dict[str, list[Case]]] = {
         Case(1024, 128),
         Case(2048, 20),
         Case(4096, 20),
-        *(Case(1024, 20, batch) for batch in (2, 4, 8)),
+        *(Case(1024, 20, batch) for batch in (4, 8)),
     ],
     "short": [Case(1024, 20), Case(2048, 20)],
     "paper": [

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=MODEL,
     )
     add_model_arguments(parser.add_argument_group("model and chunks"))
+    _add_engine(parser.add_argument_group("what computes"))
     _add_place(parser.add_argument_group("where, and for whom"))
     _add_waiting(parser.add_argument_group("requests that wait"))
     add_retrieval_arguments(parser.add_argument_group("documents for /v1/rag"))
@@ -70,6 +71,14 @@ def add_model_arguments(group: Any) -> None:
     group.add_argument("--policy", help="of requests that name none, such as cacheblend:0.2")
     group.add_argument("--gate", metavar="FILE", help="verdict of kvcache-rag verify")
     group.add_argument("--auxiliary", metavar="MODEL", help="small model, for cacheclip")
+
+
+def _add_engine(group: Any) -> None:
+    group.add_argument("--engine", help="transformers (default), or vllm at --url")
+    group.add_argument(
+        "--url", action="append", metavar="URL", dest="urls", help="of a vLLM server; repeatable"
+    )
+    group.add_argument("--engine-key", metavar="FILE", help="of the key that the servers have, too")
 
 
 def _add_place(group: Any) -> None:
@@ -155,7 +164,7 @@ def settings_of(arguments: argparse.Namespace) -> ServerSettings:
     }
     if "model_option" in values:
         values["model"] = values.pop("model_option")
-    for name in ("allowed_hosts", "allowed_origins"):
+    for name in ("allowed_hosts", "allowed_origins", "urls"):
         values[name] = tuple(values.get(name, ()))
     limits = {
         field.name: values[f"max_{field.name}"]

@@ -163,12 +163,13 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
 
 
 def digest(tag: str, *fields: bytes) -> str:
-    """SHA-256 of a tag and length-prefixed fields: no two lists collide by joining."""
-    state = hashlib.sha256(tag.encode("ascii") + b"\0")
-    for field in fields:
-        state.update(struct.pack("<Q", len(field)))
-        state.update(field)
-    return state.hexdigest()
+    """SHA-256 of a tag and length-prefixed fields."""
+    return hashlib.sha256(tag.encode("ascii") + b"\0" + joined(*fields)).hexdigest()
+
+
+def joined(*fields: bytes) -> bytes:
+    """Fields behind their lengths: no two lists collide by joining."""
+    return b"".join(part for field in fields for part in (struct.pack("<Q", len(field)), field))
 
 
 def spec_digest(spec: Mapping[str, Any]) -> str:
@@ -192,7 +193,12 @@ def chunk_key(
     """
     if not isinstance(namespace, str) or not namespace.isascii():
         check_name("namespace", namespace)
-    fields = (bytes.fromhex(spec), namespace.encode(), _int32(prefix_ids), _int32(token_ids))
+    fields = (
+        bytes.fromhex(spec),
+        namespace.encode(),
+        packed_ids(prefix_ids),
+        packed_ids(token_ids),
+    )
     return ChunkKey(
         digest=digest("kvcache-rag-chunk", *fields),
         spec=spec,
@@ -202,5 +208,6 @@ def chunk_key(
     )
 
 
-def _int32(ids: Sequence[int]) -> bytes:
+def packed_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
     return struct.pack(f"<{len(ids)}i", *ids)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from kvcache_rag.metrics import Answer
     from kvcache_rag.policies import ReusePolicy
-    from kvcache_rag.prompt.template import Message
+    from kvcache_rag.prompt.template import Message, PromptTemplate
 
 
 BAD_REQUEST, NOT_READY, SERVER_FAULT = 400, 503, 500
@@ -201,6 +201,28 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Stop: waiting requests get `Failed`, running ones end, no thread is left."""
         ...
+
+
+class PromptWriter(Protocol):
+    """Writes and measures prompts: an `Engine`, or what knows a model's tokenizer alone.
+
+    Attributes:
+        template: How they are written.
+        context_window: Longest prompt and answer, in tokens.
+    """
+
+    @property
+    def template(self) -> PromptTemplate: ...
+    @property
+    def context_window(self) -> int: ...
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Messages as one prompt, by the tokenizer's chat template."""
+
+    def tokenize_text(self, prompt: str) -> tuple[int, ...]:
+        """Ids of a whole prompt."""
+
+    def brought_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a text of users or documents by itself."""
 
 
 class Retriever(Protocol):

@@ -18,8 +18,7 @@ from kvcache_rag.serve.errors import TOO_LONG, ApiError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
-    from kvcache_rag.engine import Engine
-    from kvcache_rag.serve.backend import Backend, BackendRequest
+    from kvcache_rag.serve.backend import Backend, BackendRequest, PromptWriter
     from kvcache_rag.serve.lifecycle import Caller
     from kvcache_rag.serve.settings import RequestLimits
 
@@ -183,12 +182,12 @@ def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -
     )
 
 
-def is_doubtful(engine: Engine, work: BackendRequest) -> bool:
+def is_doubtful(prompts: PromptWriter, work: BackendRequest) -> bool:
     """Whether a request is so long that it should be looked at before it waits."""
-    return sum(map(len, _texts(work))) > PER_TOKEN * engine.context_window
+    return sum(map(len, _texts(work))) > PER_TOKEN * prompts.context_window
 
 
-def ensure_fits(engine: Engine, work: BackendRequest) -> None:
+def ensure_fits(prompts: PromptWriter, work: BackendRequest) -> None:
     """Read a request piece by piece until it is certain that it does not fit.
 
     No more is tokenised than a few context windows, however long the request is; one that is so
@@ -198,14 +197,14 @@ def ensure_fits(engine: Engine, work: BackendRequest) -> None:
         ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
         InvalidInputError: If a text is not valid Unicode.
     """
-    window, tokens = engine.context_window, 0
+    window, tokens = prompts.context_window, 0
     characters = sum(map(len, _texts(work)))
     if characters > LONGEST * window:
         raise ContextTooLongError(
             f"the request has {characters} characters, more than {LONGEST} characters per token of "
             f"the model's context window of {window}; send fewer or smaller documents"
         )
-    ids_of = engine.tokenize_text if work.is_plain else engine.brought_ids
+    ids_of = prompts.tokenize_text if work.is_plain else prompts.brought_ids
     for text in _texts(work):
         for start in range(0, len(text), window):
             tokens += len(ids_of(text[start : start + window]))

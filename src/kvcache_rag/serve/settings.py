@@ -20,6 +20,16 @@ DEFAULT_HOST: Final = "127.0.0.1"
 
 DEFAULT_PORT: Final = 8000
 
+TRANSFORMERS: Final = "transformers"
+
+VLLM: Final = "vllm"
+
+# Of a model in this process; servers of vLLM are told by their own command lines.
+_OF_TRANSFORMERS: Final = (
+    *("store", "store_bytes", "signing_key", "replicas", "ray_address", "adapter", "device"),
+    *("gate", "auxiliary"),
+)
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -115,6 +125,9 @@ class ServerSettings:
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
+        engine: What computes: "transformers" in this process, or "vllm" at `urls`.
+        urls: Servers of vLLM with the connector of `vllm-kvcache-rag`, all of one model and store.
+        engine_key: File of the key that they have, too; None for that of the environment.
 
     Raises:
         InvalidInputError: If two of them contradict each other.
@@ -159,6 +172,9 @@ class ServerSettings:
     adapter: str | None = None
     signing_key: str | None = None
     weight_format: WeightFormat = "auto"
+    engine: str = TRANSFORMERS
+    urls: tuple[str, ...] = ()
+    engine_key: str | None = None
 
     def __post_init__(self) -> None:
         check_settings(ServerSettings, vars(self))
@@ -190,6 +206,28 @@ class ServerSettings:
             raise InvalidInputError("--ray-address is for --replicas N; say how many")
         if self.signing_key and not self.store:
             raise InvalidInputError("--signing-key is the key of a store; name that by --store")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """Refuse options of an engine that does not compute."""
+        if self.engine not in (TRANSFORMERS, VLLM):
+            raise InvalidInputError(
+                f"there is no engine {self.engine!r}; use {TRANSFORMERS} or {VLLM}"
+            )
+        if self.engine == TRANSFORMERS:
+            if self.urls or self.engine_key:
+                raise InvalidInputError("--url and --engine-key are for servers: say --engine vllm")
+            return
+        if not self.urls:
+            raise InvalidInputError("--engine vllm needs its servers: --url http://host:8000")
+        for name in _OF_TRANSFORMERS:
+            if getattr(self, name) is not None:
+                raise InvalidInputError(
+                    f"--{name.replace('_', '-')} is for a model in this process; leave it out, and "
+                    "tell it to the servers of vLLM"
+                )
+        if self.prefetch != "off":
+            raise InvalidInputError("--prefetch is for a model in this process; leave it out")
 
     @property
     def name(self) -> str:

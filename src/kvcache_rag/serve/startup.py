@@ -24,6 +24,7 @@ from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.connections import HEAD, patient
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.retrieval import open_retriever
+from kvcache_rag.serve.settings import VLLM
 from kvcache_rag.serve.shutdown import leave
 from kvcache_rag.stores import MemoryStore
 
@@ -118,6 +119,11 @@ def _yielding() -> Iterator[None]:
 @contextmanager
 def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Iterator[Backend]:
     """The backend that the settings describe; who runs the server closes it in its event loop."""
+    if settings.engine == VLLM:
+        from kvcache_rag.serve.vllm.launch import vllm_backend
+
+        yield vllm_backend(settings, retriever)
+        return
     if settings.replicas is None:
         yield local_backend(settings, retriever)
         return
@@ -263,6 +269,8 @@ def announcement(settings: ServerSettings, url: str) -> str:
         f"{settings.name} at {url}/v1",
         f"chunks in {settings.store}" if settings.store else "chunks in memory only",
     ]
+    if settings.engine == VLLM:
+        parts[1:] = [f"computed by vLLM at {', '.join(settings.urls)}"]
     if settings.replicas is not None:
         parts.append(f"{settings.replicas} replica{'s' * (settings.replicas > 1)}")
     if settings.chroma:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvcache_rag.engine import Engine
     from kvcache_rag.metrics import Answer
     from kvcache_rag.prefetch import Engines
-    from kvcache_rag.serve.backend import BackendRequest
+    from kvcache_rag.serve.backend import BackendRequest, PromptWriter
     from kvcache_rag.serve.queue import Job
 
 _LOG = logging.getLogger(__name__)
@@ -39,19 +39,19 @@ _LOG = logging.getLogger(__name__)
 _OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
 
 
-def grounded(engine: Engine, work: BackendRequest) -> tuple[str, bool]:
+def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
     """The question of a request with documents, and whether its instruction was another one.
 
     An instruction that is not the engine's cannot stand before the chunks, which were computed
     behind that one; it stands before the question.
     """
-    own = engine.template.system.strip()
+    own = prompts.template.system.strip()
     if work.system.strip() in ("", own):
         return work.question, False
     return f"{work.system}\n\n{work.question}", True
 
 
-def plain_prompt(engine: Engine, work: BackendRequest) -> str:
+def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:
     """The text that `Engine.complete` continues: a prompt as it is, a conversation as written.
 
     Raises:
@@ -61,12 +61,12 @@ def plain_prompt(engine: Engine, work: BackendRequest) -> str:
         return work.question
     turns = [*((turn.role, turn.content) for turn in work.history), ("user", work.question)]
     try:
-        return _rendered(engine, turns)
+        return _rendered(prompts, turns)
     except InvalidInputError:
         plain = joined(("user" if role == "system" else role, text) for role, text in turns)
         if plain == turns:
             raise
-        return _rendered(engine, plain)  # for chat templates that know two roles only
+        return _rendered(prompts, plain)  # for chat templates that know two roles only
 
 
 def joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -76,8 +76,8 @@ def joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(role, "\n\n".join(text for _, text in run)) for role, run in runs]
 
 
-def _rendered(engine: Engine, turns: list[tuple[str, str]]) -> str:
-    return engine.render_chat([{"role": role, "content": text} for role, text in turns])
+def _rendered(prompts: PromptWriter, turns: list[tuple[str, str]]) -> str:
+    return prompts.render_chat([{"role": role, "content": text} for role, text in turns])
 
 
 def kind_of(work: BackendRequest) -> Hashable:

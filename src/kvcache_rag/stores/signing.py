@@ -171,7 +171,8 @@ class SigningKey:
             InvalidInputError: If it cannot be used.
         """
         text = os.environ.get(ENVIRONMENT)
-        return cls(_line(os.fsencode(text), f"the variable {ENVIRONMENT}")) if text else None
+        what = f"the variable {ENVIRONMENT}"
+        return cls(secret_in_text(os.fsencode(text), what)) if text else None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> SigningKey:
@@ -181,20 +182,7 @@ class SigningKey:
             InvalidInputError: If it cannot be read, is a link or no file, others may read or write
                 it, or what it holds is no key.
         """
-        # A path that is not there may be a key by mistake, so no path is repeated.
-        try:
-            with opened(os.fspath(path), READ) as descriptor:
-                _check_private(os.fstat(descriptor))
-                content = os.read(descriptor, _MOST_BYTES + 1)
-        except OSError as error:
-            reason = error.strerror
-            if isinstance(error, NotAFileError):
-                reason = "it is a link or no file"
-            raise InvalidInputError(
-                f"the file of the signing key cannot be read: {reason}; name one that its owner "
-                "alone can read"
-            ) from None
-        return cls(_line(content, "the file of the signing key"))
+        return cls(secret_in_file(path, "the file of the signing key"))
 
     def __repr__(self) -> str:
         """Its id only."""
@@ -242,15 +230,37 @@ def _derived(secret: bytes, use: bytes, size: int) -> bytes:
     return hashlib.blake2b(secret, digest_size=size, person=use).digest()
 
 
-def _check_private(status: os.stat_result) -> None:
-    if os.name == "posix" and status.st_mode & 0o077:
+def secret_in_file(path: str | os.PathLike[str], what: str) -> bytes:
+    """The secret in a file that its owner alone can read; `what` names the file in messages.
+
+    Raises:
+        InvalidInputError: If it cannot be read, is a link or no file, others may read or write it,
+            or what it holds is no secret.
+    """
+    # A path that is not there may be a secret by mistake, so no path is repeated.
+    try:
+        with opened(os.fspath(path), READ) as descriptor:
+            if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
+                raise InvalidInputError(
+                    f"others may read or write {what}; restrict it by: chmod 600 FILE"
+                )
+            content = os.read(descriptor, _MOST_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror
+        if isinstance(error, NotAFileError):
+            reason = "it is a link or no file"
         raise InvalidInputError(
-            "others may read or write the file of the signing key; restrict it by: chmod 600 FILE"
-        )
+            f"{what} cannot be read: {reason}; name one that its owner alone can read"
+        ) from None
+    return secret_in_text(content, what)
 
 
-def _line(content: bytes, what: str) -> bytes:
-    """The key that a text holds: one line without blanks."""
+def secret_in_text(content: bytes, what: str) -> bytes:
+    """The secret that a text holds, one line without blanks; `what` names it in messages.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
     key = content.rstrip(b"\r\n")
     if len(content) > _MOST_BYTES or not re.fullmatch(rb"[!-~]+", key):
         raise InvalidInputError(

@@ -1,0 +1,105 @@
+"""Laws of addresses and salts: what is not the same is never found as the same."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache_rag.kv.chunk import chunk_key, joined
+from kvcache_rag.kv_transfer.params import TransferParams
+from vllm_kvcache_rag.keys import Salts, pieces_of, specs
+
+ENGINE = {"engine": "vllm", "version": "0.32", "weights": "ab"}
+SPECS = specs(ENGINE, "native", 2)
+IDS = list(range(100, 120))
+PARAMS = TransferParams(3, (4, 5))
+
+
+def test_pieces_are_the_prefix_and_the_chunks_behind_it() -> None:
+    prefix, first, second = pieces_of(PARAMS, IDS, "tenant", SPECS)
+    assert [(p.start, p.old, p.stop) for p in (prefix, first, second)] == [
+        (0, 0, 3),
+        (3, 3, 7),
+        (7, 3, 12),
+    ]
+    assert second.ids == tuple(IDS[7:12])
+    expected = chunk_key(IDS[7:12], prefix_ids=IDS[:3], spec=SPECS[1], namespace="tenant")
+    assert second.keys[1] == expected
+    # The same chunk has one address wherever it stands.
+    other = TransferParams(3, (5, 4))
+    moved = pieces_of(other, [*IDS[:3], *IDS[7:12], *IDS[3:7]], "tenant", SPECS)
+    assert (moved[1].keys, moved[2].keys) == (second.keys, first.keys)
+    stays = pieces_of(TransferParams(3, (4, 5), "composite"), IDS, "tenant", SPECS)
+    assert [piece.old for piece in stays] == [0, 3, 7]
+    assert [piece.keys for piece in stays] == [prefix.keys, first.keys, second.keys]
+    assert [p.start for p in pieces_of(TransferParams(0, (4, 5)), IDS, "", SPECS)] == [0, 4]
+
+
+def test_ranks_engines_and_codecs_have_addresses_of_their_own() -> None:
+    every = {
+        *SPECS,
+        *specs(ENGINE, "native", 1),
+        *specs(ENGINE, "int8", 2),
+        *specs({**ENGINE, "weights": "cd"}, "native", 2),
+        *specs({**ENGINE, "quantization": "awq"}, "native", 2),
+    }
+    assert len(every) == 2 + 1 + 2 + 2 + 2
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    plain = {"client": None, "namespace": "a", "positions": "reordered", "params": PARAMS}
+    return {**plain, "ids": IDS, **changes}
+
+
+def stitched(salts: Salts, of: dict[str, Any]) -> str:
+    pieces = pieces_of(of["params"], of["ids"], of["namespace"], SPECS)
+    return salts.stitched(of["client"], of["namespace"], of["positions"], pieces)
+
+
+def test_a_salt_is_of_all_that_the_blocks_depend_on() -> None:
+    salts = Salts()
+    every = [
+        asked(),
+        asked(client=""),
+        asked(client="a"),
+        asked(namespace="b"),
+        asked(namespace=""),
+        asked(positions="composite"),
+        asked(params=TransferParams(3, (5, 4))),
+        asked(params=TransferParams(4, (3, 5))),
+        asked(ids=IDS[::-1]),
+    ]
+    found = [stitched(salts, one) for one in every]
+    found += [salts.plain(None), salts.plain(""), salts.plain("a"), salts.lone(), salts.lone()]
+    found += [salts.plain(None, tenant) for tenant in ("", "a", "b")]
+    assert len({*found}) == len(found)
+    assert stitched(salts, asked()) == found[0]
+    assert salts.plain("a") == salts.plain("a")
+    assert stitched(Salts(), asked()) != found[0], "of another process"
+
+
+@given(st.text(max_size=80))
+def test_no_salt_of_a_client_is_ours(client: str) -> None:
+    """Whatever it sends, our own format included, is hashed again with the secret."""
+    salts = Salts(b"k" * 32)
+    own = stitched(salts, asked())
+    for sent in (client, own, f"{own}{client}", salts.plain(None)):
+        assert own not in (salts.plain(sent), stitched(salts, asked(client=sent)))
+        assert salts.plain(sent) != salts.plain(None)
+
+
+def test_a_salt_is_a_mac() -> None:
+    expected = hmac.digest(
+        b"k" * 32, joined(b"plain", b"", b"", b"salt", b"x"), hashlib.sha256
+    ).hex()
+    assert Salts(b"k" * 32).plain("x") == expected
+
+
+@pytest.mark.parametrize("salt", ["\ud800", "\0", "é"])
+def test_any_text_is_a_salt(salt: str) -> None:
+    assert len(Salts().plain(salt)) == 64

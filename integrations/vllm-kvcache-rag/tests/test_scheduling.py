@@ -1,0 +1,303 @@
+"""Laws of the scheduler's side, over requests that look like vLLM's."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_rag import MemoryStore
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout
+from kvcache_rag.kv_transfer.grants import GrantKey
+from kvcache_rag.kv_transfer.params import TransferParams
+from vllm_kvcache_rag.keys import specs
+from vllm_kvcache_rag.scheduling import UNPROVEN, RequestScheduler
+
+KEY = GrantKey(b"0123456789abcdef0123456789abcdef")
+SPECS = specs({"engine": "test"}, "native", 2)
+LAYOUT = ChunkLayout((GroupLayout((0,), (1, 2), (1, 2)),), torch.float32)
+IDS = list(range(20))
+PARAMS = TransferParams(3, (4, 5))
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """The fields of vLLM's that are used."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    block_hashes: list[str] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    lora_request: Any = None
+    has_encoder_inputs: bool = False
+    prompt_embeds: Any = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(f"block under {self.cache_salt}")
+
+
+@dataclass
+class FakeManager:
+    """Of the paged cache."""
+
+    def get_block_ids(self, name: str) -> tuple[list[int], ...]:
+        del name
+        return ([5, 6, 7],)
+
+
+class SlowStore(MemoryStore):
+    """Answers when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.error: Exception | None = None
+
+    def contains(self, key: ChunkKey) -> bool:
+        assert self.answers.wait(10)
+        if self.error is not None:
+            raise self.error
+        return super().contains(key)
+
+
+def request(
+    name: str = "r",
+    *,
+    params: TransferParams = PARAMS,
+    ids: list[int] = IDS,
+    namespace: str = "tenant",
+    **changes: Any,
+) -> FakeRequest:
+    granted = KEY.issue(namespace, params.digest(ids))
+    body = TransferParams(params.prefix, params.chunks, params.positions, params.mode, granted)
+    return FakeRequest(name, list(ids), body.body(), **changes)
+
+
+def scheduler(store: MemoryStore | None = None) -> RequestScheduler:
+    made = RequestScheduler(store or MemoryStore(), SPECS, KEY)
+    made.law = ""
+    return made
+
+
+def fill(store: MemoryStore, params: TransferParams = PARAMS, namespace: str = "tenant") -> None:
+    """Store what a request needs, of both ranks."""
+    from vllm_kvcache_rag.keys import pieces_of
+
+    for piece in pieces_of(params, IDS, namespace, SPECS):
+        for key in piece.keys:
+            tokens = torch.tensor(piece.ids, dtype=torch.int32)
+            store.put(key, ChunkKV(LAYOUT, tokens, key.start, LAYOUT.empty(len(tokens))))
+
+
+def test_what_is_held_is_loaded_behind_what_is_there() -> None:
+    store = MemoryStore()
+    fill(store)
+    side, one = scheduler(store), request()
+    side.take(one)
+    assert side.matched(one, 0) == (12, True)
+    assert side.matched(one, 8) == (4, True)
+    assert side.matched(one, 16) == (0, False)
+    side.matched(one, 8)
+    side.place(one, [5, 6, 7], 4)
+    (job,) = side.step({}, FakeManager()).loads
+    assert (job.request, job.blocks, job.first) == ("r", (5, 6, 7), 8)
+    assert [piece.stop for piece in job.pieces] == [3, 7, 12]
+    assert not side.step({}, FakeManager()).loads, "once"
+    assert side.end(one) == {"kvcache_rag": {"reused": 12}}
+
+
+def test_one_rank_that_lacks_a_piece_is_a_miss() -> None:
+    store = MemoryStore()
+    fill(store)
+    one = request()
+    side = scheduler(store)
+    side.take(one)
+    assert side.matched(one, 0) == (12, True)
+    from vllm_kvcache_rag.keys import pieces_of
+
+    store.delete(pieces_of(PARAMS, IDS, "tenant", SPECS)[2].keys[1])
+    again = request("again")
+    side.take(again)
+    assert side.matched(again, 0) == (0, False)
+    reply = side.end(again)
+    assert reply == {"kvcache_rag": {"reused": 0, "why": "not all of it is stored"}}
+
+
+def test_stitched_plain_and_tenants_never_share_a_salt() -> None:
+    store = MemoryStore()
+    side = scheduler(store)
+    fill(store)
+    fill(store, namespace="other")
+    requests = [
+        request("stitched"),
+        request("tenant", namespace="other"),
+        request("missing", namespace="third"),
+        request("missing, too", namespace="third"),
+        request("missing elsewhere", namespace="fourth"),
+        FakeRequest("plain", list(IDS)),
+        FakeRequest("salted", list(IDS), cache_salt="s"),
+    ]
+    for one in requests:
+        side.take(one)
+    salts = [one.cache_salt for one in requests]
+    assert salts[2] == salts[3], "computed whole, both, for one tenant"
+    assert len({*salts}) == len(salts) - 1
+    for one in requests:
+        assert one.block_hashes == [f"block under {one.cache_salt}"]
+    # A client that sends a salt of ours gets another one.
+    copied = FakeRequest("copied", list(IDS), cache_salt=salts[0])
+    side.take(copied)
+    assert copied.cache_salt not in salts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_request": object()},
+        {"has_encoder_inputs": True},
+        {"prompt_embeds": object()},
+        {"resumable": True},
+        {"skip_reading_prefix_cache": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_requests_of_other_kinds_are_computed_whole(changes: dict[str, Any]) -> None:
+    store = MemoryStore()
+    fill(store)
+    side, one = scheduler(store), request(**changes)
+    plain = FakeRequest("plain", list(IDS))
+    side.take(one)
+    side.take(plain)
+    assert side.matched(one, 0) == (0, False)
+    assert one.cache_salt == plain.cache_salt
+    assert side.end(one) is None
+
+
+@pytest.mark.parametrize("mode", ["reuse", "store", "law"])
+def test_without_a_grant_nothing_is_reused_or_stored(mode: Any) -> None:
+    store = MemoryStore()
+    fill(store)
+    side = scheduler(store)
+    params = TransferParams(3, (4,), mode=mode)
+    other = params.digest(IDS[::-1])
+    for grant in ("", "x", KEY.issue("tenant", other), GrantKey(b"z" * 32).issue("tenant", other)):
+        body = TransferParams(3, (4,), mode=mode, grant=grant).body()
+        one = FakeRequest("r", list(IDS), body)
+        side.take(one)
+        assert side.matched(one, 0) == (0, False)
+        step = side.step({"r": 20}, FakeManager())
+        assert not [*step.loads, *step.saves, *step.laws]
+        assert side.end(one) is None
+
+
+def test_until_the_law_holds_nothing_is_reused_or_stored() -> None:
+    store = MemoryStore()
+    fill(store)
+    side = scheduler(store)
+    side.law = UNPROVEN
+    for mode in ("reuse", "store"):
+        one = request(params=TransferParams(3, (4,), mode=mode))  # type: ignore[arg-type]
+        side.take(one)
+        assert side.matched(one, 0) == (0, False)
+        assert not side.step({"r": 20}, FakeManager()).saves
+        assert side.end(one) == {"kvcache_rag": {"reused": 0, "why": UNPROVEN}}
+    law = request(params=TransferParams(0, (20,), mode="law"))
+    side.take(law)
+    (job,) = side.step({"r": 20}, FakeManager()).laws
+    assert job.request == "r"
+    side.law = "keys of layer 3 are 1.2 off"
+    assert side.end(law) == {"kvcache_rag": {"reused": 0, "law": "keys of layer 3 are 1.2 off"}}
+
+
+def test_a_chunk_is_stored_once_all_of_it_is_computed() -> None:
+    side = scheduler()
+    one = request(params=TransferParams(3, (9,), mode="store"))
+    side.take(one)
+    missing = request("missing")
+    side.take(missing)
+    assert one.cache_salt == missing.cache_salt, "it is a prefill like any of the tenant"
+    assert side.matched(one, 0) == (0, False)
+    for computed, tokens, jobs in ((0, 8, 0), (8, 3, 0), (11, 1, 1), (12, 8, 0)):
+        one.num_computed_tokens = computed
+        assert len(side.step({"r": tokens}, FakeManager()).saves) == jobs
+
+
+def test_a_chunk_that_is_stored_already_is_not_computed_again() -> None:
+    store = MemoryStore()
+    params = TransferParams(3, (17,), mode="store")
+    fill(store, TransferParams(3, (17,)))
+    side, one = scheduler(store), request(params=params)
+    side.take(one)
+    assert side.matched(one, 0) == (20, True)
+    assert not side.step({"r": 1}, FakeManager()).saves
+
+
+def test_what_failed_to_load_is_computed_as_a_plain_request_is() -> None:
+    store = MemoryStore()
+    fill(store)
+    side, one = scheduler(store), request(cache_salt="own")
+    plain = request("plain", params=TransferParams(3, (9,), mode="store"), cache_salt="own")
+    side.take(one)
+    side.take(plain)
+    assert one.cache_salt != plain.cache_salt
+    side.matched(one, 0)
+    side.fail({"r", "unknown"})
+    assert one.cache_salt == plain.cache_salt
+    assert one.block_hashes == plain.block_hashes
+    assert side.matched(one, 0) == (0, False)
+    reply = side.end(one)
+    assert reply == {"kvcache_rag": {"reused": 0, "why": "what is stored could not be loaded"}}
+
+
+def test_a_slow_store_holds_nobody_up() -> None:
+    store = SlowStore()
+    store.answers.set()
+    fill(store)
+    store.answers.clear()
+    side, one = scheduler(store), request()
+    side.take(one)
+    lone = one.cache_salt
+    assert side.matched(one, 0) == (None, False)
+    assert one.cache_salt == lone, "nobody finds its blocks, and it finds none"
+    store.answers.set()
+    for _ in range(1000):
+        if one.cache_salt != lone:
+            break
+        # The salt changes with the answer; vLLM then looks again before it asks again.
+        assert side.matched(one, 0) == (None, False)
+        threading.Event().wait(0.01)
+    assert side.matched(one, 0) == (12, True)
+
+
+def test_a_store_that_fails_is_a_miss() -> None:
+    store = SlowStore()
+    store.error = OSError("the share is gone")
+    store.answers.set()
+    side, one = scheduler(store), request()
+    side.take(one)
+    while side.matched(one, 0)[0] is None:
+        threading.Event().wait(0.01)
+    assert side.matched(one, 0) == (0, False)
+    reply = side.end(one)
+    assert reply is not None
+    assert reply["kvcache_rag"]["why"] == "the store failed: the share is gone"
+
+
+def test_an_ended_request_is_forgotten() -> None:
+    store = MemoryStore()
+    fill(store)
+    side, one = scheduler(store), request()
+    side.take(one)
+    side.matched(one, 0)
+    side.place(one, [1], 12)
+    side.end(one)
+    assert not side.step({"r": 20}, FakeManager()).loads
+    assert side.matched(one, 0) == (0, False)
+    assert side.end(one) is None

@@ -1,0 +1,254 @@
+"""The scheduler's side: who may reuse what, and what is loaded and stored.
+
+A request passes these states:
+
+    looking ── all pieces are held ──> reuse ── a load failed ──> plain
+       └────── one is missing ───────> plain; measured, where it is to be stored
+    measured: computed by vLLM like a plain request, then read from its pages
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kv_transfer.params import FIELD, TransferParams
+from vllm_kvcache_rag.keys import Piece, Salts, pieces_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvcache_rag.kv_transfer.grants import GrantKey
+    from kvcache_rag.stores import ChunkStore
+
+logger = logging.getLogger("vllm.kvcache_rag")
+
+# Seconds that a request waits at once for a look into the store; a slower one is asked again.
+_AT_ONCE: Final = 0.005
+
+_LOOKERS: Final = 4
+
+UNPROVEN: Final = "how this engine rotates its keys was not measured yet"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker loads, stores or measures for one request.
+
+    Attributes:
+        request: Its id.
+        blocks: Of its pages, in order.
+        first: Tokens before it are there already.
+        pieces: Of the prompt.
+    """
+
+    request: str
+    blocks: tuple[int, ...]
+    first: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class Step:
+    """What workers do in one step of the engine."""
+
+    loads: list[Job] = field(default_factory=list)
+    saves: list[Job] = field(default_factory=list)
+    laws: list[Job] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request that brought boundaries.
+
+    Attributes:
+        request: vLLM's.
+        params: What it brought.
+        pieces: Of its prompt.
+        namespace: Its tenant.
+        salt: What its client sent as one.
+        state: Where it stands.
+        lookup: Tells whether all pieces are held.
+        why: Why nothing is reused.
+        reused: Tokens that were loaded or found in pages.
+    """
+
+    request: Any
+    params: TransferParams
+    pieces: tuple[Piece, ...]
+    namespace: str
+    salt: str | None
+    state: Literal["looking", "reuse", "plain", "measured"]
+    lookup: Future[bool] | None = None
+    why: str = ""
+    reused: int = 0
+
+
+class RequestScheduler:
+    """Decides for each request of the engine.
+
+    Attributes:
+        law: Why nothing is reused: `UNPROVEN`, or what the measurement said; "" once it held.
+    """
+
+    def __init__(self, store: ChunkStore, specs: Sequence[str], key: GrantKey) -> None:
+        """Look into `store` for chunks of `specs`, for who has a grant of `key`."""
+        self._store, self._specs, self._key = store, tuple(specs), key
+        self._salts = Salts()
+        self._asked: dict[str, _Asked] = {}
+        self._loads: dict[str, Job] = {}
+        self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kvcache-rag-lookup")
+        self.law = UNPROVEN
+
+    # ---------------------------------------------------------------- before a request is scheduled
+    def take(self, request: Any) -> None:
+        """A new request: give it its salt, and look for its pieces."""
+        salt = request.cache_salt
+        _salted(request, self._salts.plain(salt))
+        try:
+            asked = self._understood(request, salt)
+        except InvalidInputError as error:
+            # No text of the request is in these messages.
+            logger.warning("kvcache-rag: %s is computed whole: %s", request.request_id, error)
+            return
+        if asked is None:
+            return
+        self._asked[request.request_id] = asked
+        _salted(request, self._salts.plain(salt, asked.namespace))
+        if asked.state == "looking":
+            _salted(request, self._salts.lone())
+            asked.lookup = self._lookers.submit(self._are_held, asked.pieces)
+            wait([asked.lookup], _AT_ONCE)
+            self._look(asked)
+
+    def _understood(self, request: Any, salt: str | None) -> _Asked | None:
+        ids = request.prompt_token_ids
+        params = TransferParams.of(request.kv_transfer_params, len(ids or ()))
+        if params is None:
+            return None
+        why = _refusal(request)
+        if why:
+            raise InvalidInputError(why)
+        namespace = self._key.namespace(params.grant, params.digest(ids))
+        pieces = pieces_of(params, ids, namespace, self._specs)
+        asked = _Asked(request, params, pieces, namespace, salt, "plain")
+        if params.mode == "law":
+            asked.state = "measured"
+        elif self.law:
+            asked.why = self.law
+        else:
+            asked.state = "looking"
+        return asked
+
+    def _are_held(self, pieces: Sequence[Piece]) -> bool:
+        return all(self._store.contains(key) for piece in pieces for key in piece.keys)
+
+    def _look(self, asked: _Asked) -> bool:
+        """Whether the store has answered; then the request has its salt."""
+        if asked.lookup is None or not asked.lookup.done():
+            return False
+        error = asked.lookup.exception()
+        if error is None and asked.lookup.result():
+            asked.state = "reuse"
+            salt = self._salts.stitched(
+                asked.salt, asked.namespace, asked.params.positions, asked.pieces
+            )
+        else:
+            asked.state = "measured" if asked.params.mode == "store" else "plain"
+            asked.why = "not all of it is stored" if error is None else f"the store failed: {error}"
+            salt = self._salts.plain(asked.salt, asked.namespace)
+        _salted(asked.request, salt)
+        return True
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens to be loaded behind the first `computed`; None to be asked again."""
+        asked = self._asked.get(request.request_id)
+        if asked is not None and asked.state == "looking":
+            self._look(asked)
+            # vLLM looked for blocks of another salt: it looks again before it asks again.
+            return None, False
+        if asked is None or asked.state != "reuse":
+            return 0, False
+        found = max(0, asked.params.context - computed)
+        asked.reused = min(computed, asked.params.context) + found
+        return found, found > 0
+
+    def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """Pages for a request's `tokens` to be loaded were allocated."""
+        asked = self._asked.get(request.request_id)
+        if asked is None or tokens <= 0:
+            return
+        first = asked.params.context - tokens
+        self._loads[request.request_id] = Job(
+            request.request_id, tuple(blocks), first, asked.pieces
+        )
+
+    # ------------------------------------------------------------------------------- in each step
+    def step(self, scheduled: dict[str, int], manager: Any) -> Step:
+        """What workers do beside the next forward pass.
+
+        Args:
+            scheduled: Tokens that it computes of each request.
+            manager: vLLM's of the cache.
+        """
+        found = Step(loads=list(self._loads.values()))
+        self._loads.clear()
+        for name, tokens in scheduled.items():
+            asked = self._asked.get(name)
+            if asked is None or asked.state != "measured":
+                continue
+            if asked.request.num_computed_tokens + tokens >= asked.params.context:
+                blocks = tuple(manager.get_block_ids(name)[0])
+                jobs = found.laws if asked.params.mode == "law" else found.saves
+                jobs.append(Job(name, blocks, 0, asked.pieces))
+                asked.state, asked.why = "plain", ""
+        return found
+
+    def fail(self, names: Collection[str]) -> None:
+        """What could not be loaded is computed, and found by those who ask for just that."""
+        for name in names:
+            asked = self._asked.get(name)
+            if asked is not None:
+                asked.state, asked.reused = "plain", 0
+                asked.why = "what is stored could not be loaded"
+                _salted(asked.request, self._salts.plain(asked.salt, asked.namespace))
+
+    def end(self, request: Any) -> dict[str, Any] | None:
+        """What the reply says about a request that has ended."""
+        asked = self._asked.pop(request.request_id, None)
+        self._loads.pop(request.request_id, None)
+        if asked is None:
+            return None
+        reply: dict[str, Any] = {"reused": asked.reused}
+        if asked.why:
+            reply["why"] = asked.why
+        if asked.params.mode == "law":
+            reply["law"] = self.law
+        return {FIELD: reply}
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._lookers.shutdown(wait=False, cancel_futures=True)
+
+
+def _salted(request: Any, salt: str) -> None:
+    """Let vLLM's prefix cache know a request by another salt, before it looks for its blocks."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _refusal(request: Any) -> str:
+    """Why nothing can be reused for a request of this kind; "" if it can."""
+    if request.lora_request is not None:
+        return "it is for a LoRA adapter, whose chunks are not stored"
+    if request.has_encoder_inputs or request.prompt_embeds is not None:
+        return "it has inputs that are no text"
+    if request.prompt_token_ids is None or request.resumable:
+        return "its prompt is not whole"
+    if request.skip_reading_prefix_cache:
+        return "it asks for log-probabilities of its prompt, so vLLM computes all of it"
+    return ""
