@@ -85,9 +85,10 @@ class SmallEngine:
         self.start()
 
     def start(self) -> None:
+        options = {"max_model_len": 1024, **self.options}
         self.llm = LLM(
-            str(self.model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
-            enforce_eager=True, seed=0, block_size=BLOCK, distributed_executor_backend="uni",
+            str(self.model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
+            block_size=BLOCK, distributed_executor_backend="uni",
             kv_transfer_config={
                 "kv_connector": "KVCacheRAGConnector",
                 "kv_connector_module_path": "vllm_kvcache_rag",
@@ -95,7 +96,7 @@ class SmallEngine:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"store": str(self.store)},
             },
-            **self.options,
+            **options,
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -168,12 +169,18 @@ def reused(answer: Any) -> int:
     return int((answer.kv_transfer_params or {}).get("kvcache_rag", {}).get("reused", 0))
 
 
-@pytest.fixture(scope="session", params=CONFIGS)
+def saved(name: str, folder: Path, seed: int = 0) -> Path:
+    """Random weights of a small model."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(folder)
+    return folder
+
+
+# vLLM has one connector in a process, so one engine lives at a time.
+@pytest.fixture(scope="module", params=CONFIGS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[SmallEngine]:
     folder = tmp_path_factory.mktemp("engine")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(folder / "model")
-    made = SmallEngine(folder / "model", folder / "kv")
+    made = SmallEngine(saved(request.param, folder / "model"), folder / "kv")
     assert made.law() == ""
     yield made
     made.stop()
