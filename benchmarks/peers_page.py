@@ -33,7 +33,7 @@ README_CASES: Final = {
     "same prefix": "The same chunks in the same order, another question",
 }
 _README: Final = """The same prompts and the same weights (SmolLM2-135M-Instruct, greedy),
-{threads}, {context:,} tokens of chunks ({machine}; {date}; medians). Who has the
+{threads}, {contexts} tokens of chunks ({machine}; {date}; medians). Who has the
 first token sooner need not end sooner, so the last column says from how many tokens on who does:
 
 """
@@ -147,30 +147,33 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def readme(report: Mapping[str, Any]) -> str:
-    """README's part: the longest context on the fewest threads, and who ends sooner."""
+    """README's part: shortest and longest context on the fewest threads, and who ends sooner."""
     compared = [Crossover(**one) for one in report["crossovers"]]
     if not compared:
         return "Nothing was compared.\n"
     threads = min(one.threads for one in compared)
-    context = max(one.context for one in compared if one.threads == threads)
+    sizes = [one.context for one in compared if one.threads == threads]
+    contexts = sorted({min(sizes), max(sizes)})
     known = {
         (row["threads"], row["context"], row["side"], row["kind"]): row for row in report["rows"]
     }
     own_kinds = {case: kind for case, kind, _ in CASES}
-    parts = [_README.format(**{**report, "threads": _threads(threads), "context": context})]
+    named = " and ".join(f"{context:,}" for context in contexts)
+    parts = [_README.format(**{**report, "threads": _threads(threads), "contexts": named})]
     parts += [_BUSY] if _is_busy(report) else []
     for case, title in README_CASES.items():
         lines = []
         for one in compared:
-            if (one.case, one.threads, one.context) != (case, threads, context):
+            if (one.case, one.threads) != (case, threads) or one.context not in contexts:
                 continue
-            own = known[threads, context, one.ours, own_kinds[case]]
-            other = known[threads, context, one.peer, one.kind]
+            own = known[threads, one.context, one.ours, own_kinds[case]]
+            other = known[threads, one.context, one.peer, one.kind]
             firsts, steps = (
                 [row[name] for row in (own, other)] for name in ("first_p50", "step_p50")
             )
             lines.append(
                 [
+                    f"{one.context:,}",
                     label(one.ours),
                     label(one.peer, one.kind),
                     " / ".join(f"{_seconds(value)} s" for value in firsts),
@@ -178,7 +181,8 @@ def readme(report: Mapping[str, Any]) -> str:
                     _sooner(one),
                 ]
             )
-        header = ["ours", "peer", "first token: ours / peer", "each further one", "who ends sooner"]
+        header = ["context", "ours", "peer", "first token: ours / peer", "each further one"]
+        header.append("who ends sooner")
         parts.append(f"{title}:\n\n{markdown(header, lines)}\n\n" if lines else "")
     parts.append("All cases, p95, memory and how exact each is: [docs/peers.md](docs/peers.md).\n")
     return "".join(parts)
