@@ -1,12 +1,13 @@
-"""First tokens and throughput of vLLM with the connector, and by its own prefill: one server, in turns.
+"""First tokens and throughput of vLLM with the connector and by its own prefill, in turns.
 
     python -m benchmarks.vllm_engine --venv .venv-vllm
     python -m benchmarks.vllm_engine --venv .venv-vllm --quick --json build/vllm.json
 
-SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_prompts`).  Every request has a salt of
-its own, so no side finds pages of a request before: "stitched" loads every chunk from the store, in
-a new order each time; "plain" is the same prompt without boundaries, which vLLM prefills.  Streams
-begin together; a stream's first token and the tokens a second of all of them are measured.
+SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_prompts`), one server.  Every request
+has a salt of its own, so no side finds pages of a request before: "stitched" loads every chunk from
+the store, in a new order each time; "plain" is the same prompt without boundaries, which vLLM
+prefills.  Streams begin together; a stream's first token and the tokens a second of all of them are
+measured.
 """
 
 from __future__ import annotations

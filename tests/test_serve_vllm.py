@@ -57,6 +57,7 @@ class FakeEngine:
     status: int = 200
     hold: asyncio.Event | None = None
     law: str = ""
+    is_proven: bool = False
 
     def transport(self) -> httpx.MockTransport:
         return httpx.MockTransport(self.handle)
@@ -89,7 +90,10 @@ class FakeEngine:
         tenant = KEY.namespace(params.grant, params.digest(ids))
         if params.mode == "law":
             assert len({*ids}) == 1
+            self.is_proven = not self.law
             return 0, {FIELD: {"reused": 0, "law": self.law}}
+        if not self.is_proven:
+            return 0, {FIELD: {"reused": 0, "why": "how it rotates keys was not measured"}}
         pieces, start = [], params.prefix
         for tokens in params.chunks:
             pieces.append((tenant, *ids[: params.prefix], "|", *ids[start : start + tokens]))
@@ -163,6 +167,43 @@ async def test_a_missing_chunk_is_stored_once_and_reused_from_then_on() -> None:
     assert (second.misses, second.policy) == (0, "Reuse('reordered')")
     await settled(backend)
     assert (len(engine.asked("store")), len(engine.asked("law"))) == (3, 1)
+    await backend.close()
+
+
+async def test_a_server_that_has_begun_anew_measures_again() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine)
+    for _ in range(2):
+        await events_of(backend, request())
+        await settled(backend)
+    engine.is_proven = False  # what it has stored lies in a folder
+    for _ in range(2):
+        await events_of(backend, request())
+        await settled(backend)
+    assert len(engine.asked("law")) == 2
+    assert (await events_of(backend, request()))[-1].answer.metrics.misses == 0
+    await backend.close()
+
+
+async def test_an_evicted_chunk_is_stored_again() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine)
+    await events_of(backend, request())
+    await settled(backend)
+    engine.stored.pop()
+    await events_of(backend, request())
+    await settled(backend)
+    assert len(engine.stored) == 3
+    assert (await events_of(backend, request()))[-1].answer.metrics.misses == 0
+    await backend.close()
+
+
+async def test_many_at_once_let_a_server_measure_once() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine)
+    await asyncio.gather(*(events_of(backend, request(str(n))) for n in range(5)))
+    await settled(backend)
+    assert (len(engine.asked("law")), len(engine.asked("store"))) == (1, 3)
     await backend.close()
 
 
@@ -343,7 +384,9 @@ async def test_a_server_whose_law_does_not_hold_answers_all_the_same() -> None:
     backend = backend_of(engine)
     for _ in range(2):
         assert isinstance((await events_of(backend, request()))[-1], Finished)
-    assert len(engine.asked("law")) == 1
+        await settled(backend)
+    assert (len(engine.asked("law")), len(engine.asked("plain"))) == (1, 2)
+    assert not engine.asked("store")
     await backend.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -97,6 +97,23 @@ class _Course:
     cached: int | None = None
 
 
+@dataclass(frozen=True)
+class _Missing:
+    """A chunk to be stored.
+
+    Attributes:
+        name: By which it is remembered.
+        namespace: Its tenant.
+        params: Of the request that stores it.
+        ids: Of the prefix and the chunk.
+    """
+
+    name: str
+    namespace: str
+    params: TransferParams
+    ids: tuple[int, ...]
+
+
 class VLLMBackend:
     """Answers requests with servers of vLLM that have the connector; a `Backend`.
 
@@ -140,11 +157,12 @@ class VLLMBackend:
         self._free = asyncio.Condition()
         self._counts: Counter[str] = Counter()
         self._waiting = 0
-        self._proven: set[str] = set()
+        # Of each server that was asked, why it reuses nothing; "" where it does.
+        self._laws: dict[str, str] = {}
+        self._proving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Whether a chunk was stored; False while it is to be.
         self._known: LRUCache[str, bool] = LRUCache(_REMEMBERED)
-        self._storing: asyncio.Queue[tuple[str, TransferParams, tuple[int, ...]]] = asyncio.Queue(
-            _MOST_STORING
-        )
+        self._storing: asyncio.Queue[_Missing] = asyncio.Queue(_MOST_STORING)
         self._storer: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -221,7 +239,7 @@ class VLLMBackend:
                     if course.first:
                         yield LOST
                         return
-                    self._proven.discard(url)
+                    self._laws.pop(url, None)
                     tried.add(url)
 
     @asynccontextmanager
@@ -255,8 +273,8 @@ class VLLMBackend:
         self, engine: EngineClient, work: BackendRequest, written: WrittenPrompt, course: _Course
     ) -> AsyncGenerator[Event, None]:
         """The answer of one server."""
-        if written.params is not None and engine.url not in self._proven:
-            await self._prove(engine)
+        if written.params is not None and await self._law(engine):
+            written = replace(written, params=None)
         course.waited = time.perf_counter() - course.begun
         begun = Started(course.waited, course.sources, replica=engine.url)
         async for part in engine.stream(self._body(work, written)):
@@ -273,7 +291,7 @@ class VLLMBackend:
         if not course.first:
             course.first = time.perf_counter()
             yield begun
-        self._store_missing(work, written, course)
+        self._store_missing(work, written, course, engine.url)
         yield Finished(
             Answer(
                 course.text,
@@ -341,55 +359,76 @@ class VLLMBackend:
         )
 
     # ------------------------------------------------------------------------------------- storing
-    def _store_missing(self, work: BackendRequest, written: WrittenPrompt, course: _Course) -> None:
+    def _store_missing(
+        self, work: BackendRequest, written: WrittenPrompt, course: _Course, url: str
+    ) -> None:
         """Have chunks stored that a server had to compute, once each, when it has time."""
         if written.params is None or (course.cached or 0) >= written.context:
             return
-        for chunk in written.chunks:
-            prefix = written.ids[: written.prefix]
-            known = digest("stored", work.namespace.encode(), packed_ids(prefix), packed_ids(chunk))
-            if known in self._known or self._storing.full():
-                continue
-            self._known[known] = True
-            params = TransferParams(written.prefix, (len(chunk),), mode="store")
-            self._storing.put_nowait((work.namespace, params, (*prefix, *chunk)))
+        prefix = written.ids[: written.prefix]
+        params = [TransferParams(len(prefix), (len(one),), mode="store") for one in written.chunks]
+        missing = [
+            _Missing(_name(work.namespace, prefix, chunk), work.namespace, param, (*prefix, *chunk))
+            for chunk, param in zip(written.chunks, params, strict=True)
+        ]
+        if all(self._known.get(one.name) for one in missing):
+            # They were there.  They have been evicted, or the server has begun anew and has not
+            # measured its rotation.
+            self._laws.pop(url, None)
+            for one in missing:
+                self._known.pop(one.name, None)
+        for one in missing:
+            if one.name not in self._known and not self._storing.full():
+                self._known[one.name] = False
+                self._storing.put_nowait(one)
         if self._storer is None or self._storer.done():
             self._storer = asyncio.create_task(self._store())
 
     async def _store(self) -> None:
         """Ask for one chunk after the other, behind all that wait for answers."""
         while not self._storing.empty():
-            namespace, params, ids = self._storing.get_nowait()
-            url = home_of(ids[params.prefix :], namespace, list(self._engines))
-            body = {
-                "model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0,
-                "priority": _LATER, **self._transfer(namespace, params, ids),
-            }  # fmt: skip
+            one = self._storing.get_nowait()
+            chunk = one.ids[one.params.prefix :]
+            engine = self._engines[home_of(chunk, one.namespace, list(self._engines))]
             try:
-                await self._engines[url].complete(body)
-                self._counts["stored"] += 1
+                if await self._law(engine):
+                    continue
+                reply = await self._transferred(engine, one.namespace, one.params, one.ids)
+                why = reply.get("why")
             except (EngineLostError, EngineRefusedError) as error:
-                # It is asked for again when a question needs it.
-                _LOG.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
-                self._known.clear()
+                why = str(error)
+            if why:  # it is asked for again when a question needs it
+                _LOG.warning("a chunk of %d tokens was not stored: %s", len(chunk), why)
+                self._known.pop(one.name, None)
+                self._laws.pop(engine.url, None)
+            else:
+                self._known[one.name] = True
+                self._counts["stored"] += 1
 
-    async def _prove(self, engine: EngineClient) -> None:
-        """Let a server measure how it rotates keys; without that it reuses nothing."""
-        tokens = min(_LAW_TOKENS, self._prompts.context_window - 1)
-        ids, params = (self._ordinary_token,) * tokens, TransferParams(0, (tokens,), mode="law")
+    async def _transferred(
+        self, engine: EngineClient, namespace: str, params: TransferParams, ids: Sequence[int]
+    ) -> Mapping[str, Any]:
+        """What the connector says of a request that wants no answer."""
         body = {
             "model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0,
-            **self._transfer("", params, ids),
+            "priority": _LATER, **self._transfer(namespace, params, ids),
         }  # fmt: skip
         reply = (await engine.complete(body)).get("kv_transfer_params") or {}
-        law = reply.get(FIELD, {}).get("law")
-        if law is None:
-            _LOG.error(
-                "%s has no connector of this server's key: it computes everything", engine.url
-            )
-        elif law:
-            _LOG.error("%s reuses nothing: %s", engine.url, law)
-        self._proven.add(engine.url)
+        return dict(reply.get(FIELD, {}))
+
+    async def _law(self, engine: EngineClient) -> str:
+        """Why a server reuses nothing; "" if it does.  It measures how it rotates keys, once."""
+        async with self._proving[engine.url]:
+            if engine.url not in self._laws:
+                tokens = min(_LAW_TOKENS, self._prompts.context_window - 1)
+                ids = (self._ordinary_token,) * tokens
+                params = TransferParams(0, (tokens,), mode="law")
+                reply = await self._transferred(engine, "", params, ids)
+                law = reply.get("law", "it has no connector, or one of another key")
+                if law:
+                    _LOG.error("%s computes everything: %s", engine.url, law)
+                self._laws[engine.url] = str(law)
+            return self._laws[engine.url]
 
     @property
     def _ordinary_token(self) -> int:
@@ -450,3 +489,7 @@ class VLLMBackend:
                 await self._storer
         for engine in self._engines.values():
             await engine.close()
+
+
+def _name(namespace: str, prefix: Sequence[int], chunk: Sequence[int]) -> str:
+    return digest("stored", namespace.encode(), packed_ids(prefix), packed_ids(chunk))
