@@ -35,6 +35,7 @@ from benchmarks.peers_prompts import CHUNK, LONGEST, Material, material
 from kvcache_rag.kv_transfer.grants import ENVIRONMENT, GrantKey
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.models.pretrained import load as load_model
+from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag.serve.vllm.client import EngineClient, EngineLostError
 
 if TYPE_CHECKING:
@@ -142,13 +143,15 @@ class Asking:
                 raise RuntimeError("the server of vLLM does not start; its log says why")
             await asyncio.sleep(1)
         law = [self._made.chunks[0][-1]] * 768
-        reply = await self._whole(law, TransferParams(0, (768,), mode="law"))
+        params = TransferParams(0, (768,), mode="law")
+        while (reply := await self._whole(law, params)).get("law", "none") is None:
+            pass  # it ended before the workers had told
         if reply.get("law") != "":
             raise RuntimeError(f"nothing would be reused: {reply}")
         prefix = list(self._made.prefix)
         for chunk in self._made.chunks[: LONGEST // CHUNK]:
-            params = TransferParams(len(prefix), (len(chunk),), mode="store")
-            while not (await self._whole([*prefix, *chunk], params)).get("reused"):
+            wanted = TransferParams(len(prefix), (len(chunk),), mode="store")
+            while not (await self._whole([*prefix, *chunk], wanted)).get("reused"):
                 await asyncio.sleep(0.1)
 
     async def _whole(self, ids: Sequence[int], params: TransferParams) -> dict[str, Any]:
@@ -226,6 +229,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start a server, measure, and say what was measured."""
     dtype = getattr(torch, options.dtype)
     model = checkpoint(options.work / f"smollm2-{options.dtype}", dtype)
+    made = material(load_tokenizer("smollm2", {}))
     key = secrets.token_hex(32)
     contexts = (1024,) if options.quick else CONTEXTS
     streams = (1, 4) if options.quick else STREAMS
@@ -233,9 +237,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with server(options.venv, model, folder / "kv", key, options.work / "vllm.log") as url:
         client = EngineClient(url)
         try:
-            rows = await measured(
-                Asking(client, GrantKey(key.encode()), material()), contexts, streams
-            )
+            rows = await measured(Asking(client, GrantKey(key.encode()), made), contexts, streams)
             version = (await client.describe()).version
         finally:
             await client.close()

@@ -123,8 +123,10 @@ class SmallEngine:
 
     def law(self) -> str:
         wanted = TransferParams(0, (192,), mode="law")
-        reply = self.many([([7] * 192, wanted, "")], max_tokens=2)[0].kv_transfer_params
-        return str(reply["kvcache_rag"]["law"])
+        while True:
+            reply = self.many([([7] * 192, wanted, "")], max_tokens=1)[0].kv_transfer_params
+            if reply["kvcache_rag"]["law"] is not None:
+                return str(reply["kvcache_rag"]["law"])
 
     def keep(self, case: Case, tenant: str = "") -> None:
         """Store the chunks of a case, each by a request of its own."""

@@ -212,6 +212,8 @@ def test_until_the_law_holds_nothing_is_reused_or_stored() -> None:
     side.take(law)
     (job,) = side.step({"r": 20}, FakeManager()).laws
     assert job.request == "r"
+    assert side.end(law) == {"kvcache_rag": {"reused": 0, "law": None}}
+    side.take(law)
     side.law = "keys of layer 3 are 1.2 off"
     assert side.end(law) == {"kvcache_rag": {"reused": 0, "law": "keys of layer 3 are 1.2 off"}}
 

@@ -226,7 +226,8 @@ class RequestScheduler:
         if asked.why:
             reply["why"] = asked.why
         if asked.params.mode == "law":
-            reply["law"] = self.law
+            # None while workers have not told: a request may end before.
+            reply["law"] = None if self.law == UNPROVEN else self.law
         return {FIELD: reply}
 
     def close(self) -> None:

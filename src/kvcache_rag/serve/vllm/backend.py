@@ -61,6 +61,8 @@ _REMEMBERED: Final = 1 << 17
 # Tokens of the prompt by which a server's rotation is measured.
 _LAW_TOKENS: Final = 768
 
+_LAW_TRIES: Final = 5
+
 # vLLM serves lower numbers first.
 _LATER: Final = 1
 
@@ -423,11 +425,16 @@ class VLLMBackend:
                 tokens = min(_LAW_TOKENS, self._prompts.context_window - 1)
                 ids = (self._ordinary_token,) * tokens
                 params = TransferParams(0, (tokens,), mode="law")
-                reply = await self._transferred(engine, "", params, ids)
-                law = reply.get("law", "it has no connector, or one of another key")
-                if law:
+                law: str | None = None
+                for _ in range(_LAW_TRIES):  # a request may end before its workers have told
+                    reply = await self._transferred(engine, "", params, ids)
+                    law = reply.get("law", "it has no connector, or one of another key")
+                    if law is not None:
+                        break
+                if law != "":
+                    law = law or "its workers did not tell how they rotate keys"
                     _LOG.error("%s computes everything: %s", engine.url, law)
-                self._laws[engine.url] = str(law)
+                self._laws[engine.url] = law
             return self._laws[engine.url]
 
     @property
