@@ -163,7 +163,6 @@ class Asking:
         body = {
             "model": "smollm2", "prompt": ids, "max_tokens": new, "temperature": 0.0,
             "ignore_eos": True, "cache_salt": secrets.token_hex(16),
-            "stream_options": {"include_usage": True},
         }  # fmt: skip
         if params is not None:
             granted = replace(params, grant=self._key.issue("", params.digest(ids)))
@@ -177,8 +176,9 @@ class Asking:
         ids = [*prompt["context"], *prompt["query"]]
         chunks = (CHUNK,) * (context // CHUNK)
         params = TransferParams(len(prompt["prefix"]), chunks) if side == STITCHED else None
+        body = {**self._body(ids, params, NEW), "stream_options": {"include_usage": True}}
         begun, first, cached = time.perf_counter(), 0.0, 0
-        async for part in self._client.stream(self._body(ids, params, NEW)):
+        async for part in self._client.stream(body):
             if not first and any(choice.get("text") for choice in part.get("choices", ())):
                 first = time.perf_counter() - begun
             usage = part.get("usage") or {}
