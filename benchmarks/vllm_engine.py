@@ -32,11 +32,12 @@ import torch
 
 from benchmarks.machine import described, load
 from benchmarks.peers_prompts import CHUNK, LONGEST, Material, material
+from kvcache_rag.integration.http import LostError
 from kvcache_rag.kv_transfer.grants import ENVIRONMENT, GrantKey
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.models.pretrained import load as load_model
 from kvcache_rag.models.pretrained import load_tokenizer
-from kvcache_rag.serve.vllm.client import EngineClient, EngineLostError
+from kvcache_rag.serve.vllm.client import EngineClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -261,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as fresh:
             report = asyncio.run(run(options, Path(fresh)))
-    except (RuntimeError, EngineLostError) as error:
+    except (RuntimeError, LostError) as error:
         print(f"{error}: {options.work / 'vllm.log'}", file=sys.stderr)
         return 1
     options.json.parent.mkdir(parents=True, exist_ok=True)

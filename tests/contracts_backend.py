@@ -279,7 +279,7 @@ class BackendContract:
 
     async def test_the_end_is_told_to_all_and_final(self, backend: Backend, valve: Valve) -> None:
         assert await backend.ready()
-        assert await backend.models() == ["reader"]
+        assert [*await backend.models()] == ["reader"]
         running = await self.held(backend, valve)
         waiting = self.asked(backend, make_work(2))
         await self.until(backend, waiting=1)

@@ -35,6 +35,7 @@ from kvcache_rag.serve.backend import (
     Failed,
     Finished,
     Piece,
+    Prefilled,
     RetrievedText,
     Started,
 )
@@ -339,9 +340,13 @@ class SilentBackend:
         replica = {"replica": "r1", **dict.fromkeys(names, 1), "prefetch": prefetch}
         return {"replicas": [{**replica, "tiers": tiers}]}
 
-    async def models(self) -> list[str]:
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """All new."""
+        return Prefilled(len(work.chunks), sum(map(len, work.chunks)), len(work.chunks))
+
+    async def models(self) -> Mapping[str, int | None]:
         """One."""
-        return ["tiny"]
+        return {"tiny": 512}
 
     async def drain(self) -> None:
         return None

@@ -15,7 +15,14 @@ import uvicorn
 
 from kvcache_rag import Answer, DiskStore, Engine, MemoryStore, Metrics, TieredStore
 from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import BackendRequest, Event, Finished, Piece, Started
+from kvcache_rag.serve.backend import (
+    BackendRequest,
+    Event,
+    Finished,
+    Piece,
+    Prefilled,
+    Started,
+)
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
 
@@ -90,8 +97,11 @@ class Scripted:
     async def stats(self) -> Mapping[str, Any]:
         return {"replicas": []}
 
-    async def models(self) -> list[str]:
-        return [MODEL]
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        return Prefilled(len(work.chunks), sum(map(len, work.chunks)), len(work.chunks))
+
+    async def models(self) -> Mapping[str, int | None]:
+        return {MODEL: 512}
 
     async def drain(self) -> None:
         return None

@@ -288,7 +288,7 @@ async def test_sources_are_retrieved_and_answered_over(backend: LocalBackend) ->
 async def test_it_is_ready_once_the_model_has_answered_and_not_after_its_end() -> None:
     backend = LocalBackend(reader(), name="reader", replica="r1")
     assert await backend.ready()
-    assert await backend.models() == ["reader"]
+    assert [*await backend.models()] == ["reader"]
     (started, _) = await events_of(backend, make_work(0))
     assert isinstance(started, Started)
     assert started.replica == "r1"

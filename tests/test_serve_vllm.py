@@ -14,6 +14,7 @@ from zoo import byte_tokenizer
 
 from kvcache_rag import CacheBlend, FullRecompute, Reuse
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.http import LostError
 from kvcache_rag.kv_transfer.grants import GrantKey
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -28,7 +29,7 @@ from kvcache_rag.serve.backend import (
 )
 from kvcache_rag.serve.settings import ServerSettings
 from kvcache_rag.serve.vllm.backend import VLLMBackend
-from kvcache_rag.serve.vllm.client import EngineClient, EngineLostError
+from kvcache_rag.serve.vllm.client import EngineClient
 from kvcache_rag.serve.vllm.prompts import Prompts
 from kvcache_rag.serve.vllm.routing import Routing, home_of
 
@@ -435,7 +436,7 @@ async def test_what_is_no_vllm_is_refused() -> None:
         await client.describe()
     lost = EngineClient("http://engine", FakeEngine(dies="before").transport())
     assert (await lost.describe()).window == 4096
-    with pytest.raises(EngineLostError, match="refused"):
+    with pytest.raises(LostError, match="refused"):
         await lost.complete({"prompt": [1]})
     await client.close()
     await lost.close()

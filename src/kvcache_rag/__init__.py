@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcache_rag.errors import InvalidInputError as InvalidInputError
     from kvcache_rag.errors import KVCacheRagError as KVCacheRagError
     from kvcache_rag.errors import MissingExtraError as MissingExtraError
+    from kvcache_rag.errors import RemoteServerError as RemoteServerError
     from kvcache_rag.errors import UnsupportedModelError as UnsupportedModelError
     from kvcache_rag.errors import UntrustedChunkError as UntrustedChunkError
     from kvcache_rag.generation.explain import Explained as Explained

@@ -8,6 +8,7 @@
     ├── FingerprintMismatchError  a key belongs to another model, prefix or namespace
     ├── ContextTooLongError       a chunk or a prompt does not fit the context window
     ├── InvalidInputError         an argument cannot be used (also a ValueError)
+    ├── RemoteServerError         a server that was asked is lost, too busy, or failed
     └── MissingExtraError         an optional dependency is missing: carries the install line
 
 Each message is one sentence that says what was wrong and what to do about it.
@@ -55,6 +56,10 @@ class ContextTooLongError(KVCacheRagError):
 
 class InvalidInputError(KVCacheRagError, ValueError):
     """An argument that cannot be used."""
+
+
+class RemoteServerError(KVCacheRagError):
+    """A server that was asked cannot be reached, is lost, has no room, or failed."""
 
 
 class MissingExtraError(KVCacheRagError, ImportError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag import cancellable, in_thread
-from kvcache_rag.integration import JSON_FORM, ToolChoice, json_instruction
+from kvcache_rag.integration import JSON_FORM, ToolChoice, is_remote, json_instruction
 from langchain_kvcache_rag import batching, structured
 from langchain_kvcache_rag.calls import (
     Call,
@@ -238,7 +238,8 @@ class ChatKVCache(ChatSettings):
         is_pasted = False
         if isinstance(asked, Conversation):
             asked = asked.opened(self.system_prompt)
-            is_pasted = _is_pasted(asked, engine, shared)
+            # Who has no tokenizer cannot tell how long they are.
+            is_pasted = not is_remote(engine) and _is_pasted(asked, engine, shared)
         else:
             shared.pasted.note(asked.texts)
             if asked.prefix_mismatch:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
 from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
-from kvcache_rag.integration import open_engine, refuse_unknown
+from kvcache_rag.integration import open_engine, refuse_unknown, remote_engine
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.retrieved import watch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
     "adapter",
+    "base_url",
     "context_window",
     "device",
     "gate",
@@ -38,9 +41,13 @@ _OF_THE_ENGINE: Final = (
     "weight_format",
 )
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
+# Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
+# which device they are computed, is taken and means nothing, so that an app can move by it alone.
+_OF_THE_SERVER: Final = ("adapter", "gate", "template")
 # What of the settings changes an answer, and is plain.
 _NAMED: Final = (
     "model",
+    "base_url",
     "temperature",
     "max_tokens",
     "stop",
@@ -72,7 +79,11 @@ class ChatSettings(BaseChatModel):
 
     Attributes:
         model: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes with
-            kvcache-rag; also `model_name`.  Beside `engine=` it is only a name.
+            kvcache-rag; also `model_name`.  Beside `engine=` it is only a name, beside `base_url`
+            the name under which the server has it.
+        base_url: Of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
+            instead of a model of this process; then neither torch nor a tokenizer is loaded, vector
+            stores prefill there, and `kv_dir` and `device` mean nothing.
         temperature: Above 0 samples, 0 and None do not.
         max_tokens: Of an answer.
         stop: Strings before which an answer ends.
@@ -104,12 +115,14 @@ class ChatSettings(BaseChatModel):
         streaming: As LangChain defines it: True streams `invoke` too, False streams nothing.
         match_chunks: Whether texts that a retriever of this process gave, and that stand whole in
             what a tool said, are chunks.
-        max_retries: Taken and ignored: a local model has nothing to retry.
-        api_key: Taken and ignored: a local model needs none.
+        max_retries: How often a server is asked again that is not there or has no room; a local
+            model has nothing to retry.
+        api_key: For that server; a local model needs none.
         engine_source: The loaded engine, which copies hand on; not for callers.
     """
 
     model: str = ""
+    base_url: str | None = None
     temperature: float | None = Field(default=None, ge=0)
     max_tokens: int = Field(default=256, gt=0)
     stop: list[str] | None = None
@@ -204,7 +217,10 @@ class ChatSettings(BaseChatModel):
     def _shared(self) -> Shared:
         shared: Shared = self.engine_source
         names = ("model", *_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
-        return shared.of(repr([getattr(self, name) for name in names]))
+        key = "" if self.api_key is None else self.api_key.get_secret_value()
+        # Not the key itself, and yet no copy with another one asks in its name.
+        whose = hashlib.sha256(key.encode()).hexdigest() if key else ""
+        return shared.of(repr([*(getattr(self, name) for name in names), whose]))
 
     @property
     def _llm_type(self) -> str:
@@ -242,12 +258,22 @@ class ChatSettings(BaseChatModel):
         """Ids of a text by the model's own tokenizer, for everything that counts tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
+        if self.base_url is not None:
+            raise InvalidInputError(
+                f"the server at {self.base_url} has the tokenizer; count by custom_get_token_ids= "
+                'or token_counter="approximate"'
+            )
         return list(self.engine.brought_ids(text))
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of messages, with those of the documents in them, which LangChain leaves out."""
+        """Tokens of messages, with those of the documents in them, which LangChain leaves out.
+
+        With `base_url` they are estimated, unless `custom_get_token_ids` counts them.
+        """
+        if self.base_url is not None and self.custom_get_token_ids is None:
+            return count_tokens_approximately(messages, tools=list(tools or ()) or None)
         texts = [text for message in messages for text in documents_of(message)]
         spoken = super().get_num_tokens_from_messages(messages, tools)
         if self.custom_get_token_ids is not None:
@@ -255,10 +281,31 @@ class ChatSettings(BaseChatModel):
         return spoken + sum(map(len, self.engine.tokenize("?", texts).chunks))
 
     def _open_engine(self) -> Engine:
+        if self.base_url is not None:
+            return self._ask_server(self.base_url)
         if not self.model:
-            raise InvalidInputError("ChatKVCache needs model= or engine=")
-        named = {name: getattr(self, name) for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE)}
+            raise InvalidInputError("ChatKVCache needs model=, base_url= or engine=")
+        names = (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
+        named = {name: getattr(self, name) for name in names if name != "base_url"}
         return open_engine(self.model, device_map=named.pop("device"), **named)
+
+    def _ask_server(self, base_url: str) -> Engine:
+        clash = [name for name in _OF_THE_SERVER if getattr(self, name)]
+        clash += ["weight_format"] * (self.weight_format in ("int8", "int4"))
+        if clash:
+            raise InvalidInputError(
+                f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "
+                "server's to say; leave it out"
+            )
+        key, retries = self.api_key, self.max_retries
+        return remote_engine(
+            base_url,
+            api_key=None if key is None else key.get_secret_value(),
+            model=self.model,
+            system_prompt=self.system_prompt,
+            context_window=self.context_window,
+            **({} if retries is None else {"retries": retries}),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Settings of its own, the same engine: a model is not copied by accident."""

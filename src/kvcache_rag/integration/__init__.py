@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.chat import whole_texts as whole_texts
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
+    from kvcache_rag.integration.engine import remote_engine as remote_engine
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
     from kvcache_rag.integration.prefiller import IngestedText as IngestedText
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.references import REFERENCE_KEYS as REFERENCE_KEYS
     from kvcache_rag.integration.references import Reference as Reference
     from kvcache_rag.integration.references import References as References
+    from kvcache_rag.integration.references import is_remote as is_remote
     from kvcache_rag.integration.references import text_digest as text_digest
     from kvcache_rag.integration.rows import NewRow as NewRow
     from kvcache_rag.integration.rows import Row as Row

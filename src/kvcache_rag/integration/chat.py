@@ -24,7 +24,6 @@ from kvcache_rag.generation.tools import (
     read_whole,
 )
 from kvcache_rag.models.responses import known_template, own_template, stream_parser
-from kvcache_rag.prompt.renderer import PROBE_CALL, PROBE_TOOL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +136,8 @@ class ConversationForms:
         return template if template is not None and self._reads_calls(template) else None
 
     def _reads_calls(self, template: Mapping[str, Any]) -> bool:
+        from kvcache_rag.prompt.renderer import PROBE_CALL, PROBE_TOOL  # loads torch
+
         asked = {"role": "user", "content": "c"}
         function = PROBE_CALL[0]["tool_calls"][0]["function"]
         try:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 
@@ -297,3 +297,22 @@ def open_engine(
         kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key
     )
     return settings.open(store)
+
+
+def remote_engine(base_url: str, **options: Any) -> Engine:
+    """What answers at a server, as integrations use an engine.
+
+    It has the methods of `Engine` that they call, with the same arguments; the others are for who
+    loads a model.
+
+    Args:
+        base_url: Of a `kvcache-rag serve`.
+        options: Of `RemoteEngine`.
+
+    Raises:
+        InvalidInputError: If it is no URL.
+        MissingExtraError: If httpx is not installed.
+    """
+    from kvcache_rag.integration.remote import RemoteEngine
+
+    return cast("Engine", RemoteEngine(base_url, **options))

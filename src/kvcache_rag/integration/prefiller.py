@@ -19,7 +19,7 @@ from kvcache_rag.errors import (
     check_name,
 )
 from kvcache_rag.integration.record import OwnerRecord, Use
-from kvcache_rag.integration.references import Reference
+from kvcache_rag.integration.references import Reference, is_remote
 from kvcache_rag.integration.rows import NewRow, Row, is_gone
 
 if TYPE_CHECKING:
@@ -370,6 +370,11 @@ class TextPrefiller:
         except ContextTooLongError as error:
             raise _naming(error, self.engine, [row.id for row in rows], texts) from error
 
+    @property
+    def _claims(self) -> bool:
+        """Whether chunks are kept for rows; what a server keeps is its own affair."""
+        return bool(self.name) and not is_remote(self.engine)
+
     def claim(self, rows: Iterable[IngestedText], keys: Iterable[ChunkKey | None]) -> None:
         """Claim the chunks of rows, and release those that no row uses any more instead.
 
@@ -377,7 +382,7 @@ class TextPrefiller:
             rows: Of equal ids the last one counts.
             keys: Of each row, as `prefill` gave them.
         """
-        if not self.name:
+        if not self._claims:
             return
         used = {row.id: (row.document, key) for row, key in zip(rows, keys, strict=True)}
         wanted = {
@@ -409,7 +414,7 @@ class TextPrefiller:
         self._dropping(OwnerRecord.clear)
 
     def _dropping(self, drop: Callable[[OwnerRecord], list[Use]]) -> None:
-        if not self.name:
+        if not self._claims:
             return
         try:
             self._release(drop(self._record))

@@ -83,11 +83,14 @@ class Reference:
         except (FingerprintMismatchError, UnsupportedModelError):
             return None
 
-    def chunk(self, text: str, engine: Engine) -> StoredChunk:
+    def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
         """What to hand to `engine` for `text`: with what of this reference still holds.
 
         One that is about another text or model is handed on as such, so that the miss can be told.
+        A server knows its chunks by their texts.
         """
+        if is_remote(engine):
+            return text
         from kvcache_rag.generation.request import StoredChunk  # loads torch
 
         if self.text != text_digest(text, engine):
@@ -125,6 +128,8 @@ class References:
 
     def chunk(self, text: str, engine: Engine) -> StoredChunk | str:
         """What to hand to `engine` for `text`: a reference if one is known, else the text."""
+        if is_remote(engine):
+            return text
         try:
             # Not `engine.spec`, which looks at all weights, once per document: what refers to
             # weights of before is found out by the question itself.
@@ -134,6 +139,13 @@ class References:
         with self._lock:
             reference = self._known.get(key) or self._last.get(key[0])
         return text if reference is None else reference.chunk(text, engine)
+
+
+def is_remote(engine: object) -> bool:
+    """Whether an engine's chunks are elsewhere, under keys that nobody here knows."""
+    from kvcache_rag.integration.remote import RemoteEngine
+
+    return isinstance(engine, RemoteEngine)
 
 
 def text_digest(text: str, engine: Engine) -> str:

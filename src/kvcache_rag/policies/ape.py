@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import AttentionScaling, ReusePolicy
 from kvcache_rag.policies.named import Form
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -64,4 +63,6 @@ class Ape(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """No token."""
-        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        return nothing(prompt)

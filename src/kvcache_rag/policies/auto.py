@@ -12,7 +12,6 @@ from kvcache_rag.policies.base import AttentionScaling, ReusePolicy, Scorer, Uni
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.fixed import Reuse
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import candidates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +85,8 @@ class Auto(ReusePolicy):
         time that the policy's signals take is part of the budget: foreseen, so that no signal is
         computed that leaves no time to use it, and measured, once it is there.
         """
+        from kvcache_rag.policies.selection import candidates  # loads torch
+
         started = perf_counter()
         allowed = int(candidates(prompt).sum())
         fitting = signals.affordable(self.budget)
@@ -111,6 +112,8 @@ class Auto(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """What its policy chooses at the ratio that fits."""
+        from kvcache_rag.policies.selection import candidates  # loads torch
+
         policy = self.resolved(prompt, signals)
         return candidates(prompt) if policy.is_full else policy.select(prompt, signals)
 

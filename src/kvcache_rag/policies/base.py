@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -248,7 +247,9 @@ class Union(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """What any of its parts chooses."""
-        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        selected = nothing(prompt)
         for policy in self.policies:
             if not policy.is_reuse:
                 selected = selected | policy.select(prompt, signals)

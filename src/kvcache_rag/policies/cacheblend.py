@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.checks import checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import candidates, checked_positions, checked_ratio, share, top
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -67,10 +66,12 @@ class CacheBlend(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """The tokens of largest deviation, of equal ones those that stand first."""
+        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
+
         count = share(self.ratio, prompt)
         allowed = candidates(prompt)
         if not count or not allowed.any():
-            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+            return nothing(prompt)
         if count >= int(allowed.sum()):
             return allowed
         return top(signals.deviation(self.check_layer), count, allowed)

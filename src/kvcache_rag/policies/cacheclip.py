@@ -5,24 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy, Scorer
+from kvcache_rag.policies.checks import checked_count, checked_positions, checked_ratio
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import (
-    candidates,
-    checked_count,
-    checked_positions,
-    checked_ratio,
-    grouped,
-    share,
-    top,
-    top_windows,
-)
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.policies.named import Words
@@ -99,9 +89,18 @@ class CacheClip(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """Windows of which enough tokens are among those of highest score."""
+        from kvcache_rag.policies.selection import (  # loads torch
+            candidates,
+            grouped,
+            nothing,
+            share,
+            top,
+            top_windows,
+        )
+
         count, allowed = share(self.ratio, prompt), candidates(prompt)
         if not count or not allowed.any():
-            return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+            return nothing(prompt)
         if count >= int(allowed.sum()):
             return allowed
         scores = signals.relevance()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.checks import checked_positions
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import checked_positions
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -45,7 +44,9 @@ class Reuse(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """No token."""
-        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        return nothing(prompt)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class FullRecompute(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """Every token."""
-        return torch.ones(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        return ~nothing(prompt)
 
 
 @dataclass(frozen=True)
@@ -86,4 +89,6 @@ class Combination(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """No token."""
-        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        return nothing(prompt)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.checks import checked_positions
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import checked_positions
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
     from kvcache_rag.stitching.stitch import StitchedPrompt
@@ -50,7 +49,9 @@ class LegoLink(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """The head of each chunk but the first."""
-        selected = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+        from kvcache_rag.policies.selection import nothing  # loads torch
+
+        selected = nothing(prompt)
         for chunk in prompt.chunks[1:]:
             selected[chunk.start : min(chunk.start + self.tokens, chunk.stop)] = True
         return selected

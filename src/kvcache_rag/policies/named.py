@@ -6,7 +6,9 @@ classes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError, close_to
@@ -125,6 +127,32 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
         raise InvalidInputError(f"at most {MOST_PARTS} policies can be joined; name fewer")
     parts = [_one(part.strip(), auxiliary) for part in text.split("|")]
     return parts[0] if len(parts) == 1 else Union(*parts)
+
+
+def name_of(policy: ReusePolicy) -> str:
+    """How a policy is written, so that `policy_by_name` gives it again.
+
+    Raises:
+        InvalidInputError: If it has settings that no name says, such as a scorer.
+    """
+    if isinstance(policy, Union):
+        return "|".join(map(name_of, policy.policies))
+    settings = [getattr(policy, one.name) for one in fields(policy) if one.init]  # type: ignore[arg-type]  # a dataclass
+    words = [
+        name_of(one) if hasattr(one, "_forms") else repr(one)
+        for one in settings
+        if hasattr(one, "_forms") or type(one) in (int, float)
+    ]
+    for form in vars(type(policy)).get("_forms", ()):
+        for count in range(len(words) + 1):
+            for chosen in combinations(words, count):
+                text = ":".join([form.name, *([",".join(chosen)] if chosen else [])])
+                with suppress(InvalidInputError):
+                    if policy_by_name(text) == policy:
+                        return text
+    raise InvalidInputError(
+        f"{policy!r} has settings that cannot be written down; a server takes policies by name"
+    )
 
 
 def _one(text: str, auxiliary: Scorer | None) -> ReusePolicy:

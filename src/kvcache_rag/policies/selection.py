@@ -7,24 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcache_rag.errors import InvalidInputError
-
 if TYPE_CHECKING:
-    from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 
-def checked_ratio(ratio: float) -> float:
-    """A part of the chunk tokens.
-
-    Raises:
-        InvalidInputError: Unless it is a number from 0 to 1.
-    """
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise InvalidInputError(
-            f"ratio must be a number from 0 (nothing is computed again) to 1, not {ratio!r}"
-        )
-    return float(ratio)
+def nothing(prompt: StitchedPrompt) -> Tensor:
+    """No token, as `(context_tokens,)` bool."""
+    return torch.zeros(prompt.context_tokens, dtype=torch.bool)
 
 
 def share(ratio: float, prompt: StitchedPrompt) -> int:
@@ -40,7 +29,7 @@ def candidates(prompt: StitchedPrompt) -> Tensor:
     Returns:
         `(context_tokens,)` bool.
     """
-    allowed = torch.zeros(prompt.context_tokens, dtype=torch.bool)  # (context_tokens,)
+    allowed = nothing(prompt)
     for chunk in prompt.chunks[1:]:
         allowed[chunk.start : chunk.stop] = True
     return allowed
@@ -130,15 +119,3 @@ def top_windows(
     selected = torch.zeros_like(allowed)
     selected[allowed] = chosen[owner]  # (allowed tokens,) on both sides
     return selected
-
-
-def checked_positions(positions: PositionScheme) -> None:
-    """Raise `InvalidInputError` unless it is the name of a position scheme."""
-    if positions not in ("reordered", "composite"):
-        raise InvalidInputError(f'positions must be "reordered" or "composite", not {positions!r}')
-
-
-def checked_count(name: str, value: int, least: int = 1) -> None:
-    """Raise `InvalidInputError` unless `value` is a whole number from `least` up."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInputError(f"{name} must be a whole number from {least} up, not {value!r}")

@@ -15,6 +15,7 @@ from kvcache_rag.serve import (
     metrics,
     middleware,
     playground,
+    prefill,
     rag,
     status,
 )
@@ -71,6 +72,7 @@ def build_app(
         completions.chat_router,
         completions.completion_router,
         rag.router,
+        prefill.router,
         status.router,
         metrics.router,
         playground.router,

@@ -121,6 +121,21 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Prefilled:
+    """What became of documents that were to be ready for questions.
+
+    Attributes:
+        chunks: Different ones.
+        tokens: Of these chunks.
+        computed: Chunks that were not stored before.
+    """
+
+    chunks: int
+    tokens: int
+    computed: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """There is no answer.
 
@@ -173,6 +188,16 @@ class Backend(Protocol):
         """
         ...
 
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """Compute and store the chunks of a request that are missing; nothing is answered.
+
+        Cancelling it stops that; what was computed stays stored.
+
+        Raises:
+            KVCacheRagError: If a chunk cannot be computed, or the server shuts down.
+        """
+        ...
+
     async def ready(self) -> bool:
         """Whether a request would be answered now; starts what there is to start."""
         ...
@@ -190,8 +215,11 @@ class Backend(Protocol):
         """
         ...
 
-    async def models(self) -> list[str]:
-        """Names under which the models are asked for."""
+    async def models(self) -> Mapping[str, int | None]:
+        """Names under which the models are asked for; of each, tokens of its context window.
+
+        None where nobody can say it now.
+        """
         ...
 
     async def drain(self) -> None:

@@ -61,6 +61,13 @@ class Caller:
 class Limiter(Protocol):
     """Refuses what is too much (`serve/limits.py`)."""
 
+    def check(self, work: BackendRequest) -> None:
+        """Look at documents and the length of the answer, not at the prompt.
+
+        Raises:
+            ApiError: 4xx that says which limit, and how much was asked for.
+        """
+
     def admitted(self, caller: Caller, work: BackendRequest) -> AbstractAsyncContextManager[None]:
         """Let a request in; entering checks documents, bytes and tokens.
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from cachetools import LRUCache
 
 from kvcache_rag.errors import KVCacheRagError
-from kvcache_rag.generation.stream import in_thread
+from kvcache_rag.generation.stream import cancellable, in_thread
 from kvcache_rag.prefetch import Engines, Prefetcher, ensure_same_keys, twin
-from kvcache_rag.serve.backend import Dequeued, Failed, Finished
-from kvcache_rag.serve.errors import ApiError, failure
+from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Prefilled
+from kvcache_rag.serve.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag.serve.limits import ensure_fits, is_doubtful
 from kvcache_rag.serve.queue import DEADLINE, nothing
 from kvcache_rag.serve.scheduler import Scheduler
@@ -195,6 +195,16 @@ class LocalBackend:
         asked = engine.tokenize(question, (), work.history)
         return len(asked.all) + sum(key.tokens for key in keys), keys
 
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """Compute and store chunks, between answers; see `Backend.prefill`.
+
+        Raises:
+            ApiError: If the server shuts down.
+        """
+        if self._scheduler.is_closed:
+            raise ApiError.of(SHUT_DOWN)
+        return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
+
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and tokens; see `Backend.explain`.
 
@@ -244,8 +254,8 @@ class LocalBackend:
             ]
         }
 
-    async def models(self) -> list[str]:
-        return [self._name]
+    async def models(self) -> Mapping[str, int | None]:
+        return {self._name: self._engines.base.context_window}
 
     async def drain(self) -> None:
         self._scheduler.drain()
@@ -256,6 +266,15 @@ class LocalBackend:
     def _close(self) -> None:
         self._scheduler.close()
         self._prefetcher.close()
+
+
+def _prefilled(
+    engine: Engine, texts: Sequence[str], cancelled: threading.Event | None = None
+) -> Prefilled:
+    keys = dict.fromkeys(engine.keys(texts))
+    missing = [key for key in keys if not engine.store.contains(key)]
+    engine.add(texts, cancelled=cancelled)
+    return Prefilled(len(keys), sum(key.tokens for key in keys), len(missing))
 
 
 def _second(engine: Engine, prefetch: Engine | str) -> Engine:

@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length"]
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 
+OWNER: Final = "kvcache-rag"
+"""Of the models; clients know by it what server they ask."""
+
 DONE: Final = b"data: [DONE]\n\n"
 
 HEARTBEAT: Final = b": waiting\n\n"
@@ -181,7 +184,18 @@ class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
-    owned_by: str = "kvcache-rag"
+    owned_by: str = OWNER
+    max_model_len: int | None = Field(description="Tokens of prompt and answer together.")
+
+
+class PrefillReply(BaseModel):
+    """Answer of `POST /v1/prefill`."""
+
+    object: Literal["prefill"] = "prefill"
+    model: str
+    chunks: int = Field(description="Different documents.")
+    tokens: int = Field(description="Of these chunks.")
+    computed: int = Field(description="Chunks that were not stored before.")
 
 
 class ModelList(BaseModel):

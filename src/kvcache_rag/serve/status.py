@@ -23,7 +23,13 @@ def router(context: AppContext) -> APIRouter:
         context: The server's.
     """
     routes = APIRouter()
-    served = Model(id=context.settings.name, created=now())
+    began = now()
+
+    async def served() -> Model:
+        windows = await context.backend.models()
+        name = context.settings.name
+        return Model(id=name, created=began, max_model_len=windows.get(name))
+
     models = error_responses(401, 403, 500)
 
     @routes.get(
@@ -37,7 +43,7 @@ def router(context: AppContext) -> APIRouter:
         caller: Annotated[Caller, Depends(context.authenticate)],
     ) -> ModelList:
         """There is one."""
-        return ModelList(data=[served])
+        return ModelList(data=[await served()])
 
     @routes.get(
         "/v1/models/{model:path}",
@@ -52,7 +58,7 @@ def router(context: AppContext) -> APIRouter:
     ) -> Model:
         """404 for any other name."""
         check_model(context, model)
-        return served
+        return await served()
 
     @routes.get(
         "/health",

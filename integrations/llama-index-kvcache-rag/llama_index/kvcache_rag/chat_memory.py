@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.memory import ChatMemoryBuffer
 
 from kvcache_rag import ContextTooLongError
+from kvcache_rag.integration import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ def new_memory(
         ContextTooLongError: If instruction and answer leave no room.
     """
     engine = llm.engine
-
     options = {"max_new_tokens": llm.max_new_tokens, **llm.generate_kwargs, **generate_kwargs}
-    prefix = len(engine.tokenize("?").prefix)
+    is_far = is_remote(engine)
+    prefix = 0 if is_far else len(engine.tokenize("?").prefix)
     room = llm.metadata.context_window - prefix - options["max_new_tokens"]
     if room < 2:
         raise ContextTooLongError(
@@ -44,5 +45,6 @@ def new_memory(
     return ChatMemoryBuffer.from_defaults(
         chat_history=list(chat_history or ()),
         token_limit=room // 2,
-        tokenizer_fn=lambda text: list(engine.brought_ids(text)),
+        # Of a model elsewhere nobody can tell them: LlamaIndex's own tokenizer counts then.
+        tokenizer_fn=None if is_far else lambda text: list(engine.brought_ids(text)),
     )

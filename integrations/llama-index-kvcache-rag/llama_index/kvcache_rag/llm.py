@@ -27,7 +27,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, SecretStr, field_serializer
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
@@ -82,7 +82,11 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
 
     Attributes:
         model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
-            with kvcache-rag.
+            with kvcache-rag; beside `base_url` the name under which the server has it.
+        base_url: Of a `kvcache-rag serve`, such as "http://rag.example.org:8000", that answers
+            instead of a model of this process; then neither torch nor a tokenizer is loaded, vector
+            stores prefill there, and `kv_dir` and `device_map` mean nothing.
+        api_key: For that server; never written down with the settings.
         tokenizer_name: If it is not the model's own.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
         context_window: Lower it to keep prompts short; None for the model's own.
@@ -109,6 +113,8 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     """
 
     model_name: str = ""
+    base_url: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     tokenizer_name: str | None = None
     device_map: str | dict[str, Any] | None = None
     context_window: int | None = Field(default=None, gt=0)
@@ -172,7 +178,8 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         # `HuggingFaceLLM` takes None for "nothing"; pydantic would refuse it.
         super().__init__(**{name: value for name, value in fields.items() if value is not None})
         if engine is not None:
-            refuse_beside_engine(self, model=model, tokenizer=tokenizer, template=template)
+            given = {"base_url": self.base_url, "template": template}
+            refuse_beside_engine(self, model=model, tokenizer=tokenizer, **given)
         self._engine, self._policy, self._loads = engine, policy, engine is None
         self._given = (model, tokenizer, template)
         loaded = model if engine is None else engine.model
@@ -202,13 +209,15 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex asks before it writes prompts; loads the model for what is not given."""
         is_chat = self.is_chat_model
+        if is_chat is None and self.base_url is not None:
+            is_chat = True  # the server writes prompts of messages
         if is_chat is None:
             is_chat = bool(getattr(self.engine.tokenizer, "chat_template", None))
         return LLMMetadata(
             context_window=self.context_window or self.engine.context_window,
             num_output=self.max_new_tokens,
             is_chat_model=is_chat,
-            is_function_calling_model=True,
+            is_function_calling_model=self.base_url is None,
             model_name=self.model_name,
         )
 
@@ -229,7 +238,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         Raises:
             InvalidInputError: If the KV is kept elsewhere already.
         """
-        if os.fspath(kv_dir) == self.kv_dir:
+        if os.fspath(kv_dir) == self.kv_dir or self.base_url is not None:
             return
         with self._loading:
             if self._engine is not None or self.kv_dir is not None:

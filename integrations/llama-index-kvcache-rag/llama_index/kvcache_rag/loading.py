@@ -5,15 +5,20 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag import Engine, InvalidInputError, PromptTemplate
-from kvcache_rag.integration import open_engine
+from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import open_engine, remote_engine
 
 if TYPE_CHECKING:
+    from kvcache_rag import Engine, PromptTemplate
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 # Without effect beside `engine=`, and taken all the same, as `HuggingFaceLLM` takes them beside a
 # loaded model; a `context_window` is what LlamaIndex is told.
 _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_kwargs")
+
+# Changes answers, and a server has its own.  Where keys and values lie, and on which device they
+# are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
+_OF_THE_MODEL: Final = ("adapter", "gate", "stopping_ids", "tokenizer_name")
 
 
 def load_engine(
@@ -28,10 +33,15 @@ def load_engine(
         template: How prompts are written; None for the model's own or the default.
 
     Raises:
-        InvalidInputError: If it is not said which model, or it cannot be loaded.
+        InvalidInputError: If it is not said which model, or it cannot be loaded; with a `base_url`,
+            if something is said that a server is not told.
     """
+    if llm.base_url is not None:
+        return _remote(llm, model=model, tokenizer=tokenizer, template=template)
     if model is None and not llm.model_name:
-        raise InvalidInputError("KVCacheLLM needs model_name=, model= and tokenizer=, or engine=")
+        raise InvalidInputError(
+            "KVCacheLLM needs model_name=, model= and tokenizer=, base_url= or engine="
+        )
     if model is not None and tokenizer is None:
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
     return open_engine(
@@ -56,6 +66,30 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
         raise InvalidInputError(
             f"with engine=, {' and '.join(clash)} belong to the engine; leave them out"
         )
+
+
+def _remote(llm: KVCacheLLM, **given: Any) -> Engine:
+    """An engine of another machine; where one of this process would be, it is not asked."""
+    if llm.has_own_form:
+        given["messages_to_prompt or completion_to_prompt"] = True
+    for name in _OF_THE_MODEL:
+        given[name] = getattr(llm, name)
+    if llm.weight_format in ("int8", "int4"):
+        given["weight_format"] = llm.weight_format
+    clash = [name for name, value in given.items() if value]
+    if clash:
+        raise InvalidInputError(
+            f"with base_url=, {' and '.join(clash)} {'are' if len(clash) > 1 else 'is'} the "
+            "server's to say; leave it out"
+        )
+    key = llm.api_key
+    return remote_engine(
+        str(llm.base_url),
+        api_key=None if key is None else key.get_secret_value(),
+        model=llm.model_name,
+        system_prompt=llm.system_prompt,
+        context_window=llm.context_window,
+    )
 
 
 def _settings(llm: KVCacheLLM) -> list[str]:

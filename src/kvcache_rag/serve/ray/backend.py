@@ -36,7 +36,13 @@ from kvcache_rag.serve.errors import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
 
-    from kvcache_rag.serve.backend import BackendRequest, Event, RetrievedText, Retriever
+    from kvcache_rag.serve.backend import (
+        BackendRequest,
+        Event,
+        Prefilled,
+        RetrievedText,
+        Retriever,
+    )
 
 LOG = logging.getLogger(__name__)
 
@@ -101,6 +107,7 @@ class RayBackend:
         self._patience, self._look = patience, look
         self._counts: Counter[str] = Counter(handed_on=0, lost=0)
         self._was_ready = self._closed = False
+        self._window: int | None = None
         self._draining = asyncio.Event()
 
     async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
@@ -145,6 +152,11 @@ class RayBackend:
         explained: Mapping[str, Any] = await self._ask("explain", work)
         return explained
 
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """Have chunks computed by any replica; all of them share the store."""
+        prefilled: Prefilled = await self._ask("prefill", work)
+        return prefilled
+
     async def ready(self) -> bool:
         """Whether requests would be answered: at first by all replicas, later by one at least.
 
@@ -170,9 +182,13 @@ class RayBackend:
             replicas.append({"replica": "generator", "prefetch": dict(self._ahead.counts)})
         return {"replicas": replicas, **self._counts}
 
-    async def models(self) -> list[str]:
+    async def models(self) -> Mapping[str, int | None]:
         """The one name under which the model is asked for."""
-        return [self._name]
+        if self._window is None:
+            with suppress(Exception):  # between the death of the last replica and the next one
+                response = self._handle.context_window.remote()
+                self._window = int(await asyncio.wait_for(_value(response), STATS_WAIT))
+        return {self._name: self._window}
 
     async def drain(self) -> None:
         """Have every replica refuse what waits there; a replica that does not answer has died."""

@@ -21,7 +21,7 @@ from kvcache_rag.serve.backend import Started
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from kvcache_rag.serve.backend import BackendRequest, Dequeued, Event
+    from kvcache_rag.serve.backend import BackendRequest, Dequeued, Event, Prefilled
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
 
@@ -99,6 +99,14 @@ class Replica:
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """Spans of the request's prompt."""
         return await self._backend.explain(work)
+
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """Compute and store chunks, between answers."""
+        return await self._backend.prefill(work)
+
+    async def context_window(self) -> int | None:
+        """Of the model, in tokens."""
+        return next(iter((await self._backend.models()).values()))
 
     async def prefetch(self, work: BackendRequest) -> bool:
         """Compute and store what the request will need; it is not queued here.

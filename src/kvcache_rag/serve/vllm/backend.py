@@ -14,6 +14,7 @@ from cachetools import LRUCache
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.stream import in_thread
+from kvcache_rag.integration.http import LostError, RefusedError
 from kvcache_rag.kv.chunk import digest, packed_ids
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.metrics import Answer, Metrics
@@ -25,6 +26,7 @@ from kvcache_rag.serve.backend import (
     Failed,
     Finished,
     Piece,
+    Prefilled,
     Started,
 )
 from kvcache_rag.serve.errors import (
@@ -33,12 +35,12 @@ from kvcache_rag.serve.errors import (
     OVERDUE,
     SHUT_DOWN,
     START,
+    ApiError,
     failure,
     overloaded,
 )
 from kvcache_rag.serve.limits import ensure_fits, is_doubtful
 from kvcache_rag.serve.queue import DEADLINE
-from kvcache_rag.serve.vllm.client import EngineLostError, EngineRefusedError
 from kvcache_rag.serve.vllm.routing import Routing, home_of
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ _REMEMBERED: Final = 1 << 17
 _LAW_TOKENS: Final = 768
 
 _LAW_TRIES: Final = 5
+
+# Chunks that one request to store many has each server compute at a time.
+_STORED_AT_ONCE: Final = 4
 
 # vLLM serves lower numbers first.
 _LATER: Final = 1
@@ -114,6 +119,19 @@ class _Missing:
     namespace: str
     params: TransferParams
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What came of having a chunk stored.
+
+    Attributes:
+        why: It was not; "" if it is, or soon will be.
+        was_there: Whether it was stored before.
+    """
+
+    why: str = ""
+    was_there: bool = False
 
 
 class VLLMBackend:
@@ -233,9 +251,9 @@ class VLLMBackend:
                     async for event in self._from(self._engines[url], work, written, course):
                         yield event
                     return
-                except (EngineLostError, EngineRefusedError) as error:
+                except (LostError, RefusedError) as error:
                     _LOG.warning("request %s: %s: %s", work.id, url, error)
-                    if isinstance(error, EngineRefusedError) and not error.is_full:
+                    if isinstance(error, RefusedError) and not error.is_full:
                         yield Failed(BAD_REQUEST, INVALID, str(error))
                         return
                     if course.first:
@@ -367,12 +385,7 @@ class VLLMBackend:
         """Have chunks stored that a server had to compute, once each, when it has time."""
         if written.params is None or (course.cached or 0) >= written.context:
             return
-        prefix = written.ids[: written.prefix]
-        params = [TransferParams(len(prefix), (len(one),), mode="store") for one in written.chunks]
-        missing = [
-            _Missing(_name(work.namespace, prefix, chunk), work.namespace, param, (*prefix, *chunk))
-            for chunk, param in zip(written.chunks, params, strict=True)
-        ]
+        missing = _all_of(work.namespace, written.ids[: written.prefix], written.chunks)
         if all(self._known.get(one.name) for one in missing):
             # They were there.  They have been evicted, or the server has begun anew and has not
             # measured its rotation.
@@ -389,23 +402,61 @@ class VLLMBackend:
     async def _store(self) -> None:
         """Ask for one chunk after the other, behind all that wait for answers."""
         while not self._storing.empty():
-            one = self._storing.get_nowait()
-            chunk = one.ids[one.params.prefix :]
-            engine = self._engines[home_of(chunk, one.namespace, list(self._engines))]
-            try:
-                if await self._law(engine):
-                    continue
-                reply = await self._transferred(engine, one.namespace, one.params, one.ids)
-                why = reply.get("why")
-            except (EngineLostError, EngineRefusedError) as error:
-                why = str(error)
-            if why:  # it is asked for again when a question needs it
-                _LOG.warning("a chunk of %d tokens was not stored: %s", len(chunk), why)
-                self._known.pop(one.name, None)
-                self._laws.pop(engine.url, None)
-            else:
-                self._known[one.name] = True
-                self._counts["stored"] += 1
+            await self._stored(self._storing.get_nowait())
+
+    async def _stored(self, one: _Missing) -> _Stored:
+        """What came of having a chunk stored."""
+        chunk = one.ids[one.params.prefix :]
+        engine = self._engines[home_of(chunk, one.namespace, list(self._engines))]
+        reply: Mapping[str, Any] = {}
+        try:
+            why = await self._law(engine)
+            if why:
+                return _Stored(why)
+            reply = await self._transferred(engine, one.namespace, one.params, one.ids)
+            why = str(reply.get("why") or "")
+        except (LostError, RefusedError) as error:
+            why = str(error)
+        if why:  # it is asked for again when a question needs it
+            _LOG.warning("a chunk of %d tokens was not stored: %s", len(chunk), why)
+            self._known.pop(one.name, None)
+            self._laws.pop(engine.url, None)
+            return _Stored(why)
+        self._known[one.name] = True
+        was_there = bool(reply.get("reused"))
+        self._counts["stored"] += not was_there
+        return _Stored(was_there=was_there)
+
+    async def prefill(self, work: BackendRequest) -> Prefilled:
+        """Have chunks stored, behind all that wait for answers; see `Backend.prefill`.
+
+        Raises:
+            ApiError: If a chunk was not stored, or the server shuts down.
+        """
+        if self._is_closed:
+            raise ApiError.of(SHUT_DOWN)
+        written = await in_thread(self._prompts.context, work.chunks)
+        wanted = {one.name: one for one in _all_of(work.namespace, written.ids, written.chunks)}
+        room = asyncio.Semaphore(_STORED_AT_ONCE * len(self._engines))
+
+        async def stored(one: _Missing) -> _Stored:
+            async with room:
+                return await self._stored(one)
+
+        found = await asyncio.gather(*map(stored, wanted.values()))
+        why = next((one.why for one in found if one.why), "")
+        if why:
+            raise ApiError(
+                NOT_READY,
+                f"not every document is stored: {why}; send them again later",
+                kind=OVERLOADED,
+                retry_after=AGAIN,
+            )
+        return Prefilled(
+            len(wanted),
+            sum(len(one.ids) - one.params.prefix for one in wanted.values()),
+            sum(not one.was_there for one in found),
+        )
 
     async def _transferred(
         self, engine: EngineClient, namespace: str, params: TransferParams, ids: Sequence[int]
@@ -482,8 +533,8 @@ class VLLMBackend:
             ]
         }
 
-    async def models(self) -> list[str]:
-        return [self._name]
+    async def models(self) -> Mapping[str, int | None]:
+        return {self._name: self._prompts.context_window}
 
     async def drain(self) -> None:
         self._is_closed = True
@@ -498,5 +549,16 @@ class VLLMBackend:
             await engine.close()
 
 
-def _name(namespace: str, prefix: Sequence[int], chunk: Sequence[int]) -> str:
-    return digest("stored", namespace.encode(), packed_ids(prefix), packed_ids(chunk))
+def _all_of(
+    namespace: str, prefix: Sequence[int], chunks: Sequence[Sequence[int]]
+) -> list[_Missing]:
+    """What stores chunks behind a prefix."""
+    return [
+        _Missing(
+            digest("stored", namespace.encode(), packed_ids(prefix), packed_ids(chunk)),
+            namespace,
+            TransferParams(len(prefix), (len(chunk),), mode="store"),
+            (*prefix, *chunk),
+        )
+        for chunk in chunks
+    ]

@@ -6,13 +6,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, RemoteServerError
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.kv_transfer.grants import GrantKey
 from kvcache_rag.models.pretrained import brought_template, load_tokenizer
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.serve.vllm.backend import VLLMBackend
-from kvcache_rag.serve.vllm.client import EngineClient, EngineDescription, EngineLostError
+from kvcache_rag.serve.vllm.client import EngineClient, EngineDescription
 from kvcache_rag.serve.vllm.prompts import Prompts
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ async def _described(urls: Sequence[str]) -> EngineDescription:
             found = [reply for reply in replies if isinstance(reply, EngineDescription)]
             wrong = [reply for reply in replies if isinstance(reply, BaseException)]
             for error in wrong:
-                if not isinstance(error, EngineLostError):
+                if not isinstance(error, RemoteServerError):
                     raise error
             if len({one.model for one in found}) > 1:
                 names = sorted({one.model for one in found})

@@ -89,6 +89,22 @@ class Prompts:
             )
         return written
 
+    def context(self, chunks: Sequence[str]) -> WrittenPrompt:
+        """Prefix and chunks of prompts, without a question.
+
+        Raises:
+            InvalidInputError: If a text cannot be used.
+            ContextTooLongError: If a chunk does not fit.
+        """
+        ids = self._renderer.tokenize("?", chunks, ())
+        longest = len(ids.prefix) + max(map(len, ids.chunks), default=0)
+        if longest >= self.context_window:
+            raise ContextTooLongError(
+                f"instruction and one of the documents have {longest} tokens and the model's "
+                f"context window is {self.context_window}; split the document"
+            )
+        return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
+
 
 def _params(
     policy: ReusePolicy | None, prefix: int, chunks: Sequence[Sequence[int]]
