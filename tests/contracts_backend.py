@@ -26,8 +26,8 @@ from serve_works import (
     text_of,
 )
 
-from kvcache_rag import KVCacheRagError, Message
-from kvcache_rag.serve.backend import Failed, Finished, Piece, Started
+from kvcache_rag import ContextTooLongError, KVCacheRagError, Message
+from kvcache_rag.serve.backend import Failed, Finished, Piece, Prefilled, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -275,6 +275,22 @@ class BackendContract:
         valve.open.set()
         assert isinstance((await running)[-1], Finished)
 
+    # Law: what was prefilled is there for the tenant that brought it.
+
+    async def test_what_was_prefilled_is_reused(self, backend: Backend) -> None:
+        texts = ("A green box stands here.", "A brown box stands there.")
+        work = make_work(7, chunks=(*texts, texts[0]), namespace="prefilled")
+        keys = reader().keys(texts)
+        tokens = sum(key.tokens for key in keys)
+        assert await backend.prefill(work) == Prefilled(2, tokens, 2)
+        assert await backend.prefill(work) == Prefilled(2, tokens, 0)
+        asked = make_work(8, chunks=texts[::-1], namespace="prefilled")
+        assert (await answer_of(backend, asked)).metrics.misses == 0
+        other = make_work(9, chunks=texts, namespace="other")
+        assert (await answer_of(backend, other)).metrics.misses == 2
+        with pytest.raises(ContextTooLongError):
+            await backend.prefill(make_work(10, chunks=("box " * 9000,)))
+
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 
     async def test_the_end_is_told_to_all_and_final(self, backend: Backend, valve: Valve) -> None:
@@ -292,5 +308,6 @@ class BackendContract:
         await backend.close()
         assert not await backend.ready()
         assert failure_of(await self.asked(backend, make_work(3))).status == 503
-        with pytest.raises(KVCacheRagError):
-            await backend.explain(make_work(4))
+        for asked in (backend.explain, backend.prefill):
+            with pytest.raises(KVCacheRagError):
+                await asked(make_work(4))

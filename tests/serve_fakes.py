@@ -98,6 +98,7 @@ class Scripted:
         return {"replicas": []}
 
     async def prefill(self, work: BackendRequest) -> Prefilled:
+        self.works.append(work)
         return Prefilled(len(work.chunks), sum(map(len, work.chunks)), len(work.chunks))
 
     async def models(self) -> Mapping[str, int | None]:

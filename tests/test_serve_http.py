@@ -33,6 +33,25 @@ async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> Back
     return backend.works[0]
 
 
+# ---------------------------------------------------------------------- documents of an ingestion
+async def test_documents_are_handed_on_to_be_prefilled() -> None:
+    app, backend = scripted(limits=RequestLimits(documents=2))
+    body = {"documents": ["a", {"id": "x", "text": "bc"}, "a", " "]}
+    async with client(app) as http:
+        reply = await http.post("/v1/prefill", json=body)
+        wrong = await http.post("/v1/prefill", json={**body, "model": "other"})
+        many = await http.post("/v1/prefill", json={"documents": ["a", "b", "c"]})
+        models = await http.get("/v1/models")
+    assert reply.json() == {
+        "object": "prefill", "model": "tiny", "chunks": 2, "tokens": 3, "computed": 2,
+    }  # fmt: skip
+    (work,) = backend.works
+    assert (work.chunks, work.namespace) == (("a", "bc"), "")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+    assert (many.status_code, many.json()["error"]["code"]) == (413, "request_too_large")
+    assert models.json()["data"][0]["max_model_len"] == 512
+
+
 # ---------------------------------------------------------------------- what is asked
 async def test_the_last_message_is_asked_behind_the_earlier_ones() -> None:
     messages = [

@@ -118,7 +118,7 @@ class Handle:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("answer", "count", "explain", "prefetch"):
+        if name not in ("answer", "context_window", "count", "explain", "prefetch", "prefill"):
             raise AttributeError(name)
         return self
 

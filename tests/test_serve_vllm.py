@@ -13,7 +13,7 @@ import pytest
 from zoo import byte_tokenizer
 
 from kvcache_rag import CacheBlend, FullRecompute, Reuse
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.http import LostError
 from kvcache_rag.kv_transfer.grants import GrantKey
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
@@ -24,9 +24,11 @@ from kvcache_rag.serve.backend import (
     Failed,
     Finished,
     Piece,
+    Prefilled,
     RetrievedText,
     Started,
 )
+from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.settings import ServerSettings
 from kvcache_rag.serve.vllm.backend import VLLMBackend
 from kvcache_rag.serve.vllm.client import EngineClient
@@ -103,7 +105,9 @@ class FakeEngine:
             pieces.append((tenant, *ids[: params.prefix], "|", *ids[start : start + tokens]))
             start += tokens
         if params.mode == "store":
+            were_there = {*pieces} <= self.stored
             self.stored.update(pieces)
+            return 0, {FIELD: {"reused": params.context if were_there else 0}}
         return params.context if {*pieces} <= self.stored else 0, {}
 
     async def _stream(self, cached: int) -> AsyncIterator[bytes]:
@@ -187,6 +191,30 @@ async def test_a_server_that_has_begun_anew_measures_again() -> None:
     assert len(engine.asked("law")) == 3
     assert (await events_of(backend, request()))[-1].answer.metrics.misses == 0
     await backend.close()
+
+
+async def test_documents_are_stored_before_anybody_asks() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    engines[0].stored = engines[1].stored  # a folder of both
+    backend = backend_of(*engines)
+    work = request(chunks=(*TEXTS, TEXTS[0]), namespace="a")
+    tokens = sum(map(len, backend._prompts.context(TEXTS).chunks))
+    assert await backend.prefill(work) == Prefilled(3, tokens, 3)
+    assert await backend.prefill(work) == Prefilled(3, tokens, 0)
+    assert await backend.prefill(request(chunks=TEXTS)) == Prefilled(3, tokens, 3)
+    asked = [body for engine in engines for body in engine.asked("store")]
+    assert all((body["priority"], body["max_tokens"]) == (1, 1) for body in asked)
+    answered = (await events_of(backend, request(namespace="a")))[-1].answer
+    assert answered.metrics.misses == 0
+    with pytest.raises(ContextTooLongError, match="split the document"):
+        await backend.prefill(request(chunks=("long " * 5000,)))
+    engines[0].dies = engines[1].dies = "before"
+    with pytest.raises(ApiError, match=r"not every document is stored: .*refused") as caught:
+        await backend.prefill(work)
+    assert caught.value.failed.status == 503
+    await backend.close()
+    with pytest.raises(ApiError, match="shut"):
+        await backend.prefill(work)
 
 
 async def test_an_evicted_chunk_is_stored_again() -> None:
