@@ -11,7 +11,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from benchmarks import first_table, report
+from benchmarks import first_table, report, vllm_page
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +55,13 @@ def test_the_table_beside_stock_transformers_is_what_was_measured(
 ) -> None:
     found = json.loads((report.RESULTS / "ttft.json").read_text("utf-8"))
     assert report.readme(found, check=True) == 0, capsys.readouterr().err
+
+
+def test_the_table_of_vllm_is_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--check"])
+    assert vllm_page.main() == 0, capsys.readouterr().err
 
 
 def test_first_table_has_what_was_measured_and_no_more() -> None:

@@ -1,4 +1,4 @@
-"""Parts of README.md that programs write, each between two marks of its own."""
+"""Parts of README.md and other pages that programs write, each between two marks of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def put(begin: str, end: str, text: str, *, command: str, check: bool) -> int:
+def put(begin: str, end: str, text: str, *, command: str, check: bool, page: Path = README) -> int:
     """Write a part, or say whether it is right; the exit status.
 
     Args:
@@ -17,19 +17,20 @@ def put(begin: str, end: str, text: str, *, command: str, check: bool) -> int:
         text: The lines between.
         command: Writes it.
         check: Whether only to compare; 1 if the part is another.
+        page: That has the marks.
 
     Raises:
         SystemExit: If a mark is missing.
     """
-    whole = README.read_text(encoding="utf-8")
+    whole = page.read_text(encoding="utf-8")
     before, first, rest = whole.partition(begin)
     _, last, behind = rest.partition(end)
     if not first or not last:
-        raise SystemExit(f"README.md has lost a mark around {begin}")
+        raise SystemExit(f"{page.name} has lost a mark around {begin}")
     written = f"{before}{begin}\n{text}{end}{behind}"
     if check:
         if written != whole:
-            sys.stderr.write(f"a table in README.md is stale: {command}\n")
+            sys.stderr.write(f"a table in {page.name} is stale: {command}\n")
         return int(written != whole)
-    README.write_text(written, encoding="utf-8")
+    page.write_text(written, encoding="utf-8")
     return 0
