@@ -70,7 +70,7 @@ def test_where_chunks_stand_is_worked_out_once_beside_its_specification() -> Non
             name for part in ast.walk(node) for name in names_in(part)
         )
 
-    checks = {"finetune/config.py", "policies/selection.py"}
+    checks = {"finetune/config.py", "policies/checks.py"}
     # Tokens that all stand at their own places need no formula.
     shortcut = {"generation/explain.py"}
     assert (

@@ -154,7 +154,7 @@ def test_what_was_prefilled_is_reused(remote: RemoteEngine) -> None:
 def test_the_window_and_the_name_are_the_servers(remote: RemoteEngine, engine: Engine) -> None:
     assert remote.context_window == engine.context_window
     assert remote.name == "tiny"
-    assert RemoteEngine(f"{remote.url}/v1/", context_window=100).context_window == 100
+    assert RemoteEngine(f"{remote.url}/v1/", window=100).context_window == 100
     assert OWNER == responses.OWNER
 
 

@@ -303,7 +303,7 @@ class ChatSettings(BaseChatModel):
             api_key=None if key is None else key.get_secret_value(),
             model=self.model,
             system_prompt=self.system_prompt,
-            context_window=self.context_window,
+            window=self.context_window,
             **({} if retries is None else {"retries": retries}),
         )
 

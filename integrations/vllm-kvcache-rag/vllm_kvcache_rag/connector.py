@@ -70,7 +70,7 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._law: LawMetadata | None = None
         self._block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role == KVConnectorRole.SCHEDULER:
-            specs = engine_specs(vllm_config, settings.codec)
+            specs = engine_specs(vllm_config)
             for spec in specs:
                 store.describe(spec, "", {"engine": "vllm", "model": str(model.model)})
             self._requests = RequestScheduler(store, specs, settings.grant_key())

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _WHOLE: Final = ("auto", "float16", "bfloat16", "float32")
 
-_OPTIONS: Final = ("store", "store_bytes", "memory_bytes", "codec", "key_file", "signing_key")
+_OPTIONS: Final = ("store", "store_bytes", "memory_bytes", "key_file", "signing_key")
+
+# Quantised forms keep keys as they are before rotation, which vLLM does not hand out.
+_CODEC: Final = "native"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +31,6 @@ class ConnectorSettings:
         store: A folder, or a URL.
         store_bytes: Limit of a folder.
         memory_bytes: Chunks kept in each worker's memory before it; 0 for none.
-        codec: Form of stored chunks.
         key_file: Of the key that the front end has, too; None for that of the environment.
         signing_key: File of the key that signs chunks' files, or None.
     """
@@ -36,7 +38,6 @@ class ConnectorSettings:
     store: str
     store_bytes: int | None = None
     memory_bytes: int = 0
-    codec: str = "native"
     key_file: str | None = None
     signing_key: str | None = None
 
@@ -47,7 +48,12 @@ class ConnectorSettings:
         Raises:
             InvalidInputError: If it says nothing of a store, or what nobody knows.
         """
-        unknown = sorted({*extra} - {*_OPTIONS})
+        if extra.get("codec", _CODEC) != _CODEC:
+            raise InvalidInputError(
+                f"chunks cannot be stored as {extra['codec']!r}: that keeps keys before rotation, "
+                "and vLLM gives them behind it; leave codec out"
+            )
+        unknown = sorted({*extra} - {*_OPTIONS, "codec"})
         if unknown:
             raise InvalidInputError(
                 f"kv_connector_extra_config has no {unknown[0]!r}; it takes {', '.join(_OPTIONS)}"
@@ -56,7 +62,7 @@ class ConnectorSettings:
             raise InvalidInputError(
                 'kv_connector_extra_config names the folder or URL of the chunks: {"store": "kv"}'
             )
-        return cls(**extra)
+        return cls(**{name: extra[name] for name in _OPTIONS if name in extra})
 
     def open_store(self) -> ChunkStore:
         """Where chunks lie, with memory before it."""
@@ -64,9 +70,8 @@ class ConnectorSettings:
 
         memory = MemoryStore(self.memory_bytes) if self.memory_bytes else None
         return open_store(
-            self.store, codec=self.codec, max_bytes=self.store_bytes, memory=memory,
-            signing_key=self.signing_key,
-        )  # fmt: skip
+            self.store, max_bytes=self.store_bytes, memory=memory, signing_key=self.signing_key
+        )
 
     def grant_key(self) -> GrantKey:
         """What says who may ask."""
@@ -101,7 +106,7 @@ def check_engine(config: Any, cache: Any) -> None:
             )
 
 
-def engine_specs(config: Any, codec: str) -> tuple[str, ...]:
+def engine_specs(config: Any) -> tuple[str, ...]:
     """Digest of all that an engine's chunks depend on, for each tensor-parallel rank."""
     model = config.model_config
     text = getattr(model.hf_config, "get_text_config", lambda: model.hf_config)()
@@ -115,7 +120,7 @@ def engine_specs(config: Any, codec: str) -> tuple[str, ...]:
         "cache": str(config.cache_config.cache_dtype),
         "rope": {str(key): str(value) for key, value in (text.rope_parameters or {}).items()},
     }
-    return specs(engine, codec, config.parallel_config.tensor_parallel_size)
+    return specs(engine, _CODEC, config.parallel_config.tensor_parallel_size)
 
 
 def distribution() -> str:

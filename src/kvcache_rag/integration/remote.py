@@ -185,7 +185,7 @@ class RemoteEngine:
         api_key: str | None = None,
         model: str = "",
         system_prompt: str | None = None,
-        context_window: int | None = None,
+        window: int | None = None,
         retries: int = 2,
         transport: Any = None,
     ) -> None:
@@ -197,7 +197,7 @@ class RemoteEngine:
             model: Name under which it serves; "" for the one that it has.
             system_prompt: Instruction before the chunks.  Only the server's own can stand there;
                 any other stands before the question.
-            context_window: Lower it to keep prompts short; None for the model's own.
+            window: Tokens of prompt and answer, to keep prompts short; None for the model's own.
             retries: How often a question is repeated where there was no room for it, or no server.
             transport: Of httpx, for tests.
 
@@ -208,7 +208,7 @@ class RemoteEngine:
         url = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
         self._client = ServerClient(url, transport, key=api_key or None, through_proxies=True)
         self.url = self._client.url
-        self._name, self._window, self._retries = model, context_window, retries
+        self._name, self._window, self._retries = model, window, retries
         self._system = system_prompt or ""
         self.template = PromptTemplate(system=self._system) if self._system else PromptTemplate()
         ConversationForms.known[self] = RemoteForms(self.url)

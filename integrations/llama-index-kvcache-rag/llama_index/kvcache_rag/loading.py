@@ -88,7 +88,7 @@ def _remote(llm: KVCacheLLM, **given: Any) -> Engine:
         api_key=None if key is None else key.get_secret_value(),
         model=llm.model_name,
         system_prompt=llm.system_prompt,
-        context_window=llm.context_window,
+        window=llm.context_window,
     )
 
 

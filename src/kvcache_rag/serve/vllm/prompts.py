@@ -49,9 +49,9 @@ class Prompts:
         context_window: Longest prompt and answer, in tokens.
     """
 
-    def __init__(self, tokenizer: Any, template: PromptTemplate, context_window: int) -> None:
+    def __init__(self, tokenizer: Any, template: PromptTemplate, window: int) -> None:
         """Bind a tokenizer to a template."""
-        self.template, self.context_window = template, context_window
+        self.template, self.context_window = template, window
         self._renderer = PromptRenderer(template, tokenizer)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
