@@ -46,6 +46,7 @@ NAMES = [
     "Prefetcher",
     "PromptIds",
     "PromptTemplate",
+    "RemoteServerError",
     "RemoteStore",
     "Reuse",
     "ReusePolicy",

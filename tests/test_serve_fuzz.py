@@ -24,6 +24,7 @@ OPERATIONS = {
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/rag",
+    "POST /v1/prefill",
     "POST /v1/explain",
     "GET /v1/models",
     "GET /v1/models/{model}",

@@ -304,7 +304,7 @@ def test_settings_of_a_new_engine_are_refused_beside_one(
 
 
 def test_no_model_is_said_with_the_first_use() -> None:
-    with pytest.raises(InvalidInputError, match="needs model= or engine="):
+    with pytest.raises(InvalidInputError, match="needs model=, base_url= or engine="):
         ChatKVCache().invoke("Hello")
 
 

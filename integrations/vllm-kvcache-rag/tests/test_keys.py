@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache_rag.kv.chunk import chunk_key, joined
+from kvcache_rag.kv.chunk import chunk_key, digest
 from kvcache_rag.kv_transfer.params import TransferParams
 from vllm_kvcache_rag.keys import Salts, pieces_of, specs
 
@@ -94,9 +94,8 @@ def test_no_salt_of_a_client_is_ours(client: str) -> None:
 
 
 def test_a_salt_is_a_mac() -> None:
-    expected = hmac.digest(
-        b"k" * 32, joined(b"plain", b"", b"", b"salt", b"x"), hashlib.sha256
-    ).hex()
+    message = digest("kvcache-rag-blocks", b"plain", b"", b"", b"salt", b"x")
+    expected = hmac.digest(b"k" * 32, message.encode(), hashlib.sha256).hex()
     assert Salts(b"k" * 32).plain("x") == expected
 
 

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, chunk_key, joined, spec_digest
+from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, chunk_key, digest, spec_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,16 +100,17 @@ class Salts:
         self, client: str | None, namespace: str, positions: str, pieces: Sequence[Piece]
     ) -> str:
         """Of a request whose pieces come from the store."""
-        digests = (f"{key.digest}@{piece.start}" for piece in pieces for key in piece.keys)
+        places = (f"{key.digest}@{piece.start}" for piece in pieces for key in piece.keys)
         tenant = (namespace.encode(), positions.encode())
-        return self._salt(b"stitched", *tenant, *_client(client), *map(str.encode, digests))
+        return self._salt(b"stitched", *tenant, *_client(client), *map(str.encode, places))
 
     def lone(self) -> str:
         """Of a request that finds nothing and whose blocks nobody finds."""
         return self._salt(b"lone", secrets.token_bytes(16))
 
     def _salt(self, *fields: bytes) -> str:
-        return hmac.digest(self._secret, joined(*fields), hashlib.sha256).hex()
+        message = digest("kvcache-rag-blocks", *fields)
+        return hmac.digest(self._secret, message.encode(), hashlib.sha256).hex()
 
 
 def _client(salt: str | None) -> tuple[bytes, ...]:

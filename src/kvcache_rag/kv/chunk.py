@@ -163,13 +163,12 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
 
 
 def digest(tag: str, *fields: bytes) -> str:
-    """SHA-256 of a tag and length-prefixed fields."""
-    return hashlib.sha256(tag.encode("ascii") + b"\0" + joined(*fields)).hexdigest()
-
-
-def joined(*fields: bytes) -> bytes:
-    """Fields behind their lengths: no two lists collide by joining."""
-    return b"".join(part for field in fields for part in (struct.pack("<Q", len(field)), field))
+    """SHA-256 of a tag and length-prefixed fields: no two lists collide by joining."""
+    state = hashlib.sha256(tag.encode("ascii") + b"\0")
+    for field in fields:
+        state.update(struct.pack("<Q", len(field)))
+        state.update(field)
+    return state.hexdigest()
 
 
 def spec_digest(spec: Mapping[str, Any]) -> str:

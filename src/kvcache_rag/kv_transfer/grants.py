@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.kv.chunk import joined
+from kvcache_rag.kv.chunk import digest
 from kvcache_rag.stores.signing import LEAST_BYTES, secret_in_file, secret_in_text
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class GrantKey:
 
     def salt(self, namespace: str) -> str:
         """What keeps a tenant's ordinary requests apart in the engine's prefix cache."""
-        message = joined(b"kvcache-rag-salt", namespace.encode())
-        return hmac.digest(self._secret, message, hashlib.sha256).hex()
+        message = digest("kvcache-rag-salt", namespace.encode())
+        return hmac.digest(self._secret, message.encode(), hashlib.sha256).hex()
 
     def namespace(self, grant: str, request: str) -> str:
         """The tenant of a request.
@@ -113,8 +113,8 @@ class GrantKey:
         return namespace
 
     def _mac(self, said: bytes, request: str) -> bytes:
-        message = joined(b"kvcache-rag-grant", said, request.encode("ascii"))
-        return hmac.digest(self._secret, message, hashlib.sha256)
+        message = digest("kvcache-rag-grant", said, request.encode("ascii"))
+        return hmac.digest(self._secret, message.encode(), hashlib.sha256)
 
 
 def _text(value: bytes) -> str:
