@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvcache_rag.kv.chunk import joined, packed_ids
+from kvcache_rag.kv.chunk import digest, packed_ids
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def home_of(chunk: Sequence[int], namespace: str, servers: Sequence[str]) -> str:
     """The server of a chunk, given its ids, its tenant and the URLs of all servers."""
-    name = joined(namespace.encode(), packed_ids(chunk))
+    name = digest("kvcache-rag-home", namespace.encode(), packed_ids(chunk))
 
     def weight(server: str) -> bytes:
-        return hashlib.blake2b(name + server.encode(), digest_size=16).digest()
+        return hashlib.blake2b(f"{name}{server}".encode(), digest_size=16).digest()
 
     return max(servers, key=weight)
 
