@@ -291,6 +291,10 @@ class BackendContract:
         with pytest.raises(ContextTooLongError):
             await backend.prefill(make_work(10, chunks=("box " * 9000,)))
 
+    async def test_a_verdict_is_about_its_engine(self, backend: Backend) -> None:
+        assert await backend.identity() == reader().identity
+        assert await backend.models() == {"reader": reader().context_window}
+
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 
     async def test_the_end_is_told_to_all_and_final(self, backend: Backend, valve: Valve) -> None:

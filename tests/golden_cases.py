@@ -40,6 +40,7 @@ from kvcache_rag.serve.backend import (
     Started,
 )
 from kvcache_rag.serve.lifecycle import Caller
+from kvcache_rag.verdict import Identity
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -347,6 +348,10 @@ class SilentBackend:
     async def models(self) -> Mapping[str, int | None]:
         """One."""
         return {"tiny": 512}
+
+    async def identity(self) -> Identity:
+        """Some model."""
+        return Identity("tiny", "r", "native", "float32", "p", "t", "s")
 
     async def drain(self) -> None:
         return None

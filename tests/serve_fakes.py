@@ -25,6 +25,7 @@ from kvcache_rag.serve.backend import (
 )
 from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag.verdict import Identity
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -103,6 +104,10 @@ class Scripted:
 
     async def models(self) -> Mapping[str, int | None]:
         return {MODEL: 512}
+
+    async def identity(self) -> Identity:
+        """Some model."""
+        return Identity("tiny", "r", "native", "float32", "p", "t", "s")
 
     async def drain(self) -> None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import threading
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,13 @@ from kvcache_rag import (
     cancellable,
     policy_by_name,
 )
+from kvcache_rag.evaluation.tasks import own_score
+from kvcache_rag.evaluation.verification import Verification
 from kvcache_rag.integration import ConversationForms, Reference, ToolChoice, remote_engine
 from kvcache_rag.integration.remote import OWNER, RemoteEngine
 from kvcache_rag.policies import POLICY_NAMES
 from kvcache_rag.policies.named import name_of
+from kvcache_rag.scoring.question import Question
 from kvcache_rag.serve import responses
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.keys import new_key
@@ -149,6 +153,26 @@ def test_what_was_prefilled_is_reused(remote: RemoteEngine) -> None:
     stopped.set()
     with pytest.raises(CancelledError):
         remote.add(texts, cancelled=stopped)
+
+
+def test_a_verdict_is_about_the_engine_there(remote: RemoteEngine, engine: Engine) -> None:
+    assert remote.identity == engine.identity
+    questions = [
+        Question("a", QUESTION, tuple(DOCUMENTS), answers=("in the hall",)),
+        Question("b", "Where is the map?", tuple(DOCUMENTS), answers=("in the cellar",)),
+    ]
+    planned = Verification(questions, own_score, "f1", max_new_tokens=8)
+    here = planned.verdict(engine, [Reuse(), LegoLink(4)])
+    there = planned.verdict(remote_engine(remote.url), [Reuse(), LegoLink(4)])
+    assert there.identity == here.identity
+    assert there.recommended == here.recommended
+    for mine, theirs in zip(
+        (here.full, *here.policies), (there.full, *there.policies), strict=True
+    ):
+        for name in ("policy", "score", "f1", "agreement", "same_answer", "recomputed"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        assert math.isnan(theirs.first_divergence)
+    assert (there.checks, there.notes[-1][:8]) == ((), "A server")
 
 
 def test_the_window_and_the_name_are_the_servers(remote: RemoteEngine, engine: Engine) -> None:

@@ -28,6 +28,7 @@ OPERATIONS = {
     "POST /v1/explain",
     "GET /v1/models",
     "GET /v1/models/{model}",
+    "GET /v1/identity",
     "GET /health",
     "GET /ready",
     "GET /metrics",

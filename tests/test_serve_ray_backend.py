@@ -118,7 +118,15 @@ class Handle:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("answer", "context_window", "count", "explain", "prefetch", "prefill"):
+        if name not in (
+            "answer",
+            "context_window",
+            "count",
+            "explain",
+            "identity",
+            "prefetch",
+            "prefill",
+        ):
             raise AttributeError(name)
         return self
 
@@ -203,10 +211,10 @@ class OneReplica:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda work: self._call(name, work))
+        return SimpleNamespace(remote=lambda *works: self._call(name, works))
 
-    def _call(self, name: str, work: BackendRequest) -> Call:
-        given = getattr(self.replica, name)(pickle.loads(pickle.dumps(work)))
+    def _call(self, name: str, works: tuple[BackendRequest, ...]) -> Call:
+        given = getattr(self.replica, name)(*pickle.loads(pickle.dumps(works)))
         self._calls.append(Call(self._ray, name, given))
         return self._calls[-1]
 
@@ -522,7 +530,7 @@ async def test_counters_of_those_replicas_that_answer(ray: Any) -> None:
     assert (await subject.stats())["replicas"] == [generator]
     with pytest.raises(ApiError):
         await subject.stats()
-    assert [*await subject.models()] == ["tiny"]
+    assert await subject.models() == {"tiny": None}
 
 
 def test_no_exception_of_ray_shows_through(ray: Any, caplog: Any) -> None:

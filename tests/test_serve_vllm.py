@@ -34,6 +34,7 @@ from kvcache_rag.serve.vllm.backend import VLLMBackend
 from kvcache_rag.serve.vllm.client import EngineClient
 from kvcache_rag.serve.vllm.prompts import Prompts
 from kvcache_rag.serve.vllm.routing import Routing, home_of
+from kvcache_rag.verdict import Gate, Identity, PolicyScore, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -62,6 +63,7 @@ class FakeEngine:
     law: str = ""
     is_proven: bool = False
     has_told: bool = False
+    spec: str = "vllm 0.32, weights"
 
     def transport(self) -> httpx.MockTransport:
         return httpx.MockTransport(self.handle)
@@ -97,7 +99,7 @@ class FakeEngine:
             # The first one ends before its workers have told.
             law = self.law if self.has_told else None
             self.has_told, self.is_proven = True, not self.law
-            return 0, {FIELD: {"reused": 0, "law": law}}
+            return 0, {FIELD: {"reused": 0, "law": law, "engine": self.spec}}
         if not self.is_proven:
             return 0, {FIELD: {"reused": 0, "why": "how it rotates keys was not measured"}}
         pieces, start = [], params.prefix
@@ -172,7 +174,7 @@ async def test_a_missing_chunk_is_stored_once_and_reused_from_then_on() -> None:
     assert (second.prefix_tokens, second.query_tokens) == (
         len(expected.prefix), len(expected.query),
     )  # fmt: skip
-    assert (second.misses, second.policy) == (0, "Reuse('reordered')")
+    assert (second.misses, second.policy) == (0, "Reuse(positions='reordered')")
     await settled(backend)
     assert (len(engine.asked("store")), len(engine.asked("law"))) == (3, 2)
     await backend.close()
@@ -215,6 +217,52 @@ async def test_documents_are_stored_before_anybody_asks() -> None:
     await backend.close()
     with pytest.raises(ApiError, match="shut"):
         await backend.prefill(work)
+
+
+def verdict_on(identity: Identity, kept: float) -> Verdict:
+    """What `verify` might have found: so much of full prefill's score, for sure."""
+    score = PolicyScore(repr(Reuse()), score=kept, kept=kept, kept_low=kept, kept_high=kept)
+    return Verdict(
+        identity, "2026-11-23", "own", "d", 200, "f1", 0.95, PolicyScore("FullRecompute()"),
+        (score,), score.policy,
+    )  # fmt: skip
+
+
+async def test_servers_say_what_a_verdict_is_about() -> None:
+    same, other = [FakeEngine(), FakeEngine()], FakeEngine(spec="other weights")
+    backend = backend_of(*same)
+    identity = await backend.identity()
+    assert (identity.model, identity.revision) == ("m", "vllm 0.32, weights")
+    assert identity == await backend_of(FakeEngine()).identity()
+    assert identity.spec != (await backend_of(other).identity()).spec
+    with pytest.raises(ApiError, match="say different things of themselves"):
+        await backend_of(same[0], other).identity()
+    with pytest.raises(ApiError, match="do not say what they are"):
+        await backend_of(FakeEngine(dies="before")).identity()
+
+
+async def test_the_gate_lets_pass_what_a_verdict_on_these_servers_says() -> None:
+    identity = await backend_of(FakeEngine()).identity()
+    cases = {
+        "": (Gate(verdict_on(identity, 0.99)), FakeEngine()),
+        "kept 50.0 % of full": (Gate(verdict_on(identity, 0.5)), FakeEngine()),
+        "the verdict was made for": (Gate(verdict_on(identity, 0.99)), FakeEngine(spec="new")),
+        "does not cover": (Gate(verdict_on(identity, 0.99)), FakeEngine()),
+    }
+    for words, (gate, engine) in cases.items():
+        backend = backend_of(engine, gate=gate)
+        policy = Reuse("composite") if words == "does not cover" else None
+        cost = (await events_of(backend, request(policy=policy)))[-1].answer.metrics
+        assert words in cost.gate
+        assert bool(words) == bool(cost.gate)
+        assert cost.policy == ("FullRecompute()" if words else repr(Reuse()))
+        assert len(engine.asked("reuse")) == (not words)
+        await backend.close()
+    strict = backend_of(FakeEngine(), gate=Gate(verdict_on(identity, 0.5), below="error"))
+    failed = (await events_of(strict, request()))[-1]
+    assert (failed.status, "use the policy full" in failed.message) == (400, True)
+    full = (await events_of(strict, request(policy=FullRecompute())))[-1]
+    assert not full.answer.metrics.gate
 
 
 async def test_an_evicted_chunk_is_stored_again() -> None:

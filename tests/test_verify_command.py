@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from serve_fakes import running, settings, tiny_backend
 
-from kvcache_rag import Engine, FingerprintMismatchError, InvalidInputError, Reuse, Verdict
+from kvcache_rag import (
+    Engine,
+    FingerprintMismatchError,
+    InvalidInputError,
+    Reuse,
+    Verdict,
+)
 from kvcache_rag.commands import verify
 from kvcache_rag.commands.verify import lines
 from kvcache_rag.evaluation import verification
@@ -23,6 +30,8 @@ from kvcache_rag.evaluation.tasks import own_score
 from kvcache_rag.reader import make_example
 from kvcache_rag.scoring.question import Question
 from kvcache_rag.scoring.statistics import trials_without_loss
+from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.keys import new_key
 from kvcache_rag.verdict import PolicyScore
 
 
@@ -80,7 +89,9 @@ def test_a_file_of_questions_becomes_a_verdict_that_opens_the_gate(
         ).metrics
         for policy in (
             Reuse(),
-            verify._policies(argparse.Namespace(policies=["ape:0.3,0.3"], auxiliary=None))[0],
+            verify._policies(
+                argparse.Namespace(policies=["ape:0.3,0.3"], auxiliary=None, base_url=None)
+            )[0],
         )
     )
     assert (reuse.gate, reuse.policy) == ("", repr(Reuse()))
@@ -407,6 +418,8 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
         (("--task", "reader", "--policies", "bland"), "no policy 'bland'"),
         (("--task", "reader", "--policies", "full"), "nothing to verify"),
         (("--questions", "missing.jsonl"), "cannot be read"),
+        (("--base-url", "http://server", "--codec", "int8"), "--codec is the server's to say"),
+        (("--base-url", "http://server", "--adapter", "a"), "--adapter is the server's to say"),
     ],
 )
 def test_settings_that_cannot_be_used_say_so_before_the_model_is_loaded(
@@ -468,3 +481,28 @@ def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) 
         planned: Any = verification.Verification([asked], measure=measure)
         found = planned._outcome(asked, mine, theirs, logits, logits)
         assert found.metrics["agreement_f1"] == score
+
+
+def test_a_model_or_a_server_is_needed() -> None:
+    with pytest.raises(InvalidInputError, match="give a MODEL to verify, or --base-url URL"):
+        run("--task", "reader")
+
+
+def test_a_server_is_verified_by_its_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, out = tmp_path / "keys", tmp_path / "verdict.json"
+    monkeypatch.setenv("KVCACHE_RAG_API_KEY", new_key(keys, "judge"))
+    file = write(tmp_path / "mine.jsonl", reader_rows(2))
+    options = ("--questions", file, "--out", out, "--keep", "0.5", "--max-new-tokens", "12")
+    with (
+        tiny_backend(tmp_path / "kv") as backend,
+        running(build_app(backend, settings(api_keys=keys))) as url,
+    ):
+        assert run("--base-url", url, *options) == 0
+    printed = capsys.readouterr().out
+    assert "probabilities and numerics are not" in printed
+    assert f"use it with `kvcache-rag serve --gate {out}`" in printed
+    verdict = Verdict.load(out)
+    assert [row.policy for row in verdict.policies] == [repr(Reuse()), repr(Reuse("composite"))]
+    assert Engine.from_pretrained("tiny", gate=out).gate is not None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.kv.chunk import digest
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from vllm_kvcache_rag.keys import Piece, Salts, pieces_of
 
@@ -228,6 +229,7 @@ class RequestScheduler:
         if asked.params.mode == "law":
             # None while workers have not told: a request may end before.
             reply["law"] = None if self.law == UNPROVEN else self.law
+            reply["engine"] = digest("kvcache-rag-engine", *map(str.encode, self._specs))
         return {FIELD: reply}
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,14 @@ POLICIES = ("reordered", "composite", "legolink", "cacheblend", "ape")
 
 READER = "reader"
 
+KEY = "KVCACHE_RAG_API_KEY"
+
+# What every engine behind a server does.
+OF_SERVERS = ("reordered", "composite")
+
+# Of a model in this process.
+_OF_MODELS = ("adapter", "auxiliary", "device", "system_prompt")
+
 # Questions of a task; a file is asked as a whole.
 QUESTIONS = 200
 
@@ -42,7 +51,16 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, questions, policies and where the verdict goes."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="ask a running `kvcache-rag serve` instead, whatever engine is behind it; its "
+        "verdict is for that server's --gate",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"for that server; else the environment's {KEY}"
+    )
     parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     add_weight_format(parser)
     asked = parser.add_mutually_exclusive_group()
@@ -67,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         metavar="POLICY",
-        default=list(POLICIES),
-        help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)})",
+        help=f"compared with full prefill, such as cacheblend:0.3 (default: {' '.join(POLICIES)}; "
+        f"of a server {' '.join(OF_SERVERS)})",
     )
     parser.add_argument(
         "--auxiliary", metavar="MODEL", help="small model of CacheClip, compared and used by it"
@@ -108,7 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
             engine, policies, auxiliary=agreement, scorer=scorer, show_progress=True
         )
     verdict.save(arguments.out)
-    print("\n".join(lines(verdict, str(arguments.out))))
+    is_server = arguments.base_url is not None
+    print("\n".join(lines(verdict, str(arguments.out), server=is_server)))
     return 0 if all(check.passed for check in verdict.checks) else FAILED
 
 
@@ -117,6 +136,17 @@ def _check(arguments: argparse.Namespace) -> None:
     from kvcache_rag.commands.listing import check_file
     from kvcache_rag.errors import InvalidInputError
 
+    if arguments.base_url is None and arguments.model is None:
+        raise InvalidInputError("give a MODEL to verify, or --base-url URL of a server")
+    if arguments.base_url is not None:
+        others = [name for name in _OF_MODELS if getattr(arguments, name)]
+        others += ["codec"] * (arguments.codec != "native") + ["dtype"] * (
+            arguments.dtype != "auto"
+        )
+        if others:
+            raise InvalidInputError(
+                f"--{others[0].replace('_', '-')} is the server's to say; leave it out"
+            )
     for name in ("n", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -204,7 +234,8 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
     from kvcache_rag.errors import InvalidInputError
     from kvcache_rag.policies.named import policy_by_name
 
-    names = list(dict.fromkeys(arguments.policies))
+    default = OF_SERVERS if arguments.base_url else POLICIES
+    names = list(dict.fromkeys(arguments.policies or default))
     if arguments.auxiliary and not any(name.startswith("cacheclip") for name in names):
         names.append("cacheclip")
     policies = [policy_by_name(name) for name in names]
@@ -219,6 +250,12 @@ def _policies(arguments: argparse.Namespace) -> list[ReusePolicy]:
 @contextlib.contextmanager
 def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
     """An engine whose chunks are kept in memory, or in files of a codec, and its auxiliary."""
+    if arguments.base_url is not None:
+        from kvcache_rag.integration import remote_engine
+
+        key = arguments.api_key or os.environ.get(KEY)
+        yield remote_engine(arguments.base_url, api_key=key, model=arguments.model or ""), None
+        return
     import tempfile
 
     from kvcache_rag.engine import like
@@ -257,7 +294,7 @@ def _agreement(engine: Engine, auxiliary: Any, planned: Verification) -> Auxilia
 
 
 # ---------------------------------------------------------------------- what was found
-def lines(verdict: Verdict, file: str) -> Iterator[str]:
+def lines(verdict: Verdict, file: str, *, server: bool = False) -> Iterator[str]:
     """The table, the notes, and one sentence."""
     identity = verdict.identity
     yield (
@@ -292,7 +329,8 @@ def lines(verdict: Verdict, file: str) -> Iterator[str]:
     yield _sentence(verdict)
     if verdict.is_blurred and _stitches(verdict):
         yield from _nearness(verdict.policies)
-    yield f'Wrote {file}; use it with Engine(..., gate="{file}").'
+    use = f"`kvcache-rag serve --gate {file}`" if server else f'Engine(..., gate="{file}")'
+    yield f"Wrote {file}; use it with {use}."
 
 
 def _cells(row: PolicyScore) -> list[str]:

@@ -15,19 +15,21 @@ import datetime
 import math
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcache_rag.codecs import Native
-from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError, RemoteServerError
 from kvcache_rag.generation.gate import policy_key, scorer_name
+from kvcache_rag.integration.references import is_remote
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
@@ -77,6 +79,10 @@ GRADED: Final = frozenset({"rouge_l", "rouge_l_chinese"})
 # Costs that differ by less are the same, and the better score decides.
 EQUAL_COST: Final = 1.2
 
+# How often a server is asked until its chunks are there, and seconds between.
+_TRIES: Final = 20
+_PAUSE: Final = 0.25
+
 Scoring = Callable[[str, "Question"], Mapping[str, float]]
 """Metrics of an answer, each between 0 and 1."""
 
@@ -104,6 +110,105 @@ class Outcome:
     top1: float
     recomputed: float
     ttft: float
+
+
+class Subject(Protocol):
+    """What is asked, and what of it besides answers can be looked at."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to bear in mind."""
+
+    def prepare(self, question: Question, policies: Iterable[ReusePolicy]) -> None:
+        """Have stored what the policies need for a question."""
+
+    def answer(
+        self, question: Question, policy: ReusePolicy, truth: Answer | None
+    ) -> tuple[Answer, Tensor | None]:
+        """An answer, and what is expected at each token of full prefill's answer.
+
+        Returns:
+            The answer, and logarithms of probabilities `(tokens, vocabulary)` float64; None where
+            nobody can tell them.
+        """
+
+    def checks(self, question: Question) -> tuple[NumericsCheck, ...]:
+        """Whether plain numerics agree, as far as they can be looked at."""
+
+
+@dataclass(frozen=True)
+class EngineSubject:
+    """An engine of this process.
+
+    Attributes:
+        engine: The model.
+        max_new_tokens: Of an answer.
+        notes: None.
+    """
+
+    engine: Engine
+    max_new_tokens: int
+    notes: tuple[str, ...] = ()
+
+    def prepare(self, question: Question, policies: Iterable[ReusePolicy]) -> None:
+        place = Workplace(self.engine, self.engine)
+        place.prepare(question.chunks)
+        for policy in policies:
+            place.prepare_joint(policy, [question])
+
+    def answer(
+        self, question: Question, policy: ReusePolicy, truth: Answer | None
+    ) -> tuple[Answer, Tensor | None]:
+        answer = self.engine.generate(
+            question.question, question.chunks, policy=policy, max_new_tokens=self.max_new_tokens
+        )
+        if answer.metrics.gate:
+            raise InvalidInputError("the engine to verify has a gate; make it without gate=")
+        read = (truth or answer).token_ids[:-1]
+        return answer, log_probabilities(self.engine, question, policy, read)
+
+    def checks(self, question: Question) -> tuple[NumericsCheck, ...]:
+        return check_numerics(self.engine, question.question, question.chunks)
+
+
+@dataclass(frozen=True)
+class ServerSubject:
+    """A server, which tells nothing but its answers.
+
+    Attributes:
+        engine: Asks it.
+        max_new_tokens: Of an answer.
+        notes: What is not known for that.
+    """
+
+    engine: Engine
+    max_new_tokens: int
+    notes: tuple[str, ...] = (
+        "A server was asked: answers are compared, probabilities and numerics are not.",
+    )
+
+    def prepare(self, question: Question, policies: Iterable[ReusePolicy]) -> None:
+        self.engine.add(question.chunks)
+
+    def answer(
+        self, question: Question, policy: ReusePolicy, truth: Answer | None
+    ) -> tuple[Answer, Tensor | None]:
+        for _ in range(_TRIES):
+            answer = self.engine.generate(
+                question.question, question.chunks, policy=policy,
+                max_new_tokens=self.max_new_tokens,
+            )  # fmt: skip
+            if answer.metrics.gate:
+                raise InvalidInputError("the server to verify has a gate; start it without --gate")
+            if policy.is_full or not answer.metrics.misses:
+                return answer, None
+            time.sleep(_PAUSE)  # chunks may be written behind the answer that computes them
+        raise RemoteServerError(
+            "the server keeps no chunks, so nothing of it can be verified; its log says why"
+        )
+
+    def checks(self, question: Question) -> tuple[NumericsCheck, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -140,8 +245,9 @@ class Verification:
         """Ask every question of every policy.
 
         Args:
-            engine: The model; without a gate, and not `cost_aware`, or chunks that are slow to load
-                are computed instead and times say little.
+            engine: The model, or what asks a server (`remote_engine`); without a gate, and not
+                `cost_aware`, or chunks that are slow to load are computed instead and times say
+                little.
             policies: What is compared with `FullRecompute()`.
             auxiliary: Goes into the verdict.
             scorer: Name of the engine's own auxiliary model, for policies that use it.
@@ -158,8 +264,11 @@ class Verification:
             raise InvalidInputError(
                 "there is nothing to verify; give at least one question and one policy that reuses"
             )
-        asked, outcomes = self._ask(engine, compared, show_progress)
-        checks = check_numerics(engine, asked[0].question, asked[0].chunks)
+        subject: Subject = ServerSubject(engine, self.max_new_tokens)
+        if not is_remote(engine):
+            subject = EngineSubject(engine, self.max_new_tokens)
+        asked, outcomes = self._ask(subject, compared, show_progress)
+        checks = subject.checks(asked[0])
         full = self._row(repr(FullRecompute()), "", outcomes[""], outcomes[""], asked)
         rows = tuple(
             self._row(
@@ -190,10 +299,10 @@ class Verification:
         told = notes(
             full, len(asked), len(self.questions), self.measure, is_blurred=verdict.is_blurred
         )
-        return replace(verdict, notes=told)
+        return replace(verdict, notes=(*told, *subject.notes))
 
     def _ask(
-        self, engine: Engine, compared: Mapping[str, ReusePolicy], show: bool
+        self, subject: Subject, compared: Mapping[str, ReusePolicy], show: bool
     ) -> tuple[list[Question], dict[str, list[Outcome]]]:
         """Outcomes per policy, full prefill's under ""; interleaved, so that times compare."""
         results: dict[str, list[Outcome]] = {name: [] for name in ("", *compared)}
@@ -205,7 +314,7 @@ class Verification:
                 order = rotated(list(compared), len(asked))
                 try:
                     for _ in range(1 if warm else 2):  # first calls allocate
-                        outcomes = self._outcomes(engine, compared, order, question)
+                        outcomes = self._outcomes(subject, compared, order, question)
                         warm = True
                 except ContextTooLongError as error:
                     if question is self.questions[-1] and not asked:
@@ -218,43 +327,33 @@ class Verification:
 
     def _outcomes(
         self,
-        engine: Engine,
+        subject: Subject,
         compared: Mapping[str, ReusePolicy],
         order: Sequence[str],
         question: Question,
     ) -> dict[str, Outcome]:
-        place = Workplace(engine, engine)
-        place.prepare(question.chunks)
-        for policy in compared.values():
-            place.prepare_joint(policy, [question])
-        truth, expected = self._answer(engine, FullRecompute(), question, None)
+        subject.prepare(question, compared.values())
+        truth, expected = subject.answer(question, FullRecompute(), None)
         outcomes = {"": self._outcome(question, truth, truth, expected, expected)}
         for name in order:
-            answer, log_probs = self._answer(engine, compared[name], question, truth)
+            answer, log_probs = subject.answer(question, compared[name], truth)
             outcomes[name] = self._outcome(question, answer, truth, log_probs, expected)
         return outcomes
 
-    def _answer(
-        self, engine: Engine, policy: ReusePolicy, question: Question, truth: Answer | None
-    ) -> tuple[Answer, Tensor]:
-        """An answer, and what is expected at each token of full prefill's answer.
-
-        Returns:
-            The answer, and logarithms of probabilities `(tokens, vocabulary)` float64.
-        """
-        answer = engine.generate(
-            question.question, question.chunks, policy=policy, max_new_tokens=self.max_new_tokens
-        )
-        if answer.metrics.gate:
-            raise InvalidInputError("the engine to verify has a gate; make it without gate=")
-        read = (truth or answer).token_ids[:-1]
-        return answer, log_probabilities(engine, question, policy, read)
-
     def _outcome(
-        self, question: Question, answer: Answer, truth: Answer, found: Tensor, expected: Tensor
+        self,
+        question: Question,
+        answer: Answer,
+        truth: Answer,
+        found: Tensor | None,
+        expected: Tensor | None,
     ) -> Outcome:
         text, theirs = answer.text.strip(), truth.text.strip()
-        apart = divergences(expected, found)
+        first = mean = top1 = math.nan
+        if found is not None and expected is not None:
+            apart = divergences(expected, found)
+            first, mean = float(apart[0]), float(apart.mean())
+            top1 = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
         metrics = dict(self.score(text, question)) if self.score is not None else {}
         same = text == theirs
         is_chinese = self.measure == AGREEMENT and question.language == "zh"
@@ -266,9 +365,9 @@ class Verification:
             metrics=metrics,
             agrees=same,
             same=normalised(text) == normalised(theirs),
-            first=float(apart[0]),
-            mean=float(apart.mean()),
-            top1=float((expected.argmax(-1) == found.argmax(-1)).double().mean()),
+            first=first,
+            mean=mean,
+            top1=top1,
             recomputed=1.0 if answer is truth else cost.recomputed_tokens / max(1, context),
             ttft=cost.ttft,
         )

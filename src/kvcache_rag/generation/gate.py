@@ -33,6 +33,19 @@ _PROBES = ("Where is it?", "In the first place.")
 def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
     """What a verdict on this model, prefix, template and storage is about."""
     description = prefiller.description
+    return Identity(
+        model=str(description.get("model")),
+        revision=str(description.get("revision")),
+        codec=str(description.get("codec")),
+        dtype=_dtype(description),
+        prefix=str(description.get("prefix_digest")),
+        template=template_digest(renderer),
+        spec=prefiller.spec,
+    )
+
+
+def template_digest(renderer: PromptRenderer) -> str:
+    """Of how chunks and questions are written."""
     question, text = _PROBES
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     written = {
@@ -41,15 +54,7 @@ def identity(prefiller: Prefiller, renderer: PromptRenderer) -> Identity:
         "with_history": renderer.query_ids(question, turns),
         "again": renderer.query_ids(question, answer=text),
     }
-    return Identity(
-        model=str(description.get("model")),
-        revision=str(description.get("revision")),
-        codec=str(description.get("codec")),
-        dtype=_dtype(description),
-        prefix=str(description.get("prefix_digest")),
-        template=digest("kvcache-rag-template", canonical_json(written))[:16],
-        spec=prefiller.spec,
-    )
+    return digest("kvcache-rag-template", canonical_json(written))[:16]
 
 
 @dataclass(frozen=True)

@@ -94,14 +94,14 @@ class ServerClient:
             trust_env=through_proxies,
         )
 
-    async def get(self, path: str) -> Any:
-        """What it says at `path`, at once.
+    async def get(self, path: str, seconds: float | None = _REACHED) -> Any:
+        """What it says at `path`, within so many seconds.
 
         Raises:
             LostError: If it cannot be reached, or answers with something else.
             RefusedError: If it says so.
         """
-        return await self._whole("GET", path, timeout=_REACHED)
+        return await self._whole("GET", path, timeout=seconds)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The whole answer to a body.

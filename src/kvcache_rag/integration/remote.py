@@ -33,6 +33,7 @@ from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.named import name_of
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.prompt.template import Message, PromptTemplate
+from kvcache_rag.verdict import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -257,6 +258,11 @@ class RemoteEngine:
     def context_window(self) -> int:
         """Longest prompt and answer, in tokens."""
         return self._served[1]
+
+    @property
+    def identity(self) -> Identity:
+        """What a verdict on the server's answers is about."""
+        return Identity(**self._asked(self._client.get("/v1/identity", seconds=None)))
 
     @property
     def prefix_text(self) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcache_rag.metrics import Answer
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.prompt.template import Message, PromptTemplate
+    from kvcache_rag.verdict import Identity
 
 
 BAD_REQUEST, NOT_READY, SERVER_FAULT = 400, 503, 500
@@ -219,6 +220,14 @@ class Backend(Protocol):
         """Names under which the models are asked for; of each, tokens of its context window.
 
         None where nobody can say it now.
+        """
+        ...
+
+    async def identity(self) -> Identity:
+        """What a verdict on its answers is about.
+
+        Raises:
+            KVCacheRagError: If nobody can say it now.
         """
         ...
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.serve.backend import BackendRequest, Event, Retriever
     from kvcache_rag.stores import ChunkStore
+    from kvcache_rag.verdict import Identity
 
 MOMENT = 1.0  # seconds
 
@@ -256,6 +257,9 @@ class LocalBackend:
 
     async def models(self) -> Mapping[str, int | None]:
         return {self._name: self._engines.base.context_window}
+
+    async def identity(self) -> Identity:
+        return await in_thread(getattr, self._engines.base, "identity")
 
     async def drain(self) -> None:
         self._scheduler.drain()

@@ -188,6 +188,18 @@ class Model(BaseModel):
     max_model_len: int | None = Field(description="Tokens of prompt and answer together.")
 
 
+class ServedIdentity(BaseModel):
+    """Answer of `GET /v1/identity`; everything in it changes answers."""
+
+    model: str
+    revision: str = Field(description="Commit, or a digest of weights and engine.")
+    codec: str
+    dtype: str
+    prefix: str = Field(description="Digest of what stands before the documents.")
+    template: str = Field(description="Digest of how documents and questions are written.")
+    spec: str = Field(description="Digest of everything that stored documents depend on.")
+
+
 class PrefillReply(BaseModel):
     """Answer of `POST /v1/prefill`."""
 

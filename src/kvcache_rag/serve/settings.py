@@ -27,7 +27,7 @@ VLLM: Final = "vllm"
 # Of a model in this process; servers of vLLM are told by their own command lines.
 _OF_TRANSFORMERS: Final = (
     *("store", "store_bytes", "signing_key", "replicas", "ray_address", "adapter", "device"),
-    *("gate", "auxiliary"),
+    "auxiliary",
 )
 
 

@@ -3,6 +3,7 @@
 # FastAPI reads the annotations of routes when they are made, so they are not postponed.
 import asyncio
 import logging
+from dataclasses import asdict
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path
@@ -10,7 +11,14 @@ from fastapi import APIRouter, Depends, Path
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import AppContext, Caller
 from kvcache_rag.serve.requests import check_model
-from kvcache_rag.serve.responses import Model, ModelList, Status, error_responses, now
+from kvcache_rag.serve.responses import (
+    Model,
+    ModelList,
+    ServedIdentity,
+    Status,
+    error_responses,
+    now,
+)
 
 _LOG: Final = logging.getLogger("kvcache_rag.serve")
 _PATIENCE: Final = 2.0  # seconds in which a backend has to say whether it is ready
@@ -59,6 +67,19 @@ def router(context: AppContext) -> APIRouter:
         """404 for any other name."""
         check_model(context, model)
         return await served()
+
+    @routes.get(
+        "/v1/identity",
+        responses=error_responses(401, 403, 500, 503),
+        tags=["operation"],
+        summary="What a verdict on the answers is about",
+        operation_id="identity",
+    )
+    async def identity(
+        caller: Annotated[Caller, Depends(context.authenticate)],
+    ) -> ServedIdentity:
+        """Model, engine, storage, instruction and template, as digests; `verify` notes them."""
+        return ServedIdentity(**asdict(await context.backend.identity()))
 
     @routes.get(
         "/health",

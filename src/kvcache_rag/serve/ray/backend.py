@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RetrievedText,
         Retriever,
     )
+    from kvcache_rag.verdict import Identity
 
 LOG = logging.getLogger(__name__)
 
@@ -189,6 +190,16 @@ class RayBackend:
                 response = self._handle.context_window.remote()
                 self._window = int(await asyncio.wait_for(_value(response), STATS_WAIT))
         return {self._name: self._window}
+
+    async def identity(self) -> Identity:
+        """That of any replica; all of them load the same."""
+        try:
+            response = self._handle.identity.remote()
+            found: Identity = await asyncio.wait_for(_value(response), STATS_WAIT)
+        except Exception as error:  # between the death of the last replica and the next one
+            LOG.warning("no replica says what it is: %s", type(error).__name__)
+            raise ApiError.of(REPLICA_FAULT) from None
+        return found
 
     async def drain(self) -> None:
         """Have every replica refuse what waits there; a replica that does not answer has died."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.backend import BackendRequest, Dequeued, Event, Prefilled
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag.verdict import Identity
 
 WARMING: Final = 120.0
 """Seconds in which a loaded model has to generate its first token."""
@@ -107,6 +108,10 @@ class Replica:
     async def context_window(self) -> int | None:
         """Of the model, in tokens."""
         return next(iter((await self._backend.models()).values()))
+
+    async def identity(self) -> Identity:
+        """What a verdict on its answers is about."""
+        return await self._backend.identity()
 
     async def prefetch(self, work: BackendRequest) -> bool:
         """Compute and store what the request will need; it is not queued here.

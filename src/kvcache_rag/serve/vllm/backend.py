@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachetools import LRUCache
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.generation.gate import policy_key
 from kvcache_rag.generation.stream import in_thread
 from kvcache_rag.integration.http import LostError, RefusedError
 from kvcache_rag.kv.chunk import digest, packed_ids
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.metrics import Answer, Metrics
+from kvcache_rag.policies import FullRecompute, Reuse
 from kvcache_rag.serve.backend import (
     BAD_REQUEST,
     INVALID,
@@ -42,6 +44,7 @@ from kvcache_rag.serve.errors import (
 from kvcache_rag.serve.limits import ensure_fits, is_doubtful
 from kvcache_rag.serve.queue import DEADLINE
 from kvcache_rag.serve.vllm.routing import Routing, home_of
+from kvcache_rag.verdict import Identity
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.backend import BackendRequest, Event, RetrievedText, Retriever
     from kvcache_rag.serve.vllm.client import EngineClient
     from kvcache_rag.serve.vllm.prompts import Prompts, WrittenPrompt
+    from kvcache_rag.verdict import Gate
 
 _LOG = logging.getLogger("kvcache_rag.serve")
 
@@ -92,6 +96,7 @@ class _Course:
         finish: Why it ended.
         generated: Tokens of it.
         cached: Prompt tokens that the server did not compute; None where it does not say.
+        gate: Why the gate let nothing be reused, or "".
     """
 
     begun: float
@@ -102,6 +107,7 @@ class _Course:
     finish: str = "stop"
     generated: int = 0
     cached: int | None = None
+    gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,7 @@ class VLLMBackend:
         name: str = "",
         retriever: Retriever | None = None,
         policy: ReusePolicy | None = None,
+        gate: Gate | None = None,
         max_running: int = 64,
         max_waiting: int = 256,
         retrieve_within: float = DEADLINE,
@@ -164,6 +171,7 @@ class VLLMBackend:
             name: Under which clients ask for it; "" for `model`.
             retriever: Finds chunks for requests with a query; None if none is.
             policy: Of requests that name none.
+            gate: Of a verdict on these very servers; None to trust every policy.
             max_running: Requests that each server answers at a time.
             max_waiting: Requests that wait for one; one more is refused.
             retrieve_within: Seconds after which a request whose documents have not come is refused.
@@ -172,6 +180,8 @@ class VLLMBackend:
         self._prompts, self._key, self._model = prompts, key, model
         self._name, self._retriever, self._policy = name or model, retriever, policy
         self._retrieve_within = retrieve_within
+        self._gate = gate
+        self._verdict = None if gate is None else gate.loaded()
         self._max_running, self._max_waiting = max_running, max_waiting
         self._routing = Routing(list(self._engines))
         self._free = asyncio.Condition()
@@ -179,6 +189,8 @@ class VLLMBackend:
         self._waiting = 0
         # Of each server that was asked, why it reuses nothing; "" where it does.
         self._laws: dict[str, str] = {}
+        # Of each server that was asked, a digest of what its chunks depend on.
+        self._specs: dict[str, str] = {}
         self._proving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Whether a chunk was stored; False while it is to be.
         self._known: LRUCache[str, bool] = LRUCache(_REMEMBERED)
@@ -295,6 +307,10 @@ class VLLMBackend:
         """The answer of one server."""
         if written.params is not None and await self._law(engine):
             written = replace(written, params=None)
+        if written.params is not None:
+            course.gate = self._objection(engine, Reuse(written.params.positions))
+            if course.gate:
+                written = replace(written, params=None)
         course.waited = time.perf_counter() - course.begun
         begun = Started(course.waited, course.sources, replica=engine.url)
         async for part in engine.stream(self._body(work, written)):
@@ -361,9 +377,8 @@ class VLLMBackend:
         context = written.context - written.prefix
         loaded = min(course.cached or 0, written.context) - written.prefix
         reused = max(0, loaded) if written.params is not None else 0
-        policy = (
-            "FullRecompute()" if written.params is None else f"Reuse('{written.params.positions}')"
-        )
+        params = written.params
+        policy = FullRecompute() if params is None else Reuse(params.positions)
         return Metrics(
             ttft=course.first - course.begun,
             total=time.perf_counter() - course.begun,
@@ -374,7 +389,8 @@ class VLLMBackend:
             generated_tokens=course.generated,
             hits={"vllm": len(written.chunks)} if reused == context and reused else {},
             misses=0 if reused == context else len(written.chunks),
-            policy=policy,
+            policy=repr(policy),
+            gate=course.gate,
             rotation="copied" if reused else "",
         )
 
@@ -482,11 +498,58 @@ class VLLMBackend:
                     law = reply.get("law", "it has no connector, or one of another key")
                     if law is not None:
                         break
+                self._specs[engine.url] = str(reply.get("engine") or "")
                 if law != "":
                     law = law or "its workers did not tell how they rotate keys"
                     _LOG.error("%s computes everything: %s", engine.url, law)
                 self._laws[engine.url] = law
             return self._laws[engine.url]
+
+    async def identity(self) -> Identity:
+        """What a verdict on these servers is about; see `Backend.identity`.
+
+        Raises:
+            ApiError: If none of them says it, or they say different things.
+        """
+        with suppress(LostError, RefusedError):
+            for engine in self._engines.values():
+                if await engine.is_healthy():
+                    await self._law(engine)
+        known = {self._identity(url) for url, spec in self._specs.items() if spec}
+        if len(known) != 1:
+            what = "say different things of themselves" if known else "do not say what they are"
+            raise ApiError(NOT_READY, f"the servers of vLLM {what}", kind=OVERLOADED)
+        return known.pop()
+
+    def _identity(self, url: str) -> Identity:
+        spec = self._specs[url]
+        prefix = digest("kvcache-rag-prefix", packed_ids(self._prompts.context(()).ids))
+        return Identity(
+            model=self._model,
+            revision=spec,
+            codec="native",
+            dtype="as vLLM computes",
+            prefix=prefix[:16],
+            template=self._prompts.template_digest,
+            spec=digest("kvcache-rag-vllm", spec.encode(), prefix.encode()),
+        )
+
+    def _objection(self, engine: EngineClient, policy: ReusePolicy) -> str:
+        """Why the gate does not let a server reuse anything; "" if it does, or there is none.
+
+        Raises:
+            InvalidInputError: If the gate refuses.
+        """
+        if self._gate is None or self._verdict is None:
+            return ""
+        try:
+            self._verdict.identity.ensure_same(self._identity(engine.url))
+            reason = self._verdict.objection(policy_key(policy), self._gate.threshold)
+        except FingerprintMismatchError as error:
+            reason = str(error)
+        if reason and self._gate.below == "error":
+            raise InvalidInputError(f"{reason}; use the policy full or another one")
+        return f"fell back to FullRecompute(): {reason}" if reason else ""
 
     @property
     def _ordinary_token(self) -> int:

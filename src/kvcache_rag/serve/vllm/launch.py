@@ -14,6 +14,7 @@ from kvcache_rag.policies import policy_by_name
 from kvcache_rag.serve.vllm.backend import VLLMBackend
 from kvcache_rag.serve.vllm.client import EngineClient, EngineDescription
 from kvcache_rag.serve.vllm.prompts import Prompts
+from kvcache_rag.verdict import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,7 @@ def vllm_backend(settings: ServerSettings, retriever: Retriever | None = None) -
         name=settings.name,
         retriever=retriever,
         policy=policy_by_name(settings.policy) if settings.policy else None,
+        gate=None if settings.gate is None else Gate(settings.gate),
         max_waiting=settings.max_waiting,
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.generation.gate import template_digest
 from kvcache_rag.kv_transfer.params import TransferParams
 from kvcache_rag.policies import Reuse
 from kvcache_rag.prompt.renderer import PromptRenderer
@@ -88,6 +90,11 @@ class Prompts:
                 "documents"
             )
         return written
+
+    @cached_property
+    def template_digest(self) -> str:
+        """Of how chunks and questions are written."""
+        return template_digest(self._renderer)
 
     def context(self, chunks: Sequence[str]) -> WrittenPrompt:
         """Prefix and chunks of prompts, without a question.
