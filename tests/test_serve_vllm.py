@@ -455,6 +455,7 @@ async def test_a_request_that_is_taken_back_gives_its_place_to_the_next() -> Non
     engine.hold.set()
     assert isinstance((await second)[-1], Finished)
     stats = (await backend.stats())["replicas"][0]
+    assert stats["replica"] == "engine-0:8000"
     assert (stats["cancelled"], stats["answered"], stats["running"]) == (1, 1, 0)
     await backend.close()
 

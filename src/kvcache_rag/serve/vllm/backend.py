@@ -312,7 +312,7 @@ class VLLMBackend:
             if course.gate:
                 written = replace(written, params=None)
         course.waited = time.perf_counter() - course.begun
-        begun = Started(course.waited, course.sources, replica=engine.url)
+        begun = Started(course.waited, course.sources, replica=_place(engine.url))
         async for part in engine.stream(self._body(work, written)):
             self._note(part, course)
             text = "".join(choice.get("text", "") for choice in part.get("choices", ()))
@@ -583,7 +583,7 @@ class VLLMBackend:
         return {
             "replicas": [
                 {
-                    "replica": url,
+                    "replica": _place(url),
                     "waiting": self._waiting if first else 0,
                     "running": self._routing.running[url],
                     **(shared if first else dict.fromkeys(names, 0)),
@@ -610,6 +610,11 @@ class VLLMBackend:
                 await self._storer
         for engine in self._engines.values():
             await engine.close()
+
+
+def _place(url: str) -> str:
+    """A server in answers and metrics: host and port."""
+    return url.partition("://")[2]
 
 
 def _all_of(
