@@ -183,7 +183,8 @@ def _summary(
             f"{1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
         )
     uses = sorted({case.uses for case in cases if case.tokens >= (least or 0)})
-    paid = NOT_MEASURED if not uses else f"it has paid for itself after {_range(uses)} uses"
+    word = "use" if uses == [1] else "uses"
+    paid = NOT_MEASURED if not uses else f"it has paid for itself after {_range(uses)} {word}"
     lost = _scores(quality, "reader_pronoun")
     cross = NOT_MEASURED if lost is None else f"{lost[1]} instead of {lost[0]} % right"
     grown = [model.loaded_bytes / model.gguf_bytes() for model in models]

@@ -167,7 +167,7 @@ def test_the_page_says_what_was_measured() -> None:
     assert "| 64 | 2 | 110 ms | 100 ms | 10 ms | 1.1 x | 100 ms | 10 |" in found
     assert found.index("| 64 |") < found.index("| 2,048 |")
     assert "| contexts are short | from 2,048 tokens on, the first token comes at least 50" in found
-    assert "it has paid for itself after 1 uses" in found
+    assert "it has paid for itself after 1 use" in found
     assert "| a pronoun that the chunk before explains | 95.0 | 6.5 | 95.0 |" in found
     assert "| an alias that the chunk before explains | not measured |" in found
     assert "smollm2 (0123456789ab), bfloat16; a processor, 2 cores, 1 thread(s), load 0.2" in found

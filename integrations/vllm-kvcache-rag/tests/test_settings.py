@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.stores import DiskStore, TieredStore
+from kvcache_rag.stores import DiskStore, RemoteStore, TieredStore
 from vllm_kvcache_rag.settings import ConnectorSettings, check_engine
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def test_a_folder_with_memory_before_it(tmp_path: Path) -> None:
     assert isinstance(plain.open_store(), DiskStore)
     tiered = ConnectorSettings.of({"store": str(tmp_path), "memory_bytes": 1 << 20})
     assert isinstance(tiered.open_store(), TieredStore)
+    assert isinstance(ConnectorSettings.of({"store": "memory://kv"}).open_store(), RemoteStore)
 
 
 @pytest.mark.parametrize(
