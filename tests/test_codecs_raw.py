@@ -120,6 +120,7 @@ def test_the_law_would_notice_keys_taken_for_local_ones(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native, raw = engines
+    raw.add(TEXTS)  # stored at position 0, whatever ran before this test
     reference = native.logits(QUESTION, TEXTS)
     monkeypatch.setattr("kvcache_rag.prefill.Prefiller.position", "local")
     assert error(raw.logits(QUESTION, TEXTS), reference) > 10 * TOLERANCE
