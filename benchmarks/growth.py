@@ -230,7 +230,9 @@ def main(given: Sequence[str] | None = None) -> int:
     for row in rows:
         print(f"{row['curve']:<40}{row['exponent']:>6.2f}  {row['holds'] or ''}")
     report = {
-        "command": "make bench-growth",
+        "command": "python -m benchmarks.growth --million"
+        if arguments.million
+        else "make bench-growth",
         **described("cpu", 1),
         "load_before": busy,
         "load_after": load(),
