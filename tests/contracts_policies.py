@@ -31,6 +31,8 @@ PROMPTS = {
 class FixedSignals:
     """The same noise however often it is asked for; every token takes a millisecond."""
 
+    layers = 4
+
     def __init__(self, prompt: StitchedPrompt) -> None:
         self._tokens = prompt.context_tokens
         self._noise = torch.rand(self._tokens, generator=torch.Generator().manual_seed(1))

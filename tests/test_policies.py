@@ -301,7 +301,7 @@ def test_every_name_is_known() -> None:
         ("legolink:-1", "tokens must be"),
         ("cacheblend:", "nothing stands behind"),
         ("cacheblend:2", "ratio must be"),
-        ("cacheblend:0.1,0.2", "does not take"),
+        ("cacheblend:0.1,0.2", "not a whole number"),
         ("full:1", "does not take"),
         ("ape:0.9", "does not take"),
         ("cacheclip:0.1,2,3", "does not take"),

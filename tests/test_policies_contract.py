@@ -44,9 +44,23 @@ class TestCacheBlend(PolicyContract):
         "CacheBlend()",
         "CacheBlend(ratio=0.3, check_layer=2, positions='composite')",
         "CacheBlend(0)",
+        "CacheBlend(ratio=0.2, check_layers=(1, 2, 3))",
     )
-    names: ClassVar = {"cacheblend": "CacheBlend()", "cacheblend:0.3": "CacheBlend(0.3)"}
-    wrong = ("CacheBlend(2)", "CacheBlend(True)", "CacheBlend(check_layer=0)")
+    names: ClassVar = {
+        "cacheblend": "CacheBlend()",
+        "cacheblend:0.3": "CacheBlend(0.3)",
+        "cacheblend:0.3,1,2": "CacheBlend(0.3, check_layers=(1, 2))",
+    }
+    wrong = (
+        "CacheBlend(2)",
+        "CacheBlend(True)",
+        "CacheBlend(check_layer=0)",
+        "CacheBlend(check_layers=2)",
+        "CacheBlend(check_layers=(0, 1))",
+        "CacheBlend(check_layers=(2, 1))",
+        "CacheBlend(check_layer=2, check_layers=(1, 2))",
+        "CacheBlend(0.1, check_layers=(1, 2)) | LegoLink(4)",
+    )
     at_ratio = CacheBlend
 
 

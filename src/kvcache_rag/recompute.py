@@ -7,11 +7,14 @@ whatever else was chosen; published implementations let a chosen token see keys 
 (YaoJiayi/CacheBlend issue 21).  It also stands at its true position.  With composite positions the
 chosen tokens therefore leave their chunk's local positions for those of the prompt, at which the
 query stands too, and the others keep theirs.
+
+A policy may drop tokens on the way (`ReusePolicy.narrow`): these leave the pass before the
+attention of a layer, and the keys and values that they were given up to there stay.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,8 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import HaltedError, recompute_cache
+from kvcache_rag.models.narrowing import narrowing
+from kvcache_rag.policies.base import LayerCheck
 
 if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
@@ -36,27 +41,43 @@ def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) 
         InvalidInputError: If it is no such tensor, or the policy moves the query next to the chunks
             and selects tokens all the same.
     """
-    selected: Any = policy.select(shape, signals)
-    wanted = (shape.context_tokens,)
-    if not isinstance(selected, Tensor) or selected.dtype != torch.bool:
-        kind = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
-        raise InvalidInputError(
-            f"{policy} selects tokens by {kind}; select must return a bool tensor of shape {wanted}"
-        )
-    if tuple(selected.shape) != wanted:
-        raise InvalidInputError(
-            f"{policy} selects from shape {tuple(selected.shape)}; select must return a bool "
-            f"tensor of shape {wanted}, one per context token"
-        )
+    selected = _checked(policy, "select", policy.select(shape, signals), shape)
     if policy.adjacent_query and bool(selected.any()):
         raise InvalidInputError(
             f"{policy} wants the query next to the chunks and tokens computed again, which stand "
             "at their places in the prompt; choose one of the two"
         )
-    return selected.cpu()
+    return selected
 
 
-def recompute(row: StitchedRow, selected: Tensor) -> None:
+def _checked(
+    policy: ReusePolicy,
+    hook: str,
+    selected: Any,
+    shape: StitchedPrompt,
+    among: Tensor | None = None,
+) -> Tensor:
+    """What a hook of a policy gave, on the CPU, if it is what it must be."""
+    wanted = (shape.context_tokens,)
+    if not isinstance(selected, Tensor) or selected.dtype != torch.bool:
+        kind = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
+        raise InvalidInputError(
+            f"{policy} selects tokens by {kind}; {hook} must return a bool tensor of shape {wanted}"
+        )
+    if tuple(selected.shape) != wanted:
+        raise InvalidInputError(
+            f"{policy} selects from shape {tuple(selected.shape)}; {hook} must return a bool "
+            f"tensor of shape {wanted}, one per context token"
+        )
+    selected = selected.cpu()
+    if among is not None and bool((selected & ~among).any()):
+        raise InvalidInputError(
+            f"{policy} wants tokens computed on that were dropped before; {hook} can only drop more"
+        )
+    return selected
+
+
+def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> None:
     """Compute chosen tokens again, and the query but its last token, writing both into the buffer.
 
     The pass ends once the last layer has its keys and values.
@@ -64,9 +85,13 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     Args:
         row: A stitched prompt.
         selected: `(context_tokens,)` bool.
+        policy: Says which of these are dropped on the way.
 
     Raises:
-        UnsupportedModelError: If the model takes no positions, or its attention no mask.
+        UnsupportedModelError: If the model takes no positions, its attention no mask, or tokens
+            cannot leave between its layers.
+        InvalidInputError: If the policy narrows at a layer that there is not, or to tokens that
+            were not chosen.
     """
     model, context, stop = row.model, row.shape.context_tokens, row.shape.tokens - 1
     model.ensure_recomputable()
@@ -77,6 +102,19 @@ def recompute(row: StitchedRow, selected: Tensor) -> None:
     mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
     kinds = model.measured.kinds
     cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
-    with suppress(HaltedError):
+    alive = selected
+
+    def keep(layer: int, deviation: Tensor) -> Tensor:
+        nonlocal alive
+        before = alive
+        everywhere = torch.zeros(context)  # (context,), 0 where nothing is computed again
+        everywhere[before] = deviation
+        check = LayerCheck(layer, len(kinds), before, everywhere)
+        alive = _checked(policy, "narrow", policy.narrow(row.shape, check), row.shape, before)
+        return alive[before]  # (tokens computed up to here,)
+
+    layers = policy.narrowing_layers
+    leaving = narrowing(model, cache, len(places), layers, keep) if layers else nullcontext()
+    with suppress(HaltedError), leaving:
         # (1, chosen + query - 1) ids; the pass halts before any logits.
         model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)

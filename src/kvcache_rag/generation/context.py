@@ -666,7 +666,7 @@ class ContextFiller:
         if row.selected is None:
             return row
         started = time.perf_counter()
-        recompute(row.stitched, row.selected)
+        recompute(row.stitched, row.selected, row.policy)
         self.model.wait()
         seconds = time.perf_counter() - started
         query = row.shape.tokens - row.shape.context_tokens - 1

@@ -108,6 +108,13 @@ class ModelLayout:
         limits = [frequency.limit for frequency in self.frequencies if frequency.limit is not None]
         return min(limits) if limits else None
 
+    def unrotated_slot(self, layer: int) -> int:
+        """The slot of a layer that no rotation touches: 1, V; or 0, K, where V is rotated (MLA)."""
+        for group in self.groups:
+            if layer in group.layout.layers and group.value_rotation.style != "none":
+                return 0
+        return 1
+
     def ensure_movable(self) -> None:
         """Raise `UnsupportedModelError` if keys cannot be moved to another position."""
         if self.immovable:

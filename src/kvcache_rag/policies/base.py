@@ -42,6 +42,10 @@ class Scorer(Protocol):
 class Signals(Protocol):
     """What the engine can tell a policy about a loaded and stitched prompt, computed when asked."""
 
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+
     def deviation(self, layer: int) -> Tensor:
         """How far stitched values are from those of a full prefill at one layer.
 
@@ -63,6 +67,24 @@ class Signals(Protocol):
 
     def affordable(self, seconds: float) -> int:
         """How many context tokens can be computed again in `seconds`, by measured rates."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCheck:
+    """What computing tokens again has shown at one layer, before its attention.
+
+    Attributes:
+        layer: Which, 0-based.
+        layers: How many the model has.
+        alive: `(context_tokens,)` bool, tokens that are computed again up to here.
+        deviation: `(context_tokens,)` float32 on the CPU: of these tokens, the squared L2 distance
+            of V, over heads and width, from the stitched value; 0 of others.
+    """
+
+    layer: int
+    layers: int
+    alive: Tensor
+    deviation: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,6 +112,7 @@ class ReusePolicy(ABC):
         needs_scorer: Whether `select` reads `signals.relevance()`.
         auxiliary: The scorer, None for the engine's own.
         scaling: How the query weighs the chunks; None is plain attention.
+        narrowing_layers: Layers at which `narrow` is asked, 0-based and ascending.
     """
 
     positions: PositionScheme = "reordered"
@@ -99,6 +122,11 @@ class ReusePolicy(ABC):
     auxiliary: Scorer | None = None
     scaling: AttentionScaling | None = None
     name: ClassVar[str]
+
+    @property
+    def narrowing_layers(self) -> tuple[int, ...]:
+        """None, unless a policy says so."""
+        return ()
 
     @property
     def is_full(self) -> bool:
@@ -147,6 +175,21 @@ class ReusePolicy(ABC):
         Returns:
             `(context_tokens,)` bool.
         """
+
+    def narrow(self, prompt: StitchedPrompt, check: LayerCheck) -> Tensor:
+        """Which tokens go on being computed again from one of `narrowing_layers` on.
+
+        What is dropped keeps its new keys and values up to this layer, this one included, and its
+        stitched ones behind it.
+
+        Args:
+            prompt: The prompt's spans.
+            check: What is known at that layer.
+
+        Returns:
+            `(context_tokens,)` bool, within `check.alive`.
+        """
+        return check.alive
 
 
 MOST_PARTS = 64
@@ -267,6 +310,11 @@ def _refuse_conflicts(policies: list[ReusePolicy]) -> None:
         raise InvalidInputError(
             f"{_named(policies)} cannot be joined: chunks that were computed together have nothing "
             "to be computed again; use Combination() alone"
+        )
+    if any(policy.narrowing_layers for policy in policies):
+        raise InvalidInputError(
+            f"{_named(policies)} cannot be joined: one narrows its choice from layer to layer, and "
+            "the other's tokens would be dropped with it; leave check_layers away"
         )
     if any(policy.adjacent_query for policy in policies) and not all(
         policy.is_reuse for policy in policies

@@ -138,9 +138,10 @@ def name_of(policy: ReusePolicy) -> str:
     if isinstance(policy, Union):
         return "|".join(map(name_of, policy.policies))
     settings = [getattr(policy, one.name) for one in fields(policy) if one.init]  # type: ignore[arg-type]  # a dataclass
+    plain = [part for one in settings for part in (one if isinstance(one, tuple) else (one,))]
     words = [
         name_of(one) if hasattr(one, "_forms") else repr(one)
-        for one in settings
+        for one in plain
         if hasattr(one, "_forms") or type(one) in (int, float)
     ]
     for form in vars(type(policy)).get("_forms", ()):

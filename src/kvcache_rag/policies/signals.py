@@ -105,6 +105,11 @@ class RowSignals:
     _relevance: list[Tensor] = field(default_factory=list, init=False, repr=False)
     _deviations: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.row.model.measured.kinds)
+
     def deviation(self, layer: int) -> Tensor:
         """How far stitched values are from those of a full prefill at one layer.
 
@@ -140,17 +145,10 @@ class RowSignals:
             model.forward(self.row.ids[None, :context], cache, torch.arange(context), keep=1)
         if tapped.found is None:
             raise InvalidInputError(f"layer {layer} was never reached; choose another check layer")
-        slot = self._still_slot(layer)
+        slot = model.measured.unrotated_slot(layer)
         # (heads, context_tokens, width): as stitched, and as a full prefill has them
         stitched, fresh = slots[layer][slot][0, :, :context], tapped.found[slot][0]
         return (fresh.float() - stitched.float()).pow(2).sum((0, 2)).cpu()  # (context_tokens,)
-
-    def _still_slot(self, layer: int) -> int:
-        """The slot that no rotation touches: V, or K where V is rotated."""
-        for group in self.row.model.measured.groups:
-            if layer in group.layout.layers and group.value_rotation.style != "none":
-                return 0
-        return 1
 
     def deviation_tokens(self, layer: int) -> int:
         """As many tokens computed again take about the time of `deviation(layer)`; 0 once known.
@@ -160,8 +158,7 @@ class RowSignals:
         """
         if layer in self._deviations:
             return 0
-        layers = len(self.row.model.measured.kinds)
-        return math.ceil(self.row.shape.context_tokens * (layer + 0.5) / layers)
+        return math.ceil(self.row.shape.context_tokens * (layer + 0.5) / self.layers)
 
     def relevance(self) -> Tensor:
         """Scores of the context tokens by the policy's scorer, aligned by character offsets.
