@@ -69,12 +69,12 @@ def _checked(
             f"{policy} selects from shape {tuple(selected.shape)}; {hook} must return a bool "
             f"tensor of shape {wanted}, one per context token"
         )
-    selected = selected.cpu()
-    if among is not None and bool((selected & ~among).any()):
+    checked: Tensor = selected.cpu()
+    if among is not None and bool((checked & ~among).any()):
         raise InvalidInputError(
             f"{policy} wants tokens computed on that were dropped before; {hook} can only drop more"
         )
-    return selected
+    return checked
 
 
 def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> None:

@@ -106,7 +106,9 @@ class _Narrowing:
         self, index: int, module: nn.Module, hidden: Tensor, args: Any, kwargs: Any
     ) -> Tensor:
         """Which of the rows of `hidden` stay, `(rows left,)` int64 ascending."""
-        layer: RecomputeLayer = self.cache.layers[index]
+        layer = self.cache.layers[index]
+        if not isinstance(layer, RecomputeLayer):  # `narrowing` has seen to it
+            raise TypeError(f"layer {index} recomputes nothing")
         layer.compared = self.model.measured.unrotated_slot(index)
         with suppress(HaltedError):
             module.forward(hidden, *args, **kwargs)  # up to this layer's keys and values
