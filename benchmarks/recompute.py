@@ -105,7 +105,7 @@ def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], fl
 
         return run
 
-    found = {"full": full, "reuse": by(Reuse(), 0), "signal": by(Signal(), 0, "recompute")}
+    found = {"full": full, "reuse": by(Reuse(), 0), "signal": by(Signal(), 0, "choose")}
     for ratio in RATIOS:
         count = round(ratio * context)
         heads = LegoLink(round(count / (len(texts) - 1)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import CancelledError
 from typing import Any
 
 import access
@@ -14,6 +16,7 @@ from zoo import build
 from kvcache_rag import (
     Auxiliary,
     CacheClip,
+    CorruptChunkError,
     Engine,
     FullRecompute,
     InvalidInputError,
@@ -69,10 +72,10 @@ def test_generate_stream_and_batch_agree(engine: Engine) -> None:
 def test_what_is_computed_again_is_what_the_auxiliary_looks_at(
     engine: Engine, auxiliary: Auxiliary
 ) -> None:
-    alone = CacheClip(ratio=0.1, window=1, threshold=1)
+    alone = CacheClip(ratio=0.1, window=1, threshold=0)
     lengths = [len(chunk) for chunk in engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks]
     answer = engine.generate(QUESTIONS[0], DOCUMENTS, policy=alone, max_new_tokens=1)
-    assert answer.metrics.recomputed_tokens == round(0.1 * sum(lengths))
+    assert answer.metrics.recomputed_tokens == round(0.1 * sum(lengths[1:]))
     scores = auxiliary.scores(QUESTIONS[0], DOCUMENTS)
 
     class Given:
@@ -86,8 +89,8 @@ def test_what_is_computed_again_is_what_the_auxiliary_looks_at(
             return [-one for one in scores]
 
     found = engine.logits(QUESTIONS[0], DOCUMENTS, policy=alone)
-    given = CacheClip(Given(), ratio=0.1, window=1, threshold=1)
-    opposite = CacheClip(Opposite(), ratio=0.1, window=1, threshold=1)
+    given = CacheClip(Given(), ratio=0.1, window=1, threshold=0)
+    opposite = CacheClip(Opposite(), ratio=0.1, window=1, threshold=0)
     assert torch.equal(engine.logits(QUESTIONS[0], DOCUMENTS, policy=given), found)
     other = engine.logits(QUESTIONS[0], DOCUMENTS, policy=opposite)
     assert float((other - found).abs().max()) > 1e-3
@@ -148,6 +151,93 @@ def test_ingestion_prefills_for_both_models(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Prefiller, "compute", computed)
     assert main.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=4).metrics.misses == 0
+
+
+@pytest.mark.parametrize("where", ["engine", "policy", "both", "union"])
+def test_whoever_scores_has_its_chunks_by_ingestion(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = PromptTemplate(system="Documents:\n")
+    scorer = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
+    own = CacheClip(scorer, ratio=0.5)
+    policy = {"policy": own, "both": own, "union": LegoLink(2) | own}.get(where)
+    given = scorer if where in ("engine", "both") else None
+    main = Engine.from_pretrained("tiny", device="cpu", auxiliary=given, policy=policy)
+    sizes: list[int] = []
+    compute = Prefiller.compute
+
+    def computed(self: Prefiller, ids: Any) -> Any:
+        if self.store is scorer.engine.store:
+            sizes.append(len(ids))
+        return compute(self, ids)
+
+    monkeypatch.setattr(Prefiller, "compute", computed)
+    main.add([*DOCUMENTS, DOCUMENTS[0]])
+    assert sum(sizes) == len(DOCUMENTS), "each once, however often it is named"
+    assert scorer.engine.store.stats().puts == len(DOCUMENTS) + 1, "and the prefix"
+    main.add(DOCUMENTS)
+    found = main.generate(QUESTIONS[0], DOCUMENTS, policy=policy or CLIP, max_new_tokens=1)
+    assert sum(sizes) == len(DOCUMENTS)
+    assert (found.metrics.misses, found.metrics.auxiliary_misses) == (0, 0)
+    late = [*DOCUMENTS, "Teso lives in Grabra."]
+    found = main.generate(QUESTIONS[0], late, policy=policy or CLIP, max_new_tokens=1)
+    assert (found.metrics.misses, found.metrics.auxiliary_misses) == (1, 1)
+    assert sum(sizes) == len(late)
+
+
+def test_an_engine_that_scores_for_itself_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = Engine.from_pretrained("tiny", device="cpu")
+    main.policy = CacheClip(Auxiliary(main), ratio=0.5)
+    sizes: list[int] = []
+    compute = Prefiller.compute
+
+    def computed(self: Prefiller, ids: Any) -> Any:
+        sizes.append(len(ids))
+        return compute(self, ids)
+
+    monkeypatch.setattr(Prefiller, "compute", computed)
+    main.add(DOCUMENTS)
+    assert sum(sizes) == len(DOCUMENTS)
+
+
+def test_a_store_of_the_auxiliary_that_keeps_nothing_costs_misses_only() -> None:
+    class Full(MemoryStore):
+        def put(self, key: Any, chunk: Any) -> bool:
+            self._counters.failed("no space left")
+            return False
+
+    class Damaged(MemoryStore):
+        def get(self, *_: Any, **__: Any) -> Any:
+            raise CorruptChunkError("not the bytes of the chunk")
+
+    expected = None
+    for store in (MemoryStore(), Full(), Damaged()):
+        scorer = Auxiliary.from_pretrained("tiny", store=store, dtype=torch.float32)
+        main = Engine.from_pretrained(
+            "tiny", device="cpu", dtype=torch.float32, policy=CacheClip(scorer, ratio=0.5)
+        )
+        keys = main.add(DOCUMENTS, owner="docs")
+        assert all(map(main.store.contains, keys))
+        answer = main.generate(QUESTIONS[0], DOCUMENTS, max_new_tokens=4)
+        lost = 0 if type(store) is MemoryStore else len(DOCUMENTS)
+        assert (answer.metrics.misses, answer.metrics.auxiliary_misses) == (0, lost)
+        expected = expected or answer.token_ids
+        assert answer.token_ids == expected
+
+
+def test_cancelling_stops_both_models() -> None:
+    scorer = Auxiliary.from_pretrained("tiny")
+    main = Engine.from_pretrained("tiny", device="cpu", policy=CacheClip(scorer))
+    main.add(DOCUMENTS[:1])
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(CancelledError):
+        main.add(DOCUMENTS, cancelled=stop)
+    assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
+    main._add(DOCUMENTS, owner="", show_progress=False, cancelled=None)
+    with pytest.raises(CancelledError):
+        main.add(DOCUMENTS, cancelled=stop)
+    assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
 
 
 def test_it_joins_other_policies(engine: Engine) -> None:

@@ -54,7 +54,11 @@ def answered(
             reused_tokens=0 if policy == "full" else 200,
             recomputed_tokens=round(200 * share),
             generated_tokens=3,
-            times={"ttft": (milliseconds + index) / 1000, "recompute": share / 1000}
+            times={
+                "ttft": (milliseconds + index) / 1000,
+                "choose": share / 500,
+                "recompute": share / 1000,
+            }
             if milliseconds is not None and index < 5
             else None,
             divergence=divergence,
@@ -95,6 +99,7 @@ def test_numbers_of_a_row() -> None:
     assert (some.recomputed_share, some.reused_share) == (0.15, 1)
     assert some.ttft is not None
     assert (some.ttft.value, some.ttft.n) == (0.012, 5)
+    assert some.choose == pytest.approx(0.0003)
     assert some.recompute == pytest.approx(0.00015)
     assert rows["full"].difference is None
     assert rows["full"].recomputed_share == 1

@@ -116,7 +116,7 @@ def test_policies_are_values(policy: ReusePolicy) -> None:
 
 
 def test_a_union_selects_what_any_selects() -> None:
-    parts = [LegoLink(4), CacheBlend(0.1), CacheClip(ratio=0.2)]
+    parts = [LegoLink(4), CacheBlend(0.1), CacheClip(ratio=0.4)]
     union = parts[0] | parts[1] | parts[2]
     signals = Fake()
     expected = torch.zeros(TOKENS, dtype=torch.bool)

@@ -76,8 +76,8 @@ class TestCacheClip(PolicyContract):
         "cacheclip:0.3,4": "CacheClip(ratio=0.3, threshold=4)",
         "cacheclip:0.3,mean": "CacheClip(ratio=0.3, threshold=None)",
     }
-    wrong = ("CacheClip(ratio=-1)", "CacheClip(window=0)", "CacheClip(threshold=9)")
-    at_ratio = staticmethod(lambda ratio: CacheClip(ratio=ratio, window=1, threshold=1))
+    wrong = ("CacheClip(ratio=-1)", "CacheClip(window=0)", "CacheClip(threshold=8)")
+    at_ratio = staticmethod(lambda ratio: CacheClip(ratio=ratio, window=1, threshold=0))
 
 
 class TestApe(PolicyContract):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcache_rag import CacheClip, InvalidInputError
-from kvcache_rag.policies.selection import candidates, grouped, share, top, top_windows
+from kvcache_rag.policies.selection import candidates, grouped, top, top_windows
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 shapes = st.builds(
@@ -49,27 +49,27 @@ def plain_windows(
     for chunk in prompt.chunks:
         for start in range(chunk.start, chunk.stop, window):
             stop = min(start + window, chunk.stop)
-            if sum(selected[start:stop]) / (stop - start) >= threshold / window:
+            if sum(selected[start:stop]) * window > threshold * (stop - start):
                 result[start:stop] = [True] * (stop - start)
     return result
 
 
-@given(shapes, st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+@given(shapes, st.integers(1, 9), st.integers(0, 8), st.integers(0, 99))
 @settings(deadline=None)
 def test_windows_are_all_or_nothing(
     prompt: StitchedPrompt, window: int, threshold: int, seed: int
 ) -> None:
-    threshold = min(threshold, window)
+    threshold = min(threshold, window - 1)
     selected = noise(prompt, seed) < 0.5
     found = grouped(selected, prompt, window, threshold)
     assert found.tolist() == plain_windows(selected.tolist(), prompt, window, threshold)
 
 
-def test_five_of_eight_are_enough_and_four_are_not() -> None:
+def test_six_of_eight_exceed_five_and_five_do_not() -> None:
     prompt = StitchedPrompt.of(3, [16, 11], 1)
     selected = torch.zeros(30, dtype=torch.bool)
-    selected[[3, 5, 6, 8, 10]] = True  # five of the first window
-    selected[[11, 12, 13, 14]] = True  # four of the second
+    selected[[3, 5, 6, 7, 8, 10]] = True  # six of the first window
+    selected[[11, 12, 13, 14, 18]] = True  # five of the second
     selected[[27, 28]] = True  # two of the last three: 5/8 of 3 is 1.9
     found = grouped(selected, prompt, 8, 5)
     assert found.nonzero()[:, 0].tolist() == [*range(3, 11), 27, 28, 29]
@@ -78,7 +78,7 @@ def test_five_of_eight_are_enough_and_four_are_not() -> None:
 def test_windows_begin_with_their_chunk() -> None:
     prompt = StitchedPrompt.of(5, [3, 8], 1)
     selected = torch.zeros(16, dtype=torch.bool)
-    selected[8:13] = True
+    selected[8:14] = True
     assert grouped(selected, prompt, 8, 5).nonzero()[:, 0].tolist() == list(range(8, 16))
 
 
@@ -95,7 +95,7 @@ def test_a_number_within_a_window_is_never_computed_by_halves() -> None:
         scores[start : start + 7] += torch.rand(7, generator=torch.Generator().manual_seed(-seed))
         alone = set(top(scores, 10, candidates(prompt)).nonzero()[:, 0].tolist())
         cut += 0 < len(alone & whole) < 7
-        found = CacheClip(ratio=10 / (10 + len(text))).select(prompt, Scored(scores))
+        found = CacheClip(ratio=10 / len(text)).select(prompt, Scored(scores))
         inside = {place for place in whole if (place - 10) // 8 == (start_window - 10) // 8}
         kept = set(found.nonzero()[:, 0].tolist()) & inside
         assert kept in (set(), inside)
@@ -142,25 +142,49 @@ def test_prefix_and_first_chunk_are_exact_already(prompt: StitchedPrompt) -> Non
 
 
 @pytest.mark.parametrize(
-    "policy", [CacheClip(), CacheClip(threshold=None), CacheClip(window=1, threshold=1)]
+    "policy", [CacheClip(), CacheClip(threshold=None), CacheClip(window=1, threshold=0)]
 )
 def test_cacheclip_selects_by_its_ratio(policy: CacheClip) -> None:
     prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
     scores = torch.arange(124.0)  # neighbours have like scores: groups change little
     found = policy.select(prompt, Scored(scores))
-    assert found.nonzero()[:, 0].tolist() == list(range(124 - share(0.2, prompt), 124))
+    # A fifth of the 80 tokens that may be chosen, not of all 120.
+    assert found.nonzero()[:, 0].tolist() == list(range(124 - 16, 124))
+
+
+@given(shapes, st.floats(0, 1), st.integers(0, 99))
+@settings(deadline=None)
+def test_the_ratio_is_of_the_tokens_that_may_be_chosen(
+    prompt: StitchedPrompt, ratio: float, seed: int
+) -> None:
+    later = sum(map(len, prompt.chunks[1:]))
+    scores = noise(prompt, seed)
+    ungrouped = CacheClip(ratio=ratio, window=1, threshold=0).select(prompt, Scored(scores))
+    assert int(ungrouped.sum()) == round(ratio * later)
+    # However long the first chunk is, which nobody would choose.
+    first, *others = map(len, prompt.chunks)
+    longer = StitchedPrompt.of(len(prompt.spans[0]), [first + 50, *others], 1)
+    moved = torch.cat([torch.zeros(50), scores])
+    found = CacheClip(ratio=ratio).select(longer, Scored(moved))
+    assert torch.equal(found[50:], CacheClip(ratio=ratio).select(prompt, Scored(scores)))
+
+
+def test_half_of_two_chunks_is_not_everything() -> None:
+    prompt = StitchedPrompt.of(4, [40, 40], 5)
+    found = CacheClip(ratio=0.5, threshold=None).select(prompt, Scored(noise(prompt, 1)))
+    assert int(found.sum()) == 16  # two windows of 8; a third would be more than 20
 
 
 def test_scattered_scores_leave_no_window() -> None:
     prompt = StitchedPrompt.of(0, [40, 40, 40], 5)
     scores = torch.zeros(120)
     scores[40::4] = 1.0
-    assert not CacheClip(ratio=20 / 120).select(prompt, Scored(scores)).any()
-    whole = CacheClip(ratio=20 / 120, threshold=None).select(prompt, Scored(scores))
+    assert not CacheClip(ratio=0.25).select(prompt, Scored(scores)).any()
+    whole = CacheClip(ratio=0.25, threshold=None).select(prompt, Scored(scores))
     assert int(whole.sum()) == 16
 
 
-@pytest.mark.parametrize("ratio", [0.001, 0.7, 0.999])
+@pytest.mark.parametrize("ratio", [0.001, 0.995, 0.999])
 def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> None:
     prompt = StitchedPrompt.of(4, [40, 40, 40], 5)
     signals = Scored(torch.zeros(124))
@@ -179,8 +203,8 @@ def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> Non
         ({"ratio": float("nan")}, "ratio must be"),
         ({"window": 0}, "window must be a whole number from 1"),
         ({"window": 8.0}, "window must be a whole number"),
-        ({"threshold": 0}, "threshold must be a whole number from 1"),
-        ({"threshold": 9}, "more than the 8 tokens"),
+        ({"threshold": -1}, "threshold must be a whole number from 0"),
+        ({"threshold": 8}, "not less than the 8 tokens"),
         ({"positions": "local"}, "positions must be"),
         ({"auxiliary": "tiny"}, "must have a method scores"),
     ],

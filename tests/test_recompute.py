@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.codecs import Int8
+from kvcache_rag.generation import context
 from kvcache_rag.generation.context import Prompt
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
@@ -206,7 +208,9 @@ def test_one_pass_over_the_chosen_and_the_query_ends_at_the_last_keys(
     assert metrics.recompute > 0
     assert metrics.policy == "LegoLink(tokens=16, positions='reordered')"
     assert metrics.reused_tokens == sum(len(chunk) for chunk in engine.tokenize("?", TEXTS).chunks)
-    assert metrics.ttft >= metrics.load + metrics.stitch + metrics.recompute + metrics.prefill
+    parts = (metrics.load, metrics.stitch, metrics.choose, metrics.recompute, metrics.prefill)
+    assert min(parts) > 0
+    assert metrics.ttft >= sum(parts)
 
 
 def test_the_signal_ends_before_the_attention_of_its_layer(
@@ -224,10 +228,32 @@ def test_the_signal_ends_before_the_attention_of_its_layer(
     assert passes["second mlp"] == [len(ids.query)]
 
 
+def test_choosing_and_recomputing_are_timed_apart(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(LegoLink):
+        def select(self, prompt: Any, signals: Any) -> Tensor:
+            time.sleep(0.2)
+            return super().select(prompt, signals)
+
+    engine.add(TEXTS)
+    found = engine.generate(QUESTION, TEXTS, policy=Slow(2), max_new_tokens=1).metrics
+    assert found.choose > 0.2 > found.recompute > 0
+    real = context.recompute
+
+    def slow(row: Any, selected: Tensor) -> None:
+        time.sleep(0.2)
+        real(row, selected)
+
+    monkeypatch.setattr(context, "recompute", slow)
+    found = engine.generate(QUESTION, TEXTS, policy=LegoLink(2), max_new_tokens=1).metrics
+    assert found.recompute > 0.2 > found.choose > 0
+
+
 def test_reuse_asks_for_nothing_and_counts_nothing(engine: Engine) -> None:
     for policy in (LegoLink(0), CacheBlend(0)):
         metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
-        assert (metrics.recompute, metrics.recomputed_tokens) == (0.0, 0)
+        assert (metrics.choose, metrics.recompute, metrics.recomputed_tokens) == (0.0, 0.0, 0)
     one = engine.generate(QUESTION, TEXTS[:1], policy=CacheBlend(0.5), max_new_tokens=1).metrics
     assert one.recomputed_tokens == 0  # prefix and first chunk are what they are in a full prefill
 

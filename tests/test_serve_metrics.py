@@ -34,6 +34,8 @@ ANSWER = Answer(
     "a secret answer",
     Metrics(
         ttft=0.2,
+        choose=0.03,
+        recompute=0.05,
         prefix_tokens=5,
         reused_tokens=70,
         recomputed_tokens=7,
@@ -42,6 +44,7 @@ ANSWER = Answer(
         generated_tokens=3,
         hits={"memory": 2, "disk": 1},
         misses=1,
+        auxiliary_misses=2,
         declined={"disk: load 0.2 s > prefill 0.1 s": 1, "disk: load 0.31 s > prefill 0.1 s": 2},
         dropped_chunks=4,
     ),
@@ -117,6 +120,9 @@ async def test_an_answer_is_counted_where_it_belongs() -> None:
         ("chunk_hits_total", "tier=memory"): 2,
         ("chunk_hits_total", "tier=disk"): 1,
         ("chunk_misses_total", ""): 1,
+        ("auxiliary_misses_total", ""): 2,
+        ("ttft_part_seconds_total", "part=choose"): 0.03,
+        ("ttft_part_seconds_total", "part=recompute"): 0.05,
         ("chunks_declined_total", "reason=prefill_is_sooner,tier=disk"): 3,
         ("chunks_dropped_total", ""): 4,
     }

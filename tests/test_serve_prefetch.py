@@ -11,6 +11,8 @@ from serve_works import PATIENCE, QUESTION, TEXTS, Prefills, reader, serve_threa
 from verdicts import REUSE, make_verdict
 
 from kvcache_rag import (
+    Auxiliary,
+    CacheClip,
     Combination,
     DiskStore,
     Engine,
@@ -59,6 +61,30 @@ def test_missing_chunks_are_computed_once(prefetcher: Prefetcher, prefills: Pref
     stats = prefetcher.stats()
     assert (stats["started"], stats["finished"], stats["computed"]) == (1, 1, 3)
     assert prefetcher.want(()) is None
+
+
+def test_an_auxiliary_models_chunks_are_computed_ahead_too() -> None:
+    base = reader()
+    scorer = Auxiliary(Engine(base.model, base.tokenizer))
+    scored = Engine(base.model, base.tokenizer, auxiliary=scorer)
+    policy = CacheClip(ratio=0.5, threshold=None)
+    made = Prefetcher(scored, ahead=2)
+    try:
+        for held in (False, True):  # the answering model's own
+            first = made.want(TEXTS, policy=policy)
+            assert first is not None
+            assert result(first.done)
+            made.turn(first)
+            metrics = scored.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+            assert (metrics.misses, metrics.auxiliary_misses) == (0, 0), held
+            scorer.engine.delete_namespace()
+        reused = made.want(TEXTS)
+        assert reused is not None
+        assert result(reused.done)
+        keys = scorer.engine.keys(TEXTS)
+        assert not any(map(scorer.engine.store.contains, keys)), "whom nobody asks"
+    finally:
+        made.close()
 
 
 def test_a_combination_is_computed_as_one(prefetcher: Prefetcher, prefills: Prefills) -> None:

@@ -27,9 +27,10 @@ from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvcache_rag.kv.chunk import ChunkKey
+    from kvcache_rag.metrics import Miss
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.prompt.tokens import Offsets
     from kvcache_rag.stores import ChunkStore
@@ -44,11 +45,13 @@ class ChunkAttention:
         offsets: Per token of the auxiliary model its characters in `text`; empty for the tokens of
             the chunk's wrapper.
         weights: `(tokens,)` float32: attention of the last layer, mean of heads and query tokens.
+        misses: Parts of the chunk that were not cached, and are now.
     """
 
     text: str
     offsets: Offsets
     weights: Tensor
+    misses: int = 0
 
     @property
     def character_scores(self) -> Tensor:
@@ -56,6 +59,18 @@ class ChunkAttention:
         known = [(span, index) for index, span in enumerate(self.offsets) if span[0] < span[1]]
         weights = self.weights[[index for _, index in known]]
         return spread([span for span, _ in known], weights, len(self.text))
+
+
+class CharacterScores(list["Tensor"]):
+    """Per chunk `(characters,)` float32, and what they cost.
+
+    Attributes:
+        misses: Chunks of the auxiliary model that it had to prefill first.
+    """
+
+    def __init__(self, scores: Iterable[Tensor], misses: int) -> None:
+        super().__init__(scores)
+        self.misses = misses
 
 
 @dataclass(frozen=True)
@@ -173,7 +188,12 @@ class Auxiliary:
             self._buffer.forget()
 
     def prefill(
-        self, chunks: Sequence[str], *, owner: str = "", show_progress: bool = False
+        self,
+        chunks: Sequence[str],
+        *,
+        owner: str = "",
+        show_progress: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
         """Prefill and store what the auxiliary model does not hold yet, at ingestion.
 
@@ -181,14 +201,21 @@ class Auxiliary:
             chunks: Texts, as they are given to the main engine.
             owner: Who will release them later, as in `Engine.add`.
             show_progress: Whether to show a bar.
+            cancelled: As for `Engine.add`.
 
         Returns:
             Keys of the parts, in order; a chunk that fits half of the context window is one.
+
+        Raises:
+            concurrent.futures.CancelledError: As for `Engine.add`.
         """
         texts = [piece.text for piece in self._pieces(chunks)]
-        return self.engine.add(texts, owner=owner, show_progress=show_progress)
+        # Not `add`: the engine may be the very one whose chunks these are.
+        return self.engine._add(
+            texts, owner=owner, show_progress=show_progress, cancelled=cancelled
+        )
 
-    def scores(self, question: str, chunks: Sequence[str]) -> list[Tensor]:
+    def scores(self, question: str, chunks: Sequence[str]) -> CharacterScores:
         """Attention of the question to every character of the chunks.
 
         Args:
@@ -202,7 +229,9 @@ class Auxiliary:
             InvalidInputError: If the question is empty or a text is not valid Unicode.
             ContextTooLongError: If the question takes more than half of the context window.
         """
-        return [attention.character_scores for attention in self.attention(question, chunks)]
+        found = self.attention(question, chunks)
+        misses = sum(attention.misses for attention in found)
+        return CharacterScores((attention.character_scores for attention in found), misses)
 
     def attention(self, question: str, chunks: Sequence[str]) -> list[ChunkAttention]:
         """The same by tokens of the auxiliary model; arguments and errors as for `scores`."""
@@ -225,19 +254,29 @@ class Auxiliary:
             )
         offsets: list[Offsets] = [[] for _ in chunks]
         weights: list[list[Tensor]] = [[torch.empty(0)] for _ in chunks]
+        misses = [0] * len(chunks)
         for together in _rounds(pieces, room):
-            for piece, values in zip(together, self._run(together, query), strict=True):
+            found, missed = self._run(together, query)
+            for miss in missed:
+                misses[miss.chunk] += 1
+            for piece, values in zip(together, found, strict=True):
                 ids = piece.planned.ids or ()
                 spans = chunk_offsets(self.engine.tokenizer, renderer.template, piece.text, ids)
                 offsets[piece.chunk] += [(a + piece.start, b + piece.start) for a, b in spans]
                 weights[piece.chunk].append(values)
         return [
-            ChunkAttention(text, spans, torch.cat(values))
-            for text, spans, values in zip(chunks, offsets, weights, strict=True)
+            ChunkAttention(text, spans, torch.cat(values), count)
+            for text, spans, values, count in zip(chunks, offsets, weights, misses, strict=True)
         ]
 
-    def _run(self, pieces: Sequence[_Piece], query: Sequence[int]) -> list[Tensor]:
-        """Weights of the tokens of each piece, by one pass of the question over all of them."""
+    def _run(
+        self, pieces: Sequence[_Piece], query: Sequence[int]
+    ) -> tuple[list[Tensor], tuple[Miss, ...]]:
+        """One pass of the question over all pieces.
+
+        Returns:
+            Weights of the tokens of each piece, and the pieces that had to be prefilled first.
+        """
         model = self._attention.model
         prefix = len(self._loader.prefiller.prefix_ids)
         ends = [prefix]
@@ -246,11 +285,12 @@ class Auxiliary:
         with self._lock, torch.inference_mode():
             buffer = self._buffer.room(1, ends[-1] + len(query))
             planned = [piece.planned for piece in pieces]
-            self._loader.load(buffer, planned, "reordered")
+            loaded = self._loader.load(buffer, planned, "reordered")
             cache = buffer_cache(buffer, model.measured.kinds, ends[-1])
             weights = self._attention.weights(torch.tensor(query), cache, ends[-1]).mean(0)
         # A copy: tensors of the inference mode are of no use outside of it.
-        return [weights[start:stop].clone() for start, stop in pairwise(ends)]
+        values = [weights[start:stop].clone() for start, stop in pairwise(ends)]
+        return values, loaded.missed
 
     def _pieces(self, chunks: Sequence[str]) -> list[_Piece]:
         if isinstance(chunks, str):

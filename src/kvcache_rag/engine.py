@@ -392,8 +392,9 @@ class Engine:
     ) -> list[ChunkKey]:
         """Prefill and store what is not stored yet; nothing is computed twice.
 
-        An auxiliary model prefills its own chunks of the same texts (`Auxiliary.prefill`).  These
-        have no owner: its store evicts them by their age.
+        Auxiliary models (of the engine, of its policy) prefill their own chunks of the same texts
+        (`Auxiliary.prefill`).  These have no owner: their store evicts them by their age.  What
+        such a store cannot keep is a miss when a question comes (`Metrics.auxiliary_misses`).
 
         Args:
             texts: Chunks.
@@ -412,6 +413,19 @@ class Engine:
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
                 cannot be moved warns, once: a chunk helps only where it is the only one.
         """
+        keys = self._add(texts, owner=owner, show_progress=show_progress, cancelled=cancelled)
+        self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)
+        return keys
+
+    def _add(
+        self,
+        texts: Sequence[str],
+        *,
+        owner: str,
+        show_progress: bool,
+        cancelled: threading.Event | None,
+    ) -> list[ChunkKey]:
+        """`add` without auxiliary models."""
         prefiller = self._capturing
         if self._refusal:
             self._warn_refused()
@@ -421,14 +435,26 @@ class Engine:
             with self._lock:
                 prefiller.prefix()
         prefiller.fill(chunks, guard=self._lock, show_progress=show_progress, cancelled=cancelled)
-        ahead = getattr(self.auxiliary, "prefill", None)
-        if ahead is not None:
-            ahead(texts, show_progress=show_progress)
         keys = [chunk.key for chunk in chunks]
         if owner:
             for key in dict.fromkeys(keys):
                 self.store.claim(key, owner)
         return keys
+
+    def _add_scored(
+        self,
+        texts: Sequence[str],
+        policy: ReusePolicy,
+        *,
+        show_progress: bool = False,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        """Let the scorers of the engine and of a policy prefill their own chunks, each once."""
+        scorers = {id(one): one for one in (self.auxiliary, policy.auxiliary)}
+        for scorer in scorers.values():
+            ahead = getattr(scorer, "prefill", None)
+            if ahead is not None:
+                ahead(texts, show_progress=show_progress, cancelled=cancelled)
 
     def add_combination(
         self,

@@ -44,8 +44,10 @@ class Metrics:
         load: Part of `ttft`: reading cached chunks (of those read beside the forward pass, only the
             seconds for which it had to wait), and prefilling and storing those that were missing.
         stitch: Part of `ttft`: rotating keys to their places.
-        recompute: Part of `ttft`: choosing and recomputing context tokens, in one pass with the
-            query but its last token.
+        choose: Part of `ttft`: choosing context tokens, with the signals that this needs (of an
+            auxiliary model, which works beside the loading, only the seconds that it took longer).
+        recompute: Part of `ttft`: computing the chosen tokens again, in one pass with the query but
+            its last token.
         prefill: Part of `ttft`: the forward pass of what is left of the query (of everything, for a
             full prefill).
         total: From the call to the last token.
@@ -59,6 +61,8 @@ class Metrics:
         hits: Chunks found, per tier.
         misses: Chunks that were not cached (they are now, if the store could keep them).
         missed: Which those are, and why, in prompt order.
+        auxiliary_misses: Chunks that an auxiliary model had not cached when it scored them (its
+            own; they are cached now).
         references: Chunks given by a reference that holds, whose text was not tokenised.
         declined: Chunks that were cached and prefilled all the same, because this machine's
             measured rates say that this is sooner; per reason (tier and both times), how many.
@@ -75,6 +79,7 @@ class Metrics:
     ttft: float = 0.0
     load: float = 0.0
     stitch: float = 0.0
+    choose: float = 0.0
     recompute: float = 0.0
     prefill: float = 0.0
     total: float = 0.0
@@ -87,6 +92,7 @@ class Metrics:
     hits: Mapping[str, int] = field(default_factory=dict)
     misses: int = 0
     missed: tuple[Miss, ...] = ()
+    auxiliary_misses: int = 0
     references: int = 0
     declined: Mapping[str, int] = field(default_factory=dict)
     dropped_chunks: int = 0
@@ -128,9 +134,10 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
         later: Of the round behind them.
         before: Seconds from the call to the later round.
     """
-    times = ("load", "stitch", "recompute", "prefill")
+    times = ("load", "stitch", "choose", "recompute", "prefill")
     counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
-    added = (*times, *counts, "generated_tokens", "misses", "missed", "rounds")
+    of_chunks = ("misses", "missed", "auxiliary_misses")
+    added = (*times, *counts, *of_chunks, "generated_tokens", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
     for name in ("hits", "declined"):
         sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))

@@ -300,6 +300,9 @@ class Prefetcher:
             else:
                 engine.add([text])
             self._seconds = time.monotonic() - started
+        # Chunks that were added have it done already; of others the auxiliary's own may be gone.
+        if policy.needs_scorer and self._pays(prefetch):
+            engine._add_scored(chunks, policy)
         return "finished"
 
     def _note(self, prefetch: Prefetch, name: str, count: int) -> None:

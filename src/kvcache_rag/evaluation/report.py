@@ -27,7 +27,7 @@ from kvcache_rag.scoring.statistics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvcache_rag.scoring.ask import Record, Records
@@ -71,7 +71,8 @@ class PolicyRow:
         reused_share: Smallest share of a question's chunk tokens that came from the store; what is
             missing was computed on the spot.
         ttft: Median seconds to the first token of single questions; None if none was timed.
-        recompute: Median seconds of these spent on choosing and computing tokens again.
+        choose: Median seconds of these spent on choosing tokens.
+        recompute: Median seconds of these spent on computing them again.
         changed: Share of answers that are not those of the same policy over the first codec; None
             for the first codec.
         divergence: Mean divergence of the first token in nats, and the largest; see `Record`.
@@ -88,6 +89,7 @@ class PolicyRow:
     recomputed_share: float
     reused_share: float
     ttft: Interval | None
+    choose: float | None
     recompute: float | None
     changed: Interval | None
     divergence: tuple[float, float] | None
@@ -217,10 +219,16 @@ def _row(
         recomputed_share=sum(record.recomputed_tokens for record in found) / max(1, documents),
         reused_share=min(record.reused_tokens / max(1, record.chunk_tokens) for record in found),
         ttft=median_interval([timing["ttft"] for timing in times], seed=seed) if times else None,
-        recompute=statistics.median(timing["recompute"] for timing in times) if times else None,
+        choose=_median(times, "choose"),
+        recompute=_median(times, "recompute"),
         changed=None if compared == way else mean_interval(changed, clusters, seed=seed),
         divergence=(statistics.fmean(divergences), max(divergences)) if divergences else None,
     )
+
+
+def _median(times: Sequence[Mapping[str, float]], part: str) -> float | None:
+    # Records of before choosing was timed by itself have it in `recompute`.
+    return statistics.median(one.get(part, 0.0) for one in times) if times else None
 
 
 def _scores(found: Sequence[Record], metric: str) -> list[float]:

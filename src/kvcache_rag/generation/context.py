@@ -127,6 +127,7 @@ class CopiedRow(ContextRow):
         selected: `(context_tokens,)` bool, tokens to be computed again; None for none.
         choosing: Seconds for choosing them.
         recomputing: Seconds for computing them again, 0 before that.
+        scorer_misses: Chunks that a scorer had to prefill first.
         is_copy: Whether all that was done for another row of the batch.
     """
 
@@ -134,6 +135,7 @@ class CopiedRow(ContextRow):
     selected: Tensor | None = None
     choosing: float = 0.0
     recomputing: float = 0.0
+    scorer_misses: int = 0
     is_copy: bool = False
 
     @property
@@ -150,9 +152,13 @@ class CopiedRow(ContextRow):
     @property
     def costs(self) -> dict[str, Any]:
         """What it adds to `Metrics`."""
-        recomputing = self.choosing + self.recomputing
-        tokens = self.recomputed_tokens
-        return {**super().costs, "recompute": recomputing, "recomputed_tokens": tokens}
+        return {
+            **super().costs,
+            "choose": self.choosing,
+            "recompute": self.recomputing,
+            "recomputed_tokens": self.recomputed_tokens,
+            "auxiliary_misses": self.scorer_misses,
+        }
 
     @property
     def can_be_copied(self) -> bool:
@@ -654,7 +660,8 @@ class ContextFiller:
         selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
         choosing = time.perf_counter() - started
         kept = selected if bool(selected.any()) else None
-        return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing)
+        misses = 0 if scores is None else scores.misses
+        return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing, scorer_misses=misses)
 
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
         chunks = [chunk.key.tokens for chunk in prompt.chunks]

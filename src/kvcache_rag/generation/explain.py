@@ -84,6 +84,7 @@ class Explained:
         recomputed_tokens: Context tokens that the policy computes again.
         prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
         query_tokens: Tokens of history, question and everything behind the chunks.
+        choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
     """
 
     tokens: tuple[ExplainedToken, ...]
@@ -96,6 +97,7 @@ class Explained:
     recomputed_tokens: int
     prefilled_tokens: int
     query_tokens: int
+    choose: float = 0.0
 
     @property
     def text(self) -> str:
@@ -118,12 +120,14 @@ class _Choice:
         tiers: Per chunk the tier it would be loaded from, or "".
         prefilled: Per chunk whether it is computed by itself first; None if nothing is reused.
         selected: `(context_tokens,)` bool, tokens computed again; None for none.
+        seconds: That choosing these took.
     """
 
     policy: ReusePolicy
     tiers: tuple[str, ...]
     prefilled: tuple[bool, ...] | None
     selected: Tensor | None = None
+    seconds: float = 0.0
 
 
 def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
@@ -161,6 +165,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
         recomputed_tokens=states.count("recomputed"),
         prefilled_tokens=prefilled,
         query_tokens=len(prompt.query),
+        choose=choice.seconds,
     )
 
 
@@ -181,7 +186,7 @@ def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) 
     except BaseException:
         runner.buffer.forget()  # as when an answer fails
         raise
-    return _Choice(row.policy, tiers, prefilled, row.selected)
+    return _Choice(row.policy, tiers, prefilled, row.selected, row.choosing)
 
 
 def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[TokenState]:

@@ -35,7 +35,8 @@ class Scorer(Protocol):
             chunks: Texts of the chunks in prompt order.
 
         Returns:
-            Per chunk `(characters,)` float32 on the CPU; larger matters more.
+            Per chunk `(characters,)` float32 on the CPU; larger matters more.  An attribute
+            `misses` says how many chunks had to be prefilled first (`Metrics.auxiliary_misses`).
         """
 
 

@@ -25,20 +25,20 @@ class CacheClip(ReusePolicy):
 
     A small auxiliary model reads the question behind cached chunks of its own, on the CPU while the
     main model loads; the tokens it attends to most in its last layer are chosen.  Then windows of
-    `window` tokens are computed again as a whole if at least `threshold` of them were chosen, and
+    `window` tokens are computed again as a whole if more than `threshold` of them were chosen, and
     not at all otherwise, so that no number or name is computed again by halves.  Grouping changes
     how many tokens there are: `ratio` is the part chosen before it, as in the paper, so
     `Metrics.recomputed_tokens` is smaller where chosen tokens are scattered and may be larger where
-    they stand together (at most `window / threshold` times).  With the packaged reader as its own
-    auxiliary model, a ratio of 0.2 leaves 4 % of the chunk tokens and 0.4 leaves 29 %;
-    `threshold=None` keeps to the ratio.
+    they stand together (less than `window / threshold` times); `threshold=None` keeps to the ratio.
 
     Attributes:
         auxiliary: Scores the chunks: an `Auxiliary`, or anything with its method `scores`.  None
             for the engine's (`Engine(auxiliary=...)`).
-        ratio: Part of the chunk tokens that is chosen: 0 is `Reuse()`, 1 a full prefill.
-        window: Tokens of a group, counted from the start of each chunk; 1 for no grouping.
-        threshold: How many tokens of a group have to be chosen.  None takes the groups of highest
+        ratio: Part that is chosen of the tokens that may be, those of all chunks but the first
+            (which is exact already): 0 is `Reuse()`, 1 a full prefill.
+        window: Tokens of a group, counted from the start of each chunk.
+        threshold: How many chosen tokens of a group are too few: one more has it computed again.
+            No grouping with a window of 1 and a threshold of 0.  None takes the groups of highest
             mean score instead, as many as fit `ratio`, so that the cost does not depend on how
             scattered the scores are (not in the paper).
         positions: Where the chunks stand.
@@ -59,12 +59,12 @@ class CacheClip(ReusePolicy):
         checked_ratio(self.ratio)
         checked_count("window", self.window)
         if self.threshold is not None:
-            checked_count("threshold", self.threshold)
+            checked_count("threshold", self.threshold, least=0)
         checked_positions(self.positions)
-        if self.threshold is not None and self.threshold > self.window:
+        if self.threshold is not None and self.threshold >= self.window:
             raise InvalidInputError(
-                f"threshold {self.threshold} is more than the {self.window} tokens of a window, so "
-                "nothing would ever be computed again; make it smaller"
+                f"threshold {self.threshold} is not less than the {self.window} tokens of a "
+                "window, of which more would have to be chosen; make it smaller"
             )
         if self.auxiliary is not None and not callable(getattr(self.auxiliary, "scores", None)):
             raise InvalidInputError(
@@ -93,15 +93,16 @@ class CacheClip(ReusePolicy):
             candidates,
             grouped,
             nothing,
-            share,
             top,
             top_windows,
         )
 
-        count, allowed = share(self.ratio, prompt), candidates(prompt)
-        if not count or not allowed.any():
+        allowed = candidates(prompt)
+        choosable = int(allowed.sum())
+        count = round(self.ratio * choosable)
+        if not count:
             return nothing(prompt)
-        if count >= int(allowed.sum()):
+        if count == choosable:
             return allowed
         scores = signals.relevance()
         if self.threshold is None:

@@ -61,13 +61,13 @@ def grouped(selected: Tensor, prompt: StitchedPrompt, window: int, threshold: in
 
     A number of which only some digits are computed again is read wrongly, so tokens are computed
     again together with their neighbours or not at all.  Windows are counted from the start of each
-    chunk.  The last window of a chunk may be short; it needs the same part of its tokens.
+    chunk.  The last window of a chunk may be short; it needs more than the same part of its tokens.
 
     Args:
         selected: `(context_tokens,)` bool.
         prompt: Where the chunks are.
         window: Tokens of a window.
-        threshold: How many of a whole window must be selected for all of it to be.
+        threshold: How many of a whole window must be exceeded for all of it to be selected.
 
     Returns:
         `(context_tokens,)` bool; nothing outside of chunks.
@@ -78,8 +78,8 @@ def grouped(selected: Tensor, prompt: StitchedPrompt, window: int, threshold: in
         windows = torch.arange(len(own)) // window  # (tokens,), the window of each
         size = torch.bincount(windows)  # (windows,), tokens in each
         hits = torch.bincount(windows, weights=own.double())  # (windows,), selected ones in each
-        # hits / size >= threshold / window, without a division; then of each token its window's.
-        result[chunk.start : chunk.stop] = (hits * window >= size * threshold)[windows]
+        # hits / size > threshold / window, without a division; then of each token its window's.
+        result[chunk.start : chunk.stop] = (hits * window > size * threshold)[windows]
     return result
 
 

@@ -66,6 +66,13 @@ class ChunkScores:
         threading.Thread(target=work, name="kvcache-rag-scorer", daemon=True).start()
         return cls(tuple(texts), template, tokenizer, future)
 
+    @property
+    def misses(self) -> int:
+        """Chunks that the scorer had to prefill first, once it is done; 0 if it does not say."""
+        if not self.future.done() or self.future.exception() is not None:
+            return 0
+        return int(getattr(self.future.result(), "misses", 0))
+
     def tokens(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the scores, and hand them on to the tokens of each chunk.
 

@@ -256,7 +256,7 @@ def open_model(model: Model) -> Engine:
     return model() if callable(model) else EngineSettings(model).open()
 
 
-_TIMES: Final = ("ttft", "load", "stitch", "recompute", "prefill")
+_TIMES: Final = ("ttft", "load", "stitch", "choose", "recompute", "prefill")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 _TOKENS: Final = ("prefix", "reused", "recomputed", "prefilled", "query", "generated")
 
+_PARTS: Final = ("load", "stitch", "choose", "recompute", "prefill")
+
 _PENDING: Final = 4096
 
 _TIERS: Final = 8
@@ -239,8 +241,16 @@ class ServerTelemetry:
             "kind",
             "key",
         )
+        self._parts = self._counter(
+            "ttft_part_seconds",
+            "Seconds until first tokens, by what they were spent on",
+            "part",
+        )
         self._hits = self._counter("chunk_hits", "Chunks of answers found in a tier", "tier")
         self._misses = self._counter("chunk_misses", "Chunks of answers that were in no tier")
+        self._auxiliary_misses = self._counter(
+            "auxiliary_misses", "Chunks that the auxiliary model prefilled when it scored them"
+        )
         self._declined = self._counter(
             "chunks_declined", "Chunks that were stored and computed all the same", "tier", "reason"
         )
@@ -293,6 +303,9 @@ class ServerTelemetry:
         for tier, count in metrics.hits.items():
             self._hits.labels(self._tier(tier)).inc(count)
         self._misses.inc(metrics.misses)
+        self._auxiliary_misses.inc(metrics.auxiliary_misses)
+        for part in _PARTS:
+            self._parts.labels(part).inc(getattr(metrics, part))
         self._dropped.inc(metrics.dropped_chunks)
         for why, count in _by_reason(metrics.declined).items():
             self._declined.labels(self._tier(why[0]), why[1]).inc(count)

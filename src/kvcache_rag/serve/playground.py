@@ -137,6 +137,7 @@ class Explanation(BaseModel):
     recomputed_tokens: int
     prefilled_tokens: int
     query_tokens: int
+    choose: float = Field(description="Seconds for choosing tokens, where the policy does.")
 
 
 def router(context: AppContext) -> APIRouter:

@@ -92,7 +92,8 @@ class KVCacheReport(BaseModel):
     ttft: float = Field(description="From the model's start to the first token.")
     load: float
     stitch: float
-    recompute: float
+    choose: float = Field(description="Choosing tokens, where a policy does.")
+    recompute: float = Field(description="Computing the chosen tokens again.")
     prefill: float
     total: float
     prefix_tokens: int
@@ -103,6 +104,7 @@ class KVCacheReport(BaseModel):
     generated_tokens: int
     hits: dict[str, int] = Field(description="Chunks found, by tier.")
     misses: int
+    auxiliary_misses: int = Field(description="Chunks that the auxiliary model had not cached.")
     declined: dict[str, int] = Field(description="Chunks stored and computed all the same: why.")
     dropped_chunks: int
     rounds: int
