@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvcache_rag.codecs import EncodedChunk
+from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel, converted
@@ -199,18 +199,37 @@ class Prefiller:
 
     def _load_prefix(self) -> ChunkKV:
         if self._stored_prefix is None:
-            key, layout = self._prefix_key, self.model.measured.chunk_layout
             try:
-                stored = self.store.get(key, layout).chunk
+                stored = self._read_prefix()
             except ChunkNotFoundError:
-                stored = self.stored_form(self._wide_prefix())
-                weights = self.model.weights
-                if weights.identity is self.weights and weights.are_unchanged():
-                    self.store.put(key, stored)
-                    self.stored.append((weights.turn, key))
+                with self.store.locked([self._prefix_key]):  # others want it too, at once
+                    stored = self._fill_prefix()
             # Every prompt begins with it: from pageable memory, each copy would stop the caller.
             self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
+
+    def _read_prefix(self) -> ChunkKV:
+        stored = self.store.get(self._prefix_key, self.model.measured.chunk_layout).chunk
+        if self._computed_prefix is None and self._stores_as_computed:
+            self._computed_prefix = stored
+        return stored
+
+    def _fill_prefix(self) -> ChunkKV:
+        """`fill_batch` of the prefix; its lock is held."""
+        with suppress(ChunkNotFoundError):
+            return self._read_prefix()
+        stored = self.stored_form(self._wide_prefix())
+        weights = self.model.weights
+        if weights.identity is self.weights and weights.are_unchanged():
+            self.store.put(self._prefix_key, stored)
+            self.stored.append((weights.turn, self._prefix_key))
+        return stored
+
+    @property
+    def _stores_as_computed(self) -> bool:
+        """Whether what the store gives back is, bit for bit, what the model computed."""
+        is_same_dtype = self.dtype in (None, self.model.measured.dtype)
+        return is_same_dtype and self.position == "local" and isinstance(self.store.codec, Native)
 
     def _wide_prefix(self) -> ChunkKV:
         # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
