@@ -4,7 +4,7 @@
 |---|---|---|
 | reader_KIND | the packaged reader's generator, held-out names | exact_match, refused |
 | niah_*, niah_reader_* | `niah` | reference_coverage |
-| rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN | RGB | accuracy, rejected, containment |
+| rgb_en, rgb_en_int, rgb_zh, rgb_zh_int, also _noiseNN | RGB | accuracy, rejected, containment |
 | hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | containment, f1, exact_match, … |
 | squad | SQuAD v1.1 with distractors | containment, f1, exact_match |
 | nq | Natural Questions, by lost-in-the-middle's rule too | containment, substring_match |
@@ -349,14 +349,16 @@ _RGB_TOKENS: Final = 128
 # RGB's pools: files of its repository that hold them, the corrected ones first.
 _RGB_POOLS: Final = {
     "rgb_en": ("en_refine.json", "en.json"),
+    "rgb_en_int": ("en_int.json",),
     "rgb_zh": ("zh_refine.json", "zh.json"),
     "rgb_zh_int": ("zh_int.json",),
 }
 
 _RGB_NOISE: Final = {
     "rgb_en": (0, 20, 40, 60, 80, 100),
+    "rgb_en_int": (0, 20, 40, 60),  # more leaves no room for a document per part of the answer
     "rgb_zh": (0, 20, 40, 60, 80, 100),
-    "rgb_zh_int": (0, 20, 40, 60),  # more leaves no room for a document per part of the answer
+    "rgb_zh_int": (0, 20, 40, 60),
 }
 
 RGB: Final = tuple(
