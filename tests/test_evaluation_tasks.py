@@ -52,13 +52,13 @@ def test_names_are_unique_and_told_to_who_misspells_one() -> None:
 
 def test_rows_are_read_from_the_folder(tmp_path: Path) -> None:
     for name in SETS:
-        data = folder(tmp_path, f"{SETS[name].file or name}.jsonl", row(0), row(1))
+        data = folder(tmp_path, f"{name}.jsonl", row(0), row(1))
         task = task_by_name(name, data=data)
         assert task.name == name
         assert [one.id for one in task.questions()] == ["q0", "q1"]
         assert {one.language for one in task.questions()} == {SETS[name].language}
         assert task.score("Ada", task.questions()[0])[task.metric] == pytest.approx(1, abs=1e-7)
-    assert task_by_name("2wikimqa", data=tmp_path).name == "2wiki"
+    assert task_by_name("2wikimultihopqa", data=tmp_path).name == "2wiki"
 
 
 def test_what_is_missing_says_so(tmp_path: Path) -> None:
