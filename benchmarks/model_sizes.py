@@ -92,7 +92,8 @@ def pcie_rate(generation: int) -> float:
 def token_bytes(shape: Mapping[str, Any]) -> int:
     """Bytes of the keys and values of one token."""
     width: int = shape["hidden_size"] // shape["num_attention_heads"]
-    return ELEMENT * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width
+    nbytes: int = ELEMENT * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width
+    return nbytes
 
 
 def cost(shape: Mapping[str, Any], context: int, batch: int = 1) -> Cost:
