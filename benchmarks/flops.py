@@ -2,7 +2,10 @@
 
 Every token that is computed passes through all matrices and attends to all tokens of the prompt.
 Counted so, what a query costs over cached chunks is its share of the prompt's tokens: 128 of 8192 +
-128 is 1.54 %, whatever the model.  Masked halves of the attention, norms, rotations, and the
+128 is 1.54 %, whatever the model.  The appendix prints the attention of a token in a layer as
+2 H d n (H heads of width d, n tokens attended to); its table 5 needs 4 H d n, a multiplication and
+an addition for the scores and as many for the weighted values, which is what torch counts and what
+is counted here.  Masked halves of the attention, norms, rotations, and the
 logits of the last token (the same on both sides) are left out.
 """
 
@@ -53,7 +56,7 @@ def forward_flops(shape: Mapping[str, Any], tokens: int, context: int) -> int:
     width = hidden // heads
     slots = shape["num_key_value_heads"] * width
     matrices = 2 * hidden * hidden + 2 * hidden * slots + 3 * hidden * shape["intermediate_size"]
-    attention = 2 * heads * width * context
+    attention = 2 * heads * width * context  # twice that with the outer 2: 4 H d n, see above
     operations: int = 2 * shape["num_hidden_layers"] * tokens * (matrices + attention)
     return operations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import report_tables as tables
+from benchmarks.model_sizes import by_length, by_model
 from benchmarks.shapes import QUERY
 from benchmarks.ttft_rows import rows_of
 from benchmarks.ttft_targets import cpu_targets, gpu_targets, other_targets, table
@@ -56,6 +57,16 @@ _MEASURED: Final = """`{command}`: {shape}, {dtype}, instruction {prefix} and ch
 tokens; {machine}; {versions}; {date}.
 
 """
+_COMPUTED: Final = """\
+## Larger models, other lengths and batches: computed
+
+TurboRAG's table 6 is by length and batch, its table 7 by model size. No model of such a size runs
+here, so this is what such tables follow from: `python -m benchmarks.model_sizes`, operations by the
+formula above for a question of 128 tokens, bytes of keys and values in 16 bits, and the least times
+that the hardware allows: 16 lanes of PCIe at the rate of the lanes, and an A100's peak for the full
+prefill. Nothing of it is measured; real copies and real prefills take longer. Contexts of 743
+tokens are no multiple of a chunk's 512."""
+_BY_LENGTH: Final = "By length and batch, Qwen2-7B; every prompt has a context of its own:"
 _INGESTION: Final = """\
 `Engine.add` of many chunks beside forward passes of the same model over the same ids, without the
 instruction before them, at the batch size and with the attention that are fastest. Ours computes no
@@ -131,6 +142,7 @@ def page(
     parts.append(_figures(report, "On a CPU"))
     if gpu is not None:
         parts.append(_figures(gpu, "On a GPU"))
+    parts.append(f"{_COMPUTED}\n\n{by_model()}\n\n{_BY_LENGTH}\n\n{by_length()}\n\n")
     for name, title in _OTHERS:
         if name in others:
             parts.append(f"## {title}\n\n{flat(others[name])}\n\n")
@@ -145,15 +157,17 @@ def _figures(report: Mapping[str, Any], title: str) -> str:
             tables.contexts(report) + f"\n\n![TTFT against context](ttft-context{suffix}.svg)",
         ),
         (
-            "By batch, nothing read from disk (as its table 5)",
+            "By batch, nothing read from disk (as TurboRAG's table 5)",
             tables.batches(report) + f"\n\n![TTFT against batch](ttft-batch{suffix}.svg)",
         ),
-        ("By batch, with loading and its parts (as its table 6)", tables.loading(report)),
+        ("By batch, with loading and its parts", tables.loading(report)),
         (
-            "Operations (as its table 7)",
-            "By the formula of its appendix G, in which the reduction is the context's share of "
-            "the prompt, whatever the model. Loading adds no operation, nor does the cached "
-            f"instruction; the rotation adds what the last column shows.\n\n{tables.flops(report)}",
+            "Operations",
+            "By the formula of TurboRAG's appendix G, in which the reduction is the context's "
+            "share of the prompt, whatever the model; with 4 H d n operations for a token's "
+            "attention in a layer, which its table 5 needs, where the appendix prints 2 H d n. "
+            "Loading adds no operation, nor does the cached instruction; the rotation adds what "
+            f"the last column shows.\n\n{tables.flops(report)}",
         ),
         ("Decoding", tables.decoding(report)),
         (

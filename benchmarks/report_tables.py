@@ -134,7 +134,7 @@ def _batch_cases(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
 
 
 def loading(report: Mapping[str, Any]) -> str:
-    """Shaped as TurboRAG's table 6: by batch, with loading counted, and its parts."""
+    """By batch, with loading counted, and its parts."""
     rows = rows_of(report)
     lines = []
     for case in _batch_cases(rows):
@@ -152,7 +152,7 @@ def _tenths(seconds: float | None) -> str:
 
 
 def flops(report: Mapping[str, Any]) -> str:
-    """Shaped as TurboRAG's table 7: operations by the formula of its appendix G."""
+    """Operations of the measured shape by the formula of TurboRAG's appendix G."""
     lines = []
     for context, query in FLOPS_CASES:
         found = prompt_flops(SHAPES[report["shape"]], context, query)

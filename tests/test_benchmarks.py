@@ -47,7 +47,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
-    [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.544), ("qwen2-7b", 7.616), ("llama-3.1-8b", 8.03)],
+    [
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-3b", 3.086),
+        ("qwen2-7b", 7.616),
+        ("llama-3.1-8b", 8.03),
+        ("qwen2.5-14b", 14.770),
+        ("qwen2.5-32b", 32.764),
+        ("llama-3.1-70b", 70.554),
+        ("qwen2.5-72b", 72.706),
+    ],
 )
 def test_shapes_are_those_of_the_published_models(shape: str, billions: float) -> None:
     model = build_model(shape, torch.bfloat16, "meta")

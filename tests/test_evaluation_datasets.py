@@ -16,11 +16,10 @@ import pyarrow.parquet
 import pytest
 
 from kvcache_rag import InvalidInputError, MissingExtraError
-from kvcache_rag.evaluation import datasets
+from kvcache_rag.evaluation import datasets, longbench
 from kvcache_rag.evaluation.datasets import (
     estimated_tokens,
     hotpot_questions,
-    longbench_questions,
     musique_questions,
     read_questions,
     read_workload,
@@ -241,9 +240,10 @@ def test_squad_rows_get_distractors_of_their_article_without_an_answer() -> None
 
 
 def test_longbench_texts_are_cut_into_their_passages() -> None:
+    # Other sets, prompts and names: test_evaluation_longbench.
     row = {
         "input": "Who?",
-        "context": "Passage 1:\nHarbour\nTwo ferries.\n\nPassage 2:\nTower\nOne keeper.\n",
+        "context": "Passage 1:\nHarbour\nIt says passage 3 within.\n\nPassage 2:\nTower\n",
         "answers": ["Ada"],
         "length": 9,
         "dataset": "hotpotqa",
@@ -251,18 +251,9 @@ def test_longbench_texts_are_cut_into_their_passages() -> None:
         "all_classes": None,
         "_id": "l1",
     }
-    chinese = {
-        **row,
-        "context": "文章1\n标题：港口\n内容：两艘船。\n\n文章2\n标题：塔",
-        "language": "zh",
-    }
-    single = {**row, "context": "Only one text.\nIt says passage 3 within."}
-    first, second, third = longbench_questions([row, chinese, single])
-    assert first.chunks == ("Harbour\nTwo ferries.", "Tower\nOne keeper.")
-    assert (first.relevant, first.language) == ((), "en")
-    assert second.chunks == ("标题：港口\n内容：两艘船。", "标题：塔")
-    assert second.language == "zh"
-    assert (third.chunks, third.relevant) == (("Only one text.\nIt says passage 3 within.",), (0,))
+    (found,) = longbench.questions(longbench.LONGBENCH["longbench_hotpotqa"], [row])
+    assert found.chunks == ("Harbour\nIt says passage 3 within.", "Tower")
+    assert (found.id, found.relevant, found.language) == ("l1", (), "en")
 
 
 RGB = {
@@ -377,17 +368,18 @@ def test_longbench_is_read_from_its_archive(
         "input": "谁？",
         "context": "一个文本。",
         "answers": ["艾达"],
+        "dataset": "dureader",
         "language": "zh",
         "_id": "l",
     }
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
         file.writestr("data/dureader.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
     asked = downloaded(monkeypatch, tmp_path / "data.zip")
-    (one,) = datasets.load_hub("dureader")
+    (one,) = datasets.load_hub("longbench_dureader")
     assert (one.chunks, one.answers, one.language) == (("一个文本。",), ("艾达",), "zh")
     assert asked == [("THUDM/LongBench", "data.zip", "dataset")]
     with pytest.raises(InvalidInputError, match="could not be loaded"):
-        datasets.load_hub("multifieldqa_zh")  # the archive does not hold it
+        datasets.load_hub("longbench_multifieldqa_zh")  # the archive does not hold it
 
 
 def test_2wiki_is_read_from_its_parquet_file(
@@ -410,7 +402,7 @@ def test_2wiki_is_read_from_its_parquet_file(
     assert asked == [("xanhho/2WikiMultihopQA", "dev.parquet", "dataset")]
 
 
-@pytest.mark.parametrize("name", ["musique", "2wiki", "dureader"])
+@pytest.mark.parametrize("name", ["musique", "2wiki", "longbench_dureader"])
 def test_a_hub_that_is_out_of_reach_is_one_sentence(name: str) -> None:
     with pytest.raises(InvalidInputError, match="go online, or name a folder"):
         datasets.load_hub(name)

@@ -52,13 +52,13 @@ def test_names_are_unique_and_told_to_who_misspells_one() -> None:
 
 def test_rows_are_read_from_the_folder(tmp_path: Path) -> None:
     for name in SETS:
-        data = folder(tmp_path, f"{SETS[name].file or name}.jsonl", row(0), row(1))
+        data = folder(tmp_path, f"{name}.jsonl", row(0), row(1))
         task = task_by_name(name, data=data)
         assert task.name == name
         assert [one.id for one in task.questions()] == ["q0", "q1"]
         assert {one.language for one in task.questions()} == {SETS[name].language}
         assert task.score("Ada", task.questions()[0])[task.metric] == pytest.approx(1, abs=1e-7)
-    assert task_by_name("2wikimqa", data=tmp_path).name == "2wiki"
+    assert task_by_name("2wikimultihopqa", data=tmp_path).name == "2wiki"
 
 
 def test_what_is_missing_says_so(tmp_path: Path) -> None:
@@ -202,6 +202,32 @@ def test_rgb_reads_files_in_either_form(tmp_path: Path) -> None:
     folder(tmp_path, "en_refine.json", {"query": "?"})
     with pytest.raises(InvalidInputError, match=r"en_refine\.json has another schema"):
         task_by_name("rgb_en", data=data).questions()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_rgb_integration_is_read_in_either_language(tmp_path: Path, language: str) -> None:
+    published = {
+        "id": 7,
+        "query": "Who keeps the tower and the mill?",
+        "answer": [["Ada", "Ada Brill"], ["Bo"]],
+        "positive": [["Ada keeps the tower.", "The tower is Ada's."], ["Bo keeps the mill."]],
+        "negative": [f"Noise {index}." for index in range(6)],
+    }
+    data = folder(tmp_path, f"{language}_int.json", published)
+    name = f"rgb_{language}_int"
+    whole = task_by_name(name, data=data)
+    (question,) = whole.questions()
+    assert (len(question.chunks), len(question.relevant)) == (9, 3)
+    assert question.language == language
+    assert whole.score("Ada Brill; Bo", question)["accuracy"] == 1
+    assert whole.score("Ada", question)["accuracy"] == 0, "one part of two"
+    (mixed,) = task_by_name(f"{name}_noise60", data=data).questions()
+    kept = [mixed.chunks[index] for index in mixed.relevant]
+    assert len(mixed.chunks) == 5
+    assert "Bo keeps the mill." in kept
+    assert len(kept) == 2
+    with pytest.raises(InvalidInputError, match="no task"):
+        task_by_name(f"{name}_noise80", data=data)
 
 
 def test_rgb_scores_groups_rejections_and_noise(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,6 +206,10 @@ def test_ask_alone_uses_what_ingest_noted(
     answer, _, metrics, *sources = said.splitlines()
     assert len(answer) == 6
     assert "chunks: 2 from disk cached, 0 missing" in metrics
+    reused, computed = map(int, re.findall(r"(\d+) tokens reused, (\d+) computed", metrics)[0])
+    # a letter is a token of the test's model; the question's wrapper is computed with it
+    assert reused > 0
+    assert computed > len("Who keeps the lighthouse?")
     assert "6 tokens written" in metrics
     assert sources[0].startswith("[1] keeper.txt (0.")
     assert "Marlow" in sources[0]
@@ -221,6 +226,10 @@ def test_ask_in_json_and_by_full_prefill(
     assert stitched["answer"] == full["answer"]  # one chunk in its natural place
     assert stitched["metrics"]["reused_tokens"] > 0 == full["metrics"]["reused_tokens"]
     assert full["metrics"]["policy"] == "FullRecompute()"
+    assert f"{full['metrics']['prompt_tokens']} computed" in report.metrics_line(full["metrics"])
+    assert f"{stitched['metrics']['query_tokens']} computed" in report.metrics_line(
+        stitched["metrics"]
+    )
     assert stitched["sources"][0]["file"] == "keeper.txt"
     assert stitched["question"] == "Who keeps the lighthouse?"
 

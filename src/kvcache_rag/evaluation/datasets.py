@@ -25,7 +25,7 @@ line `{"id", "query", "answer", "positive": [...], "negative": [...]}`, mixed at
 | 2wiki | xanhho/2WikiMultihopQA, dev | 2WikiMultihopQA (arXiv 2011.01060) |
 | musique | dgslibisey/MuSiQue, validation | MuSiQue-Ans (arXiv 2108.00573) |
 | squad | rajpurkar/squad, validation | SQuAD v1.1 (arXiv 1606.05250) |
-| dureader, multifieldqa_zh | THUDM/LongBench | LongBench (arXiv 2308.14508) |
+| longbench_* | THUDM/LongBench | LongBench (arXiv 2308.14508), see `longbench` |
 
 Documents that are too long for a chunk are split (`split_documents`, `split_text`).
 """
@@ -40,24 +40,26 @@ import zipfile
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, MissingExtraError
+from kvcache_rag.evaluation import longbench
+from kvcache_rag.evaluation.longbench import LONGBENCH
 from kvcache_rag.scoring.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from kvcache_rag.evaluation.longbench import LongBenchSet
     from kvcache_rag.scoring.question import Language, TokenCounter
 
     Row = Mapping[str, Any]
 
 
 _SQUAD_DISTRACTORS: Final = 4
-
-_LONGBENCH_PASSAGE: Final = re.compile(r"^(?:Passage \d+:|文章\s*\d+)[ \t]*\n?", re.MULTILINE)
 
 _CHINESE: Final = re.compile("[\u3400-\u9fff]")
 
@@ -478,24 +480,6 @@ def squad_questions(rows: Iterable[Row]) -> Iterator[Question]:
         )
 
 
-def longbench_questions(rows: Iterable[Row]) -> Iterator[Question]:
-    """LongBench: one text of one document, or of passages with a heading each.
-
-    It does not say which passages hold the answer, so `relevant` is empty unless there is only one.
-    """
-    for row in rows:
-        pieces = (piece.strip() for piece in _LONGBENCH_PASSAGE.split(row["context"]))
-        chunks = tuple(piece for piece in pieces if piece)
-        yield Question(
-            id=row["_id"],
-            question=row["input"],
-            chunks=chunks,
-            answers=tuple(row["answers"]),
-            relevant=(0,) if len(chunks) == 1 else (),
-            language="zh" if row["language"] == "zh" else "en",
-        )
-
-
 @dataclass(frozen=True)
 class HubSource:
     """Where a data set lies on the hub.
@@ -517,11 +501,10 @@ class HubSource:
     member: str = ""
 
 
-def _longbench(name: str) -> HubSource:
+def _longbench(one: LongBenchSet) -> HubSource:
     # The repository's loading script no longer runs; this is the archive that it unpacked.
-    return HubSource(
-        "THUDM/LongBench", longbench_questions, file="data.zip", member=f"data/{name}.jsonl"
-    )
+    read = partial(longbench.questions, one)
+    return HubSource("THUDM/LongBench", read, file="data.zip", member=f"data/{one.name}.jsonl")
 
 
 HUB: Final[Mapping[str, HubSource]] = {
@@ -531,8 +514,7 @@ HUB: Final[Mapping[str, HubSource]] = {
     "2wiki": HubSource("xanhho/2WikiMultihopQA", hotpot_questions, file="dev.parquet"),
     "musique": HubSource("dgslibisey/MuSiQue", musique_questions, split="validation"),
     "squad": HubSource("rajpurkar/squad", squad_questions, split="validation"),
-    "dureader": _longbench("dureader"),
-    "multifieldqa_zh": _longbench("multifieldqa_zh"),
+    **{name: _longbench(one) for name, one in LONGBENCH.items()},
 }
 
 

@@ -4,27 +4,34 @@
 |---|---|---|
 | reader_KIND | the packaged reader's generator, held-out names | exact_match, refused |
 | niah_*, niah_reader_* | `niah` | reference_coverage |
-| rgb_en, rgb_zh, rgb_zh_int, each also _noiseNN | RGB | accuracy, rejected, containment |
-| hotpotqa, 2wiki (or 2wikimqa), musique | multi-document QA | containment, f1, exact_match, … |
+| rgb_en, rgb_en_int, rgb_zh, rgb_zh_int, also _noiseNN | RGB | accuracy, rejected, containment |
+| hotpotqa, 2wiki, musique | multi-document QA | containment, f1, exact_match, … |
 | squad | SQuAD v1.1 with distractors | containment, f1, exact_match |
 | nq | Natural Questions, by lost-in-the-middle's rule too | containment, substring_match |
 | dureader | DuReader, by LongBench's rule | rouge_l |
-| multifieldqa_zh | LongBench: one long document, split into chunks | f1 |
+| longbench_* | LongBench's forms of its question sets, its prompts (`longbench`) | f1 or rouge_l |
+
+A set has two names where LongBench has made another one of it: `hotpotqa`, `musique` and `dureader`
+are the originals, `longbench_hotpotqa` and so on LongBench's.  Where no other task has the plain
+name it leads to LongBench, too: narrativeqa, qasper, multifieldqa_en, multifieldqa_zh, 2wikimqa,
+triviaqa.  2WikiMultihopQA itself is `2wiki` or `2wikimultihopqa`.
 
 The reader's answers are compared letter for letter; those of data sets as `metrics` says, in
 English by containment first: a model that was not tuned for it answers in sentences.  A
 question has the same id for every `k`, and a larger `n` only adds questions.  Instructions are our
-own, shorter than the benchmarks', because one prefix serves all questions.
+own, shorter than the benchmarks', because one prefix serves all questions; LongBench's are its own.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.evaluation import longbench
 from kvcache_rag.evaluation.datasets import (
     CHUNK_TOKENS,
     OVERLAP,
@@ -37,6 +44,7 @@ from kvcache_rag.evaluation.datasets import (
     split_documents,
     split_text,
 )
+from kvcache_rag.evaluation.longbench import LONGBENCH
 from kvcache_rag.evaluation.niah import (
     ANSWER_TOKENS,
     READER_VARIANTS,
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvcache_rag.evaluation.longbench import LongBenchSet
     from kvcache_rag.scoring.question import Draw, Language, Measure
 
 __all__ = ["Question", "Task", "TokenCounter", "task_by_name", "task_names"]
@@ -70,14 +79,26 @@ READER_DOCUMENTS: Final = 6
 
 READER_FACTS: Final = 4
 
-_ALIASES: Final = {"2wikimqa": "2wiki", "2wikimultihopqa": "2wiki"}
+_PLAIN: Final = (
+    "narrativeqa",
+    "qasper",
+    "multifieldqa_en",
+    "multifieldqa_zh",
+    "2wikimqa",
+    "triviaqa",
+)
+
+_ALIASES: Final = {
+    "2wikimultihopqa": "2wiki",
+    **{name: f"{longbench.PREFIX}{name}" for name in _PLAIN},
+}
 
 _READER: Final = {f"reader_{kind}": kind for kind in KINDS}
 
 
 def task_names() -> tuple[str, ...]:
     """Every name that `task_by_name` takes, without its aliases."""
-    return (*_READER, *READER_VARIANTS, *VARIANTS, *RGB, *SETS)
+    return (*_READER, *READER_VARIANTS, *VARIANTS, *RGB, *SETS, *LONGBENCH)
 
 
 def task_by_name(
@@ -96,11 +117,12 @@ def task_by_name(
     Args:
         name: One of `task_names`.
         data: Folder with a data set's JSON lines (`hotpotqa.jsonl`, ...); for RGB the files of its
-            repository (`zh_refine.json`, ...) do as well. None: the hub.
+            repository (`zh_refine.json`, ...) do as well, for LongBench those of its archive
+            (`2wikimqa.jsonl`, ...). None: the hub.
         count: Number of tokens of a text, without special tokens, by the model's tokenizer; an
             estimate by default.
         length: Tokens of a needle task's prompt, see `niah.needle_question`.
-        chunk_tokens: Longest chunk of a needle task, and of multifieldqa_zh.
+        chunk_tokens: Longest chunk of a needle task, and of LongBench's single documents.
         overlap: Tokens that such chunks share.
         documents: The pool of a reader's question, from which `k` chooses.
         facts: Of each of these documents.
@@ -141,9 +163,10 @@ def task_by_name(
     if name in RGB:
         return rgb_task(name, data)
     if name in SETS:
-        return set_task(
-            name, data, partial(split_text, count=count, tokens=chunk_tokens, overlap=overlap)
-        )
+        return set_task(name, data)
+    if name in LONGBENCH:
+        split = partial(split_text, count=count, tokens=chunk_tokens, overlap=overlap)
+        return longbench_task(name, data, split)
     raise InvalidInputError(f"there is no task {name!r}; choose from {', '.join(task_names())}")
 
 
@@ -242,8 +265,11 @@ def _dureader(answer: str, question: Question) -> tuple[float, ...]:
     return (metrics.best(metrics.rouge_l_chinese, answer, question.answers),)
 
 
-def _multifield(answer: str, question: Question) -> tuple[float, ...]:
-    return (metrics.best(metrics.f1_chinese, answer, question.answers),)
+def _longbench(one: LongBenchSet, answer: str, question: Question) -> tuple[float, ...]:
+    if one.cut == "examples":
+        # What a model goes on with behind its answer is another worked example.
+        answer = answer.lstrip("\n").split("\n", 1)[0]
+    return (metrics.best(_LONGBENCH_RULES[one.metric], answer, question.answers),)
 
 
 def _rgb(answer: str, question: Question) -> tuple[float, ...]:
@@ -279,8 +305,6 @@ class DataSet:
         max_new_tokens: As of `Task`; LongBench's where it has the set.
         measure: As of `Task`.
         language: Of its texts.
-        file: Name of the local file, without `.jsonl`; empty: the name of the task.
-        long: Whether a document is so long that it has to be split into chunks.
         closed_instruction: As of `Task`.
     """
 
@@ -289,8 +313,6 @@ class DataSet:
     max_new_tokens: int
     measure: Measure
     language: Language = "en"
-    file: str = ""
-    long: bool = False
     closed_instruction: str = ""
 
 
@@ -323,16 +345,6 @@ SETS: Final[dict[str, DataSet]] = {
         "zh",
         closed_instruction="请回答问题。",
     ),
-    "multifieldqa_zh": DataSet(
-        ("f1",),
-        "请根据文档简短地回答问题。",
-        64,
-        _multifield,
-        "zh",
-        file="longbench_multifieldqa_zh",
-        long=True,
-        closed_instruction="请简短地回答问题。",
-    ),
 }
 
 # What RGB's rule calls a rejection is asked for in the words that the rule looks for.
@@ -349,14 +361,16 @@ _RGB_TOKENS: Final = 128
 # RGB's pools: files of its repository that hold them, the corrected ones first.
 _RGB_POOLS: Final = {
     "rgb_en": ("en_refine.json", "en.json"),
+    "rgb_en_int": ("en_int.json",),
     "rgb_zh": ("zh_refine.json", "zh.json"),
     "rgb_zh_int": ("zh_int.json",),
 }
 
 _RGB_NOISE: Final = {
     "rgb_en": (0, 20, 40, 60, 80, 100),
+    "rgb_en_int": (0, 20, 40, 60),  # more leaves no room for a document per part of the answer
     "rgb_zh": (0, 20, 40, 60, 80, 100),
-    "rgb_zh_int": (0, 20, 40, 60),  # more leaves no room for a document per part of the answer
+    "rgb_zh_int": (0, 20, 40, 60),
 }
 
 RGB: Final = tuple(
@@ -366,29 +380,23 @@ RGB: Final = tuple(
 )
 
 
-def set_task(name: str, data: Path | None, split: Callable[[str], list[str]]) -> Task:
+def set_task(name: str, data: Path | None) -> Task:
     """A task of `SETS`.
 
     Args:
         name: Of `SETS`.
         data: Folder with its file; None: the hub.
-        split: Cuts long documents into chunks.
 
     Raises:
         InvalidInputError: If the folder does not have the file.
     """
     data_set = SETS[name]
-    path = None if data is None else data / f"{data_set.file or name}.jsonl"
+    path = None if data is None else data / f"{name}.jsonl"
     if path is not None:
         _check(path)
 
     def read() -> list[Question]:
-        questions = load_hub(name) if path is None else read_questions(path, data_set.language)
-        return (
-            [split_documents(question, split) for question in questions]
-            if data_set.long
-            else questions
-        )
+        return load_hub(name) if path is None else read_questions(path, data_set.language)
 
     return Task(
         name,
@@ -399,6 +407,70 @@ def set_task(name: str, data: Path | None, split: Callable[[str], list[str]]) ->
         data_set.measure,
         data_set.closed_instruction,
     )
+
+
+_LONGBENCH_RULES: Final = {
+    "f1": metrics.f1_longbench,
+    "f1_chinese": metrics.f1_chinese,
+    "rouge_l_chinese": metrics.rouge_l_chinese,
+}
+
+_LONGBENCH_CLOSED: Final[dict[Language, str]] = {"en": _CLOSED, "zh": "请简短地回答问题。"}
+
+
+def longbench_task(name: str, data: Path | None, split: Callable[[str], list[str]]) -> Task:
+    """A task of `LONGBENCH`.
+
+    Args:
+        name: Of `LONGBENCH`.
+        data: Folder with `{name}.jsonl`, in LongBench's form or the project's own, or with
+            LongBench's file under its own name, in LongBench's form alone: in the project's it
+            would be the original set. None: the hub.
+        split: Cuts long documents into chunks.
+
+    Raises:
+        InvalidInputError: If the folder does not have the file.
+    """
+    one = LONGBENCH[name]
+    path = None if data is None else _longbench_file(name, data)
+
+    def read() -> list[Question]:
+        if path is None:
+            found = load_hub(name)
+        elif path.stem == name and not _has_context(path):
+            found = [
+                replace(row, question=one.ask(row.question), closed_question=row.question)
+                for row in read_questions(path, one.language)
+            ]
+        else:
+            found = of_schema(path, partial(longbench.questions, one), read_json_lines(path))
+        if one.cut != "document":
+            return found
+        return [split_documents(question, split) for question in found]
+
+    return Task(
+        name,
+        (one.metric.removesuffix("_chinese"),),
+        one.before,
+        one.max_new_tokens,
+        _rows(read),
+        partial(_longbench, one),
+        _LONGBENCH_CLOSED[one.language],
+    )
+
+
+def _longbench_file(name: str, data: Path) -> Path:
+    path = data / f"{name}.jsonl"
+    published = data / f"{LONGBENCH[name].name}.jsonl"
+    if path.is_file() or not published.is_file():
+        _check(path)
+        return path
+    return published
+
+
+def _has_context(path: Path) -> bool:
+    """Whether the first row of a file is in LongBench's form, whose documents are one text."""
+    return any("context" in row for row in islice(read_json_lines(path), 1))
 
 
 def rgb_task(name: str, data: Path | None) -> Task:

@@ -421,7 +421,7 @@ class Asker:
         for cell, items in todo.items():
             for item in items:
                 if item.question.id in timed:
-                    question = _put(cell, item.question)
+                    question = as_asked(cell, item.question)
                     sampled.setdefault(question.id, []).append((cell, question))
         times = {}
         for turn, pairs in enumerate(sampled.values()):
@@ -479,7 +479,7 @@ class _FirstTokens:
                     bytearray(file.read_bytes()), dtype=torch.float32
                 )
             else:
-                question, engine = _put(cell, item.question), self._places[cell].reader
+                question, engine = as_asked(cell, item.question), self._places[cell].reader
                 scores = log_probabilities(engine, question, cell.policy)
                 self.note(cell, [item], scores[-1:])
         return self._found[place]
@@ -506,9 +506,12 @@ class _Begun:
         return scores
 
 
-def _put(cell: Cell, question: Question) -> Question:
+def as_asked(cell: Cell, question: Question) -> Question:
     """The question as a cell asks it."""
-    return replace(question, chunks=(), relevant=()) if cell.is_closed else question
+    if not cell.is_closed:
+        return question
+    words = question.closed_question or question.question
+    return replace(question, question=words, chunks=(), relevant=())
 
 
 def rotated(ways: Sequence[T], turn: int) -> tuple[T, ...]:
@@ -543,7 +546,7 @@ def _answers(
     task: Task, cell: Cell, left: Sequence[Asked], place: Workplace, first: _FirstTokens | None
 ) -> list[Answer]:
     begun = _Begun()
-    questions = [_put(cell, item.question) for item in left]
+    questions = [as_asked(cell, item.question) for item in left]
     answers = place.reader.generate_batch(
         [(question.question, question.chunks) for question in questions],
         policy=cell.policy,

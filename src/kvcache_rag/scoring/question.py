@@ -38,6 +38,7 @@ class Question:
         relevant: Indices into `chunks` of those that hold the answer; empty if none does or if the
             data set does not say.
         language: Of question and documents.
+        closed_question: Instead of `question` where no documents are given; empty: the same.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Question:
     answer_groups: tuple[tuple[str, ...], ...] = ()
     relevant: tuple[int, ...] = ()
     language: Language = "en"
+    closed_question: str = ""
 
     def __post_init__(self) -> None:
         if any(not 0 <= index < len(self.chunks) for index in self.relevant):

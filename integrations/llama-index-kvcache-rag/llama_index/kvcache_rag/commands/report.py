@@ -41,12 +41,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """What an answer cost, in one line."""
+    """What an answer cost, in one line; the question is among the tokens that were computed."""
     hits = " + ".join(f"{count} from {tier}" for tier, count in metrics["hits"].items())
     parts = [
         f"first token after {milliseconds(metrics['ttft'])}",
         f"{plural(metrics['reused_tokens'], 'token')} reused",
-        f"{metrics['prefilled_tokens'] + metrics['recomputed_tokens']} computed",
+        f"{metrics['computed_tokens']} computed",
         f"chunks: {hits or 'none'} cached, {metrics['misses']} missing",
         plural(metrics["generated_tokens"], "token") + " written",
     ]
