@@ -210,7 +210,9 @@ def test_each_layer_runs_on_what_is_left(llama: Engine) -> None:
     # layer; then the last token of the query.
     context = chunks + len(llama.tokenize(QUESTION, TEXTS).prefix)
     assert seen == [context, first + query - 1, first + query - 1, second + query - 1, *[1] * 4]
-    assert metrics.recomputed_tokens == first
+    third = round(policy.shares(4)[2] * chunks)
+    # Two layers of the first choice, one of the second and one, its keys and values, of the third.
+    assert metrics.recomputed_tokens == round((2 * first + second + third) / 4)
     assert "check_layers=(1, 2, 3)" in metrics.policy
 
 
@@ -230,7 +232,9 @@ def test_what_is_explained_is_what_is_done(llama: Engine) -> None:
     policy = CacheBlend(RATIO, check_layers=(1, 2))
     told = llama.explain(QUESTION, TEXTS, policy=policy)
     done = llama.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
-    assert told.recomputed_tokens == done.recomputed_tokens > 0
+    chunks = sum(map(len, llama.tokenize(QUESTION, TEXTS).chunks))
+    assert told.recomputed_tokens == round(policy.shares(4)[0] * chunks)
+    assert told.recomputed_tokens > done.recomputed_tokens == round(RATIO * chunks)
 
 
 # ------------------------------------------------------------------------------- the shares

@@ -53,7 +53,8 @@ class Metrics:
         total: From the call to the last token.
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Chunk tokens whose keys and values came from the store.
-        recomputed_tokens: Context tokens that a policy computed again.
+        recomputed_tokens: Context tokens that a policy computed again (their mean over the layers,
+            where it drops some on the way).
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
             loading them was declined.
         query_tokens: Tokens of history, question and everything behind the chunks.

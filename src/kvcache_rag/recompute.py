@@ -77,7 +77,7 @@ def _checked(
     return checked
 
 
-def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> None:
+def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> int:
     """Compute chosen tokens again, and the query but its last token, writing both into the buffer.
 
     The pass ends once the last layer has its keys and values.
@@ -86,6 +86,9 @@ def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> None:
         row: A stitched prompt.
         selected: `(context_tokens,)` bool.
         policy: Says which of these are dropped on the way.
+
+    Returns:
+        How many context tokens were computed again: the mean of the layers, rounded.
 
     Raises:
         UnsupportedModelError: If the model takes no positions, its attention no mask, or tokens
@@ -102,19 +105,24 @@ def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> None:
     mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
     kinds = model.measured.kinds
     cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
-    alive = selected
+    choices = [(0, selected)]  # from which layer on, and what
 
     def keep(layer: int, deviation: Tensor) -> Tensor:
-        nonlocal alive
-        before = alive
+        before = choices[-1][1]
         everywhere = torch.zeros(context)  # (context,), 0 where nothing is computed again
         everywhere[before] = deviation
         check = LayerCheck(layer, len(kinds), before, everywhere)
-        alive = _checked(policy, "narrow", policy.narrow(row.shape, check), row.shape, before)
-        return alive[before]  # (tokens computed up to here,)
+        left = _checked(policy, "narrow", policy.narrow(row.shape, check), row.shape, before)
+        choices.append((layer, left))
+        return left[before]  # (tokens computed up to here,)
 
     layers = policy.narrowing_layers
     leaving = narrowing(model, cache, len(places), layers, keep) if layers else nullcontext()
     with suppress(HaltedError), leaving:
         # (1, chosen + query - 1) ids; the pass halts before any logits.
         model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)
+    stops = [*(start for start, _ in choices[1:]), len(kinds)]
+    done = [
+        (stop - start) * int(left.sum()) for (start, left), stop in zip(choices, stops, strict=True)
+    ]
+    return round(sum(done) / len(kinds))

@@ -127,6 +127,7 @@ class CopiedRow(ContextRow):
         selected: `(context_tokens,)` bool, tokens to be computed again; None for none.
         choosing: Seconds for choosing them.
         recomputing: Seconds for computing them again, 0 before that.
+        recomputed_tokens: How many were, the mean of the layers; 0 before that.
         scorer_misses: Chunks that a scorer had to prefill first.
         is_copy: Whether all that was done for another row of the batch.
     """
@@ -135,13 +136,9 @@ class CopiedRow(ContextRow):
     selected: Tensor | None = None
     choosing: float = 0.0
     recomputing: float = 0.0
+    recomputed_tokens: int = 0
     scorer_misses: int = 0
     is_copy: bool = False
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """How many tokens are computed again."""
-        return 0 if self.selected is None else int(self.selected.sum())
 
     @property
     def missing(self) -> int:
@@ -673,12 +670,12 @@ class ContextFiller:
         if row.selected is None:
             return row
         started = time.perf_counter()
-        recompute(row.stitched, row.selected, row.policy)
+        tokens = recompute(row.stitched, row.selected, row.policy)
         self.model.wait()
         seconds = time.perf_counter() - started
         query = row.shape.tokens - row.shape.context_tokens - 1
-        self.loader.costs.recomputed(row.recomputed_tokens + query, seconds)
-        return replace(row, recomputing=seconds)
+        self.loader.costs.recomputed(tokens + query, seconds)
+        return replace(row, recomputing=seconds, recomputed_tokens=tokens)
 
     def _copy(self, source: CopiedRow, place: KVBuffer, prompt: Prompt) -> CopiedRow:
         """Fill a row with what another one holds whose chunks are the same.
