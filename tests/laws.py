@@ -6,11 +6,13 @@ import random
 from typing import Any
 
 import access
+import pytest
 import torch
+from alibi import told_positions
 from torch import Tensor
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag import Engine, MemoryStore, PromptTemplate, ReusePolicy, UnsupportedModelError
 from kvcache_rag.kv.mask import MaskedSequence, block_mask
 
 TOLERANCE = 1e-3
@@ -49,9 +51,36 @@ def masked_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
     return sequence_logits(engine, block_mask(ids.prefix, ids.chunks, ids.query, scheme))
 
 
-def sequence_logits(engine: Engine, sequence: MaskedSequence) -> Tensor:
-    """Logits of the query from one forward pass over a sequence with its own mask."""
+def sequence_logits(engine: Engine, sequence: MaskedSequence, cache: Any = None) -> Tensor:
+    """Logits of the query from one forward pass over a sequence with its own mask.
+
+    An empty cache is filled by it.
+    """
     adapter = access.adapter(engine)
+    if by_place(engine):
+        with told_positions(engine.model, sequence.positions, sequence.allowed), torch.no_grad():
+            ids = sequence.ids[None]
+            ones = torch.ones_like(ids)
+            found: Tensor = engine.model(
+                ids, attention_mask=ones, past_key_values=cache, use_cache=cache is not None
+            ).logits
+        return found[0, -sequence.query_tokens :].float()
     mask = adapter.mask_argument(sequence.allowed, sequence.indices)
-    logits = adapter.forward(sequence.ids[None], None, sequence.positions, mask=mask)
+    logits = adapter.forward(sequence.ids[None], cache, sequence.positions, mask=mask)
     return logits[0, -sequence.query_tokens :].float()
+
+
+def by_place(engine: Engine) -> bool:
+    """Whether nothing can stand at another position than its place (ALiBi)."""
+    return access.adapter(engine).measured.by_place
+
+
+def refused(engine: Engine, policy: ReusePolicy) -> bool:
+    """Whether positions other than places are wanted where none can be; then it says so."""
+    if policy.positions == "reordered" or not by_place(engine):
+        return False
+    with pytest.raises(UnsupportedModelError, match=r"counts a token's place .*use Reuse\(\)"):
+        engine.logits(QUESTION, TEXTS, policy=policy)
+    with pytest.raises(UnsupportedModelError, match=r"counts a token's place .*use Reuse\(\)"):
+        engine.generate_batch([(QUESTION, TEXTS)], policy=policy, max_new_tokens=1)
+    return True

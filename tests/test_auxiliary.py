@@ -14,7 +14,7 @@ import torch
 from tokenizers_zoo import byte_level, encode, word_pieces
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from zoo import FAMILIES, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import (
     Auxiliary,
@@ -107,7 +107,7 @@ def test_weights_are_those_of_an_eager_pass_under_the_block_mask(name: str) -> N
     assert max(float((a - b).abs().max()) for a, b in zip(expected, other, strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_PLACE])
 def test_the_last_layer_that_sees_everything_is_read(name: str) -> None:
     model = build(name)
     adapter = access.adapter(Engine(model, byte_tokenizer(), template=TEMPLATE))
@@ -269,6 +269,9 @@ def test_models_that_cannot_help() -> None:
         Auxiliary("tiny")  # type: ignore[arg-type]  # wrong on purpose
     for name in ("gpt2", "mamba"):
         with pytest.raises(UnsupportedModelError):
+            auxiliary_of(name)
+    for name in BY_PLACE:
+        with pytest.raises(UnsupportedModelError, match=r"\(ALiBi\), so it cannot be an auxiliary"):
             auxiliary_of(name)
     with pytest.raises(InvalidInputError, match="no model folder"):
         Auxiliary.from_pretrained("./no/such/model")

@@ -38,7 +38,7 @@ TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who?"
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home, it is said.", "It rained for days."]
-IMMOVABLE = ["gpt2", "opt", "bloom", "hunyuan"]
+IMMOVABLE = ["gpt2", "opt", "hunyuan"]
 STATEFUL = [name for name in REFUSED if name not in IMMOVABLE]
 
 

@@ -7,7 +7,7 @@ import random
 import access
 import pytest
 import torch
-from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     ContextTooLongError,
@@ -38,6 +38,7 @@ def test_every_family_is_measured_alike_in_every_dtype(name: str, dtype: torch.d
     assert layout is not None
     assert reference is not None
     assert layout.immovable == ""
+    assert layout.by_place == reference.by_place == (name in BY_PLACE)
     assert [(g.layout, g.key_rotation, g.value_rotation, g.window) for g in layout.groups] == [
         (g.layout, g.key_rotation, g.value_rotation, g.window) for g in reference.groups
     ]
@@ -84,7 +85,7 @@ def test_recurrent_models_are_refused_with_layer_and_reason(name: str) -> None:
     assert answer.metrics.generated_tokens >= 1
 
 
-@pytest.mark.parametrize("name", [*CAPTURABLE, "bloom"])
+@pytest.mark.parametrize("name", CAPTURABLE)
 def test_keys_that_cannot_move_are_refused_only_when_they_would_have_to(name: str) -> None:
     engine = make_engine(name)
     texts = ["first text", "second text"]

@@ -283,6 +283,9 @@ def test_top_breaks_ties_by_place() -> None:
 def test_a_model_without_positions_cannot_compute_single_tokens_again() -> None:
     engine = make_engine("bloom")
     engine.generate(QUESTION, TEXTS[:1], max_new_tokens=1)
+    # As if its places, too, could not be seen to be what its attention counts.
+    adapter = access.adapter(engine)
+    adapter.layout = replace(adapter.measured, by_place=False)
 
     class Last(Behind):
         def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:

@@ -155,6 +155,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
         "half-split, one KV head",
     ),
+    "falcon alibi": (
+        "falcon",
+        {"alibi": True, "new_decoder_architecture": False, "multi_query": True},
+        "no positions in keys: ALiBi by place, one KV head",
+    ),
+    "bloom": ("bloom", {"n_layer": 4, "n_head": 4}, "no positions in keys: ALiBi by place"),
+    "mpt": (
+        "mpt",
+        {"d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 2048},
+        "no positions in keys: ALiBi by place",
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "half-split"),
     "deepseek_v3": ("deepseek_v3", _MLA, "MLA: the rotary part lies in the V slot"),
     "gpt_oss": (
@@ -213,8 +224,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "recurrent state",
     ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
-    "bloom": ("bloom", {"n_layer": 4, "n_head": 4}, "ALiBi"),
 }
+
+# Families whose attention counts places: nothing can stand at another position than its place.
+BY_PLACE = ("falcon alibi", "bloom", "mpt")
 
 
 def build(
@@ -255,7 +268,7 @@ def _wide(width: int | None) -> dict[str, Any]:
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Make every parameter matter: sharper attention, norms off one, biases off zero."""
     generator = torch.Generator().manual_seed(seed)
-    attention = ("q_proj", "k_proj", "query_key_value", "qkv", "c_attn", "q_b_proj")
+    attention = ("q_proj", "k_proj", "query_key_value", "qkv", "Wqkv", "c_attn", "q_b_proj")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

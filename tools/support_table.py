@@ -38,6 +38,8 @@ def rows() -> list[str]:
     laws, zoo = import_module("test_equivalence"), import_module("zoo")
 
     lines = [
+        f"{len(zoo.FAMILIES)} configurations are stitched, {len(zoo.REFUSED)} refused:",
+        "",
         "| family | what it tests | rotation measured, per group of layers | stitched |",
         "|---|---|---|---|",
     ]

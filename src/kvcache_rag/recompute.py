@@ -96,13 +96,12 @@ def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> int:
         InvalidInputError: If the policy narrows at a layer that there is not, or to tokens that
             were not chosen.
     """
-    model, context, stop = row.model, row.shape.context_tokens, row.shape.tokens - 1
+    model, query = row.model, row.shape.spans[-1]
+    context, stop = query.start, query.stop - 1
     model.ensure_recomputable()
     chosen = selected.nonzero()[:, 0]  # (chosen,) int64 places in the prompt, ascending
     places = torch.cat([chosen, torch.arange(context, stop)])  # (chosen + query - 1,)
-    columns = torch.arange(stop)  # (stop,): what the buffer will hold, place by place
-    # By true places: causal by order of the pass, a chosen token would see keys behind it.
-    mask = model.mask_argument(columns[None] <= places[:, None], places, columns)
+    mask = model.causal_mask(places, stop)  # over what the buffer will hold, place by place
     kinds = model.measured.kinds
     cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
     choices = [(0, selected)]  # from which layer on, and what

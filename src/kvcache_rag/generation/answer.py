@@ -24,7 +24,7 @@ from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, generate, uses_beams
 from kvcache_rag.stitching.loader import LoadedContext
 from kvcache_rag.stitching.overlap import AheadError
-from kvcache_rag.stitching.stitch import StitchedPrompt
+from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
 
 if TYPE_CHECKING:
     import threading
@@ -55,6 +55,7 @@ class Answerer:
     Attributes:
         buffer: Memory for prompts.
         filler: Brings their contexts; None for a model that keeps no keys and values.
+        is_choosy: Whether there are chunks and policies that the model cannot answer by.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Answerer:
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self.loader, self.window = loader, window
         self.buffer = PromptBuffer(model)
+        self.is_choosy = loader is None or model.measured.by_place
         self.filler: ContextFiller | None = None
         if loader is not None:
             self.filler = ContextFiller(model, tokenizer, loader, self.buffer, auxiliary, rotation)
@@ -136,9 +138,18 @@ class Answerer:
         return not context or prompt.request.policy.is_full
 
     def ensure_capturable(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedModelError` if chunks shall be reused and the model keeps none."""
+        """Raise `UnsupportedModelError` if chunks shall be reused as the model cannot have them.
+
+        It keeps no keys and values, or counts places and chunks are to overlap in position.
+        """
         if prompt.chunks and not self.is_full(prompt):
             _ = self.model.measured
+            policy = prompt.request.policy
+            if not keeps_places(policy.positions):
+                self.model.ensure_takes_positions(
+                    f"chunks cannot overlap in position as {policy!r} wants them; use Reuse(), or "
+                    'positions="reordered" in a policy that takes it'
+                )
 
     def answers(
         self,
@@ -193,10 +204,11 @@ class Answerer:
 
     def _context(self, prompts: Sequence[Prompt], *, ahead: bool) -> Context:
         if not all(map(self.is_full, prompts)):
+            if self.is_choosy:
+                for prompt in prompts:
+                    self.ensure_capturable(prompt)
             if self.filler is not None:
                 return self.filler.fill(prompts, ahead=ahead)
-            for prompt in prompts:
-                self.ensure_capturable(prompt)
         return PlainContext([self._plain(prompt) for prompt in prompts])
 
     def _plain(self, prompt: Prompt) -> ContextRow:

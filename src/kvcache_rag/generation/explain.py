@@ -172,8 +172,9 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
 
 def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
     policy = prompt.request.policy
-    if runner.filler is None or runner.is_full(prompt):
+    if runner.is_choosy:
         runner.ensure_capturable(prompt)
+    if runner.filler is None or runner.is_full(prompt):
         return _Choice(policy, ("",) * len(chunks), None)
     tiers = runner.filler.loader.of(chunks).foreseen(chunks)
     firsts = [

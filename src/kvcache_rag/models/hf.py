@@ -19,6 +19,7 @@ from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
 from kvcache_rag.models.attention.packed import use_packed_attention
+from kvcache_rag.models.attention.placed import PlacedMask
 from kvcache_rag.models.cache import (
     HaltedError,
     buffer_cache,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
+
+    MaskArgument = Tensor | dict[str, Tensor] | PlacedMask
 
 # By the form of the weights: kernels for few bits take their time for every row.
 _ROW_COSTS: Final = {"int8": 0.15, "int4": 0.3}
@@ -53,7 +56,7 @@ class TransformersModel:
     """
 
     def __init__(self, model: Any, *, packed_attention: bool = True) -> None:
-        """Measure the model with three forward passes of 12 tokens.
+        """Measure the model with a few forward passes of 12 tokens (and one of 73 with ALiBi).
 
         Args:
             model: A loaded transformers causal language model on one device.
@@ -92,20 +95,39 @@ class TransformersModel:
             self.forward(ids, cache, positions, keep=1)
             return layer_tensors(cache)
 
+        def behind(ids: Tensor, others: int) -> list[LayerCache]:
+            tokens, cache = others + ids.shape[1], growing_cache(kinds)
+            places = torch.arange(tokens)
+            is_asked = places >= others
+            seen = (places[:, None] >= places) & (is_asked[:, None] == is_asked)  # (tokens, tokens)
+            whole = torch.cat([ids[:, :1].expand(1, others), ids], 1)  # (1, tokens)
+            self.forward(whole, cache, places, mask=PlacedMask(self._added(seen)), keep=1)
+            return [
+                kept and (kept[0][:, :, others:], kept[1][:, :, others:])
+                for kept in layer_tensors(cache)
+            ]
+
         frequencies = frequency_sets(self.model, self.config)
         limits = [frequency.limit for frequency in frequencies if frequency.limit is not None]
-        window = getattr(self.config, "max_position_embeddings", None)
+        limits += [10**9, *self._windows]
         subject = ProbeSubject(
             name=str(self.config.model_type),
             capture=capture,
+            behind=behind,
             kinds=kinds,
             frequencies=frequencies,
             dtype=self.dtype,
             vocabulary=int(self.config.vocab_size),
-            limit=min([window or 10**9, *limits]),
+            limit=min(limits),
             takes_positions=self.takes_positions,
         )
         return measure_layout(subject)
+
+    @property
+    def _windows(self) -> list[int]:
+        """Context windows that the config names."""
+        names = ("max_position_embeddings", "n_positions", "max_seq_len")
+        return [int(value) for name in names if (value := getattr(self.config, name, None))]
 
     def window(self, wanted: int | None) -> int:
         """Longest prompt plus answer in tokens: the model's, its frequencies', or less if wanted.
@@ -115,10 +137,8 @@ class TransformersModel:
         """
         if wanted is not None and wanted < 1:
             raise InvalidInputError(f"context_window must be positive, not {wanted}")
-        names = ("max_position_embeddings", "n_positions", "max_seq_len")
-        limits = [getattr(self.config, name, None) for name in names]
-        limits += [wanted, self.layout.limit if self.layout else None]
-        return min([int(limit) for limit in limits if limit], default=10**9)
+        limits = [*self._windows, wanted, self.layout.limit if self.layout else None]
+        return min([limit for limit in limits if limit], default=10**9)
 
     @property
     def measured(self) -> ModelLayout:
@@ -150,7 +170,7 @@ class TransformersModel:
 
     def ensure_recomputable(self) -> None:
         """Raise `UnsupportedModelError` if single tokens cannot be computed again."""
-        if not self.takes_positions:
+        if not self.takes_positions and not self.measured.by_place:
             raise UnsupportedModelError(
                 "this model cannot be told where a token stands, so single tokens cannot be "
                 "computed again; use Reuse() or Combination()"
@@ -160,6 +180,18 @@ class TransformersModel:
             raise UnsupportedModelError(
                 f"attention by {attention} takes no mask of its own for each token; load the model "
                 'with attn_implementation="sdpa" to compute tokens again'
+            )
+
+    def ensure_takes_positions(self, so: str) -> None:
+        """Raise `UnsupportedModelError` if tokens can stand nowhere but at their places.
+
+        Args:
+            so: What follows from it and what to do instead, the second half of the sentence.
+        """
+        if self.measured.by_place:
+            name = self.config.model_type
+            raise UnsupportedModelError(
+                f"{name}: attention counts a token's place in the prompt (ALiBi), so {so}"
             )
 
     def spec(self, prefill_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -183,7 +215,7 @@ class TransformersModel:
         cache: Any,
         positions: Tensor,
         *,
-        mask: Tensor | dict[str, Tensor] | None = None,
+        mask: MaskArgument | None = None,
         keep: int = 0,
     ) -> Tensor:
         """One forward pass.
@@ -192,13 +224,15 @@ class TransformersModel:
             ids: `(rows, n)` int64.
             cache: A transformers cache, or None for a pass without one.
             positions: `(n,)` or `(rows, n)` int64 rotary positions.
-            mask: Additive float mask `(1, 1, n, tokens)`, or one per layer type; None for the
-                model's own.
+            mask: What `mask_argument` gave; None for the model's own.
             keep: Logits of how many of the last tokens, 0 for all.
 
         Returns:
             Logits `(rows, keep or n, vocabulary)`.
         """
+        if isinstance(mask, PlacedMask):
+            with mask.given(self.model, ids.shape[0]) as counted:
+                return self.forward(ids, cache, positions, mask=counted, keep=keep)
         arguments: dict[str, Any] = {}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
@@ -216,6 +250,27 @@ class TransformersModel:
         logits: Tensor = output.logits  # all n of them from a model that cannot be told `keep`
         return logits[:, -keep:] if keep else logits
 
+    def _added(self, seen: Tensor) -> Tensor:
+        """`(1, 1, n, m)` to be added to scores, of what each row sees, `(n, m)` bool."""
+        # Not -inf, of which softmax would make NaN in a row that sees nothing.
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
+
+    def causal_mask(self, places: Tensor, tokens: int) -> MaskArgument:
+        """What `forward` needs so that each row sees the keys at places up to its own.
+
+        By the order of a pass alone, a row would see keys behind it.
+
+        Args:
+            places: `(n,)` of the rows.
+            tokens: How many keys there are, at places 0, 1, 2, ...
+        """
+        columns = torch.arange(tokens)
+        allowed = columns[None] <= places[:, None]  # (n, tokens)
+        if self.layout is not None and self.layout.by_place:
+            return PlacedMask(self._added(allowed))
+        return self.mask_argument(allowed, places, columns)
+
     def mask_argument(
         self, allowed: Tensor, indices: Tensor, columns: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
@@ -225,20 +280,24 @@ class TransformersModel:
             allowed: `(n, m)` bool.
             indices: `(n,)` places of the rows in the prompt; windows count these.
             columns: `(m,)` places of the columns; None for those of the rows.
+
+        Raises:
+            UnsupportedModelError: If the model counts places, whatever it is told.
         """
+        layout = self.measured
+        if layout.by_place:
+            self.ensure_takes_positions("it takes no mask for each row; use Reuse() as it is")
         columns = indices if columns is None else columns
-        kinds = [kind for kind in self.measured.kinds if not kind.shared]
-
-        def additive(window: int | None) -> Tensor:
-            seen = allowed  # (n, m)
-            if window is not None:
-                seen = allowed & (indices[:, None] - columns[None, :] < window)
-            # Not -inf, of which softmax would make NaN in a row that sees nothing; (1, 1, n, m)
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill(~seen.to(self.device), torch.finfo(self.dtype).min)[None, None]
-
+        kinds = [kind for kind in layout.kinds if not kind.shared]
         # Layers of one window share a mask; transformers takes one for all layers, or one per type.
-        masks = {window: additive(window) for window in {kind.window for kind in kinds}}
+        masks = {
+            window: self._added(
+                allowed
+                if window is None
+                else allowed & (indices[:, None] - columns[None, :] < window)  # (n, m)
+            )
+            for window in {kind.window for kind in kinds}
+        }
         if len(masks) == 1:
             return masks.popitem()[1]
         pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)

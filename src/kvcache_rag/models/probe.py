@@ -40,6 +40,9 @@ LayerCache = tuple[Tensor, Tensor] | None
 Capture = Callable[[Tensor, int], Sequence[LayerCache]]
 """Prefill ids `(1, tokens)` at a first position and give back each layer's cache."""
 
+CaptureBehind = Callable[[Tensor, int], Sequence[LayerCache]]
+"""The same for ids behind so many others that they do not see, with nothing said of positions."""
+
 
 @dataclass(frozen=True)
 class ProbeSubject:
@@ -48,6 +51,7 @@ class ProbeSubject:
     Attributes:
         name: For messages.
         capture: Runs the model.
+        behind: Runs it with tokens in the places before.
         kinds: Kind of each layer.
         frequencies: Candidate frequency sets.
         dtype: Dtype of the cache.
@@ -58,6 +62,7 @@ class ProbeSubject:
 
     name: str
     capture: Capture
+    behind: CaptureBehind
     kinds: tuple[LayerKind, ...]
     frequencies: tuple[FrequencySet, ...]
     dtype: torch.dtype
@@ -86,7 +91,12 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
         moved = {offset: subject.capture(ids, offset) for offset in offsets}
         rotations, residual, reason = _fit_layers(subject, base, moved)
     else:
-        reason = _position_free_reason(subject, ids)
+        reason = _learned_positions(subject, ids)
+    # Then attention counts places (ALiBi), or nothing does, and a place does for a position.
+    is_still = all(rotation == NO_ROTATION for pair in rotations.values() for rotation in pair)
+    by_place = is_still and not reason
+    if by_place:
+        residual, reason = _moved_by_place(subject, ids, base)
     return ModelLayout(
         groups=_group(base, subject.kinds, rotations),
         kinds=subject.kinds,
@@ -94,13 +104,13 @@ def measure_layout(subject: ProbeSubject) -> ModelLayout:
         dtype=subject.dtype,
         residual=residual,
         immovable=reason,
+        by_place=by_place,
     )
 
 
-def _position_free_reason(subject: ProbeSubject, ids: Tensor) -> str:
+def _learned_positions(subject: ProbeSubject, ids: Tensor) -> str:
     # Positions come from the cache length then, so offsets cannot be tried.  A constant sequence
-    # shows whether they reach the cache at all (learned positions) or enter the attention by index
-    # only (ALiBi).
+    # shows whether they reach the cache at all (learned positions) or the attention alone (ALiBi).
     constant = subject.capture(ids[:, :1].expand(1, PROBE_TOKENS).contiguous(), 0)
     tolerance = TOLERANCE[subject.dtype]
     for layer, cache in enumerate(constant):
@@ -111,11 +121,38 @@ def _position_free_reason(subject: ProbeSubject, ids: Tensor) -> str:
                     "the model takes no "
                     "position_ids (learned absolute positions), so its keys cannot be moved"
                 )
-    return (
-        f"{subject.name}: layer 0 attends by index without position_ids (ALiBi or none), so "
-        "a chunk cannot be "
-        "placed behind another one"
-    )
+    return ""
+
+
+def _moved_by_place(
+    subject: ProbeSubject, ids: Tensor, base: Sequence[LayerCache]
+) -> tuple[float, str]:
+    """How far the caches of tokens at other places are off, and why they cannot be moved or ""."""
+    if any(kind.window for kind in subject.kinds):
+        return 0.0, (
+            f"{subject.name}: layer 0 counts places (ALiBi, or nothing), and some layers have a "
+            "window, which would need a mask for each kind of layer"
+        )
+    offset = max(1, min(OFFSETS[0], subject.limit - PROBE_TOKENS))
+    try:
+        moved = subject.behind(ids, offset)
+    except Exception as error:  # whatever a model's own code makes of a mask
+        return 0.0, (
+            f"{subject.name}: layer 0 counts places (ALiBi), and the model takes no mask "
+            f"({type(error).__name__}), so it cannot be seen whether a chunk may stand elsewhere"
+        )
+    residual = 0.0
+    # The second layer keeps what the first one's attention saw; deeper ones add rounding.
+    for layer in [layer for layer, cache in enumerate(base) if cache][:2]:
+        for slot in (0, 1):
+            off = _relative(_slot(moved[layer], slot), _slot(base[layer], slot))
+            residual = max(residual, off)
+            if off > TOLERANCE[subject.dtype]:
+                return residual, (
+                    f"{subject.name}: layer {layer} counts places (ALiBi) in a way of its own: the "
+                    f"same tokens behind others that they do not see have other keys (by {off:.2g})"
+                )
+    return residual, ""
 
 
 def _fit_layers(

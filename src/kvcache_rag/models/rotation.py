@@ -88,6 +88,8 @@ class ModelLayout:
         dtype: Dtype of the cache.
         residual: Largest relative error of the measured rotations at the first layer.
         immovable: Why keys cannot be moved, or "" when they can.
+        by_place: Whether attention counts the places of keys that know none (ALiBi, arXiv
+            2108.12409): a chunk may stand at any place, and its position is its place.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -96,6 +98,7 @@ class ModelLayout:
     dtype: torch.dtype
     residual: float
     immovable: str = ""
+    by_place: bool = False
 
     @property
     def chunk_layout(self) -> ChunkLayout:

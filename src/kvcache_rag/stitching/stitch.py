@@ -101,6 +101,11 @@ class StitchedRow:
     shape: StitchedPrompt
 
 
+def keeps_places(scheme: PositionScheme) -> bool:
+    """Whether every token's position is its place in the prompt."""
+    return scheme == "reordered"
+
+
 def first_positions(
     parts: Sequence[tuple[int, int]], scheme: PositionScheme, *, adjacent: bool = False
 ) -> list[int]:

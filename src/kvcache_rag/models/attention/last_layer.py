@@ -35,8 +35,10 @@ class QueryAttention:
 
         Raises:
             UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
-                built like those of transformers.
+                built like those of transformers, or it attends by place.
         """
+        # Falcon's eager code adds the bias twice.
+        model.ensure_takes_positions("it cannot be an auxiliary model; choose another one")
         kinds = model.measured.kinds
         whole = [index for index, kind in enumerate(kinds) if kind.window is None]
         self.layer = whole[-1] if whole else len(kinds) - 1
@@ -72,9 +74,9 @@ class QueryAttention:
             UnsupportedModelError: If the layer gives no attention weights.
         """
         places = torch.arange(place, place + len(ids))  # (n,) of the queries
-        columns = torch.arange(place + len(ids))  # (place + n,) of the keys
+        tokens = place + len(ids)  # of the keys
         # An explicit mask, because eager code and fast functions want different ones.
-        mask = self.model.mask_argument(columns[None] <= places[:, None], places, columns)
+        mask = self.model.causal_mask(places, tokens)
         kept: list[Tensor] = []
 
         def keep(_: Any, __: Any, output: Any) -> None:
@@ -83,7 +85,7 @@ class QueryAttention:
                 for part in (output if isinstance(output, tuple) else ())
                 if isinstance(part, Tensor)
                 and part.ndim == 4
-                and part.shape[-2:] == (len(ids), len(columns))
+                and part.shape[-2:] == (len(ids), tokens)
             )
 
         hooks = [module.register_forward_hook(keep) for module in self.attentions]
