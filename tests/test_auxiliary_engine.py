@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers_zoo import word_pieces
 from torch import Tensor
-from zoo import build
+from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     Auxiliary,
@@ -27,6 +27,7 @@ from kvcache_rag import (
     StoredChunk,
     auto,
 )
+from kvcache_rag.auxiliary import ChunkAttention
 from kvcache_rag.evaluation.auxiliary import _main_weights, attention_agreement
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
@@ -316,10 +317,37 @@ def test_the_main_attention_is_that_of_a_full_prefill(engine: Engine) -> None:
             found = engine.model(input_ids=torch.tensor([ids.all]), output_attentions=True)
     finally:
         engine.model.set_attn_implementation("kvcache_rag_packed")
-    layer = found.attentions[QueryAttention(access.adapter(engine)).layer][0]
-    expected = layer[:, -len(ids.query) :].mean(0).mean(0)[len(ids.prefix) : len(ids.context)]
+    view = QueryAttention(access.adapter(engine))
+    assert view.first < view.layer
     weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
-    assert torch.allclose(weights, expected, atol=1e-6)
+    for number, one in zip((view.first, view.layer), weights, strict=True):
+        layer = found.attentions[number][0]
+        expected = layer[:, -len(ids.query) :].mean(0).mean(0)[len(ids.prefix) : len(ids.context)]
+        assert torch.allclose(one, expected, atol=1e-6)
+
+
+def test_divergences_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two tokens are read.  The last layer looks at them 3:1, the first one 1:3, the auxiliary 1:1:
+    # of the last layer, KL to 1:1 is 3/4 ln 3/2 + 1/4 ln 1/2 = 0.130812, and to 1:3 it is
+    # 3/4 ln 3 + 1/4 ln 1/3 = ln(3)/2 = 0.549306.
+    engine = Engine(
+        build("llama"),
+        byte_tokenizer(),
+        template=PromptTemplate(system="", chunk_start="", chunk_end=""),
+    )
+    assert [len(ids) for ids in engine.tokenize("?", ["ab"]).chunks] == [2]
+    layers = torch.tensor([0.1, 0.3]), torch.tensor([0.6, 0.2])
+    monkeypatch.setattr("kvcache_rag.evaluation.auxiliary._main_weights", lambda *_: layers)
+
+    class Even(Auxiliary):
+        def attention(self, question: str, chunks: Any) -> list[ChunkAttention]:
+            return [ChunkAttention("ab", [(0, 1), (1, 2)], torch.tensor([0.2, 0.2]))]
+
+    found = attention_agreement(engine, Even(engine), "?", ["ab"], share=0.5)
+    assert found.tokens == 2
+    assert found.kl == pytest.approx(0.130812, abs=1e-5)
+    assert found.first_layer_kl == pytest.approx(0.549306, abs=1e-5)
+    assert found.jaccard == 1, "of equal ones the first is taken"
 
 
 @pytest.mark.parametrize(("chunks", "share"), [([], 0.2), (DOCUMENTS, 0), (DOCUMENTS, 1.5)])

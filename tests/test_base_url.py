@@ -165,6 +165,10 @@ def test_what_a_server_is_not_told_is_one_sentence(url: str) -> None:
         chat.get_num_tokens("text")
     with pytest.raises(InvalidInputError, match="adapter and weight_format are the server's"):
         ChatKVCache(base_url=url, adapter="block", weight_format="int8").invoke("?")
+    with pytest.raises(InvalidInputError, match="auxiliary is the server's to say; leave it out"):
+        ChatKVCache(base_url=url, auxiliary="tiny").invoke("?")
+    with pytest.raises(InvalidInputError, match="auxiliary is the server's to say; leave it out"):
+        KVCacheLLM(base_url=url, auxiliary="tiny").complete("?")
     llm = KVCacheLLM(base_url=url, stopping_ids=[3], gate="gate.json")
     with pytest.raises(InvalidInputError, match="gate and stopping_ids are the server's"):
         llm.complete("?")

@@ -148,6 +148,11 @@ def test_the_reader_and_an_auxiliary_model(
     assert verdict.auxiliary.jaccard > 3 * verdict.auxiliary.random_jaccard, "the model itself"
     assert verdict.auxiliary.name == f"reader/model@{verdict.identity.revision[:12]}"
     assert f"Attention of {verdict.auxiliary.name} to the chunks" in printed
+    found = verdict.auxiliary
+    assert found.first_layer_divergence > found.divergence, "the paper's reason, on the reader"
+    assert 0 <= found.first_layer_divergence_low <= found.first_layer_divergence_high
+    assert f"first layer against its last: KL {found.first_layer_divergence:.2f} (" in printed
+    assert "so the auxiliary is nearer than an early layer" in printed
     clip = verdict.policies[-1]
     assert clip.policy.startswith("CacheClip(auxiliary=None, ratio=0.2")
     assert clip.auxiliary == verdict.auxiliary.name

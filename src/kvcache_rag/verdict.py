@@ -35,7 +35,15 @@ LEAST_FULL_SCORE: Final = 0.6
 """Below it, full prefill itself is why shares of its score say little."""
 
 # Files written before these fields were there lack them; they are left out where not known.
-_ADDED: Final = frozenset({"same_answer", "needed"})
+_ADDED: Final = frozenset(
+    {
+        "same_answer",
+        "needed",
+        "first_layer_divergence",
+        "first_layer_divergence_low",
+        "first_layer_divergence_high",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,10 @@ class AuxiliaryAgreement:
         jaccard_low: Lower end.
         jaccard_high: Upper end.
         random_jaccard: Jaccard of a random choice of as many tokens, for comparison.
+        first_layer_divergence: KL of the main model's first layer from its last, in nats: what
+            choosing by early layers goes by.  The auxiliary should be below it.
+        first_layer_divergence_low: Lower end.
+        first_layer_divergence_high: Upper end.
     """
 
     name: str
@@ -174,6 +186,9 @@ class AuxiliaryAgreement:
     jaccard_low: float = math.nan
     jaccard_high: float = math.nan
     random_jaccard: float = math.nan
+    first_layer_divergence: float = math.nan
+    first_layer_divergence_low: float = math.nan
+    first_layer_divergence_high: float = math.nan
 
 
 _Row = TypeVar("_Row", Identity, PolicyScore, NumericsCheck, AuxiliaryAgreement)
@@ -332,10 +347,10 @@ class Verdict:
     def to_json(self) -> str:
         """Canonical JSON: the same text for the same verdict."""
         values = finite({"format": FORMAT, "version": VERSION, **asdict(self)})
-        for score in (values["full"], *values["policies"]):
-            for name in _ADDED:
-                if score[name] is None:
-                    del score[name]
+        for part in (values["full"], *values["policies"], values["auxiliary"] or {}):
+            for name in _ADDED & part.keys():
+                if part[name] is None:
+                    del part[name]
         return json.dumps(values, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:

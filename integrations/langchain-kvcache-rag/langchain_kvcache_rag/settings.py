@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
     "adapter",
+    "auxiliary",
     "base_url",
     "context_window",
     "device",
@@ -43,7 +44,7 @@ _OF_THE_ENGINE: Final = (
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
-_OF_THE_SERVER: Final = ("adapter", "gate", "template")
+_OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "template")
 # What of the settings changes an answer, and is plain.
 _NAMED: Final = (
     "model",
@@ -105,6 +106,9 @@ class ChatSettings(BaseChatModel):
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
+        auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
+            works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
+            of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         adapter: PEFT adapter to put into the model, a folder or an installed name.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
@@ -140,6 +144,7 @@ class ChatSettings(BaseChatModel):
     kv_dir: Annotated[str, BeforeValidator(_path)] | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: Annotated[str, BeforeValidator(_path)] | None = None
+    auxiliary: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
@@ -243,6 +248,7 @@ class ChatSettings(BaseChatModel):
             "model_name": self.model,
             **({"chat_template_kwargs": repr(values)} if values else {}),
             **({} if self.weight_format == "auto" else {"weight_format": self.weight_format}),
+            **({} if self.auxiliary is None else {"auxiliary": self.auxiliary}),
             "generate_kwargs": {name: str(one) for name, one in self.generate_kwargs.items()},
             "model_kwargs": kwargs,
             "policy": repr(policy),
@@ -287,6 +293,8 @@ class ChatSettings(BaseChatModel):
             raise InvalidInputError("ChatKVCache needs model=, base_url= or engine=")
         names = (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
         named = {name: getattr(self, name) for name in names if name != "base_url"}
+        if self.policy is not None:  # so that ingestion prefills for its scorer
+            named["auxiliary"] = self.auxiliary or self.policy.auxiliary
         return open_engine(self.model, device_map=named.pop("device"), **named)
 
     def _ask_server(self, base_url: str) -> Engine:

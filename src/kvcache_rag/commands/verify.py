@@ -366,6 +366,23 @@ def _auxiliary_line(found: AuxiliaryAgreement) -> str:
         f"{found.divergence:.2f} ({found.divergence_low:.2f}-{found.divergence_high:.2f}) nats; "
         f"of the top 20 % of tokens, Jaccard {found.jaccard:.2f} "
         f"({found.jaccard_low:.2f}-{found.jaccard_high:.2f}), {found.random_jaccard:.2f} by chance."
+        f"{_first_layer(found)}"
+    )
+
+
+def _first_layer(found: AuxiliaryAgreement) -> str:
+    """What choosing by early layers would go by; nothing in a verdict of before it was measured."""
+    kl, low, high = (
+        found.first_layer_divergence,
+        found.first_layer_divergence_low,
+        found.first_layer_divergence_high,
+    )
+    if math.isnan(kl):
+        return ""
+    side = "nearer" if found.divergence < kl else "no nearer"
+    return (
+        f" The model's own first layer against its last: KL {kl:.2f} ({low:.2f}-{high:.2f}) nats, "
+        f"so the auxiliary is {side} than an early layer."
     )
 
 

@@ -47,12 +47,15 @@ class AttentionAgreement:
     Attributes:
         kl: Kullback-Leibler divergence of the auxiliary's attention from the main model's, in nats;
             0 where they are equal.
+        first_layer_kl: The same of the main model's own first layer, which who chooses by early
+            layers goes by.
         jaccard: Common part of the tokens that each ranks highest, over their union; 1 where they
             choose the same, about `share / (2 - share)` by chance.
         tokens: Tokens of the main model that were compared.
     """
 
     kl: float
+    first_layer_kl: float
     jaccard: float
     tokens: int
 
@@ -67,6 +70,10 @@ def attention_agreement(
     weights come to them by characters.  For the divergence each token of the auxiliary divides its
     weight among its characters, so that nothing counts twice; the ranking is the one that
     `CacheClip` chooses by.  Both are made to add up to 1 over the tokens compared.
+
+    The paper's reason for an auxiliary model (section 3.2) is that its last layer is nearer to the
+    main model's last layer than that model's first layers are, by which others choose; so the
+    divergence of the first layer is measured too, in the same full prefill over the same tokens.
 
     Args:
         engine: The main model.
@@ -97,7 +104,8 @@ def attention_agreement(
     )
     if not is_read.any():
         raise InvalidInputError("there is no chunk with text to compare attention over")
-    main = _main_weights(engine, ids.prefix, ids.chunks, ids.query)[is_read].double()
+    weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
+    first_layer, main = (layer[is_read].double() for layer in weights)
     attentions = auxiliary.attention(question, chunks)
     pairs = list(zip(attentions, places, strict=True))
     other = torch.cat([_dealt(attention, offsets) for attention, offsets in pairs])[is_read]
@@ -108,6 +116,7 @@ def attention_agreement(
     first, second = _best(main, count), _best(ranked, count)
     return AttentionAgreement(
         kl=_divergence(main, other),
+        first_layer_kl=_divergence(main, first_layer),
         jaccard=len(first & second) / len(first | second),
         tokens=len(main),
     )
@@ -115,16 +124,20 @@ def attention_agreement(
 
 def _main_weights(
     engine: Engine, prefix: Sequence[int], chunks: Sequence[Sequence[int]], query: Sequence[int]
-) -> Tensor:
-    """`(chunk tokens,)` float32: what the query attends to under full prefill."""
+) -> tuple[Tensor, Tensor]:
+    """What the query attends to under full prefill, in the first layer and in the last.
+
+    Returns:
+        `(chunk tokens,)` float32 each.
+    """
     context = [*prefix, *(token for chunk in chunks for token in chunk)]
     with engine._lock, torch.inference_mode():
-        attention = QueryAttention(engine._adapter)
-        model = attention.model
+        attention, model = QueryAttention(engine._adapter, with_first=True), engine._adapter
         cache = growing_cache(model.measured.kinds)
         model.forward(torch.tensor([context]), cache, torch.arange(len(context)), keep=1)
-        weights = attention.weights(torch.tensor(query), cache, len(context)).mean(0)
-    return weights[len(prefix) : len(context)].clone()
+        both = attention.both(torch.tensor(query), cache, len(context))
+    first, last = (layer.mean(0)[len(prefix) : len(context)].clone() for layer in both)
+    return first, last
 
 
 def _dealt(found: ChunkAttention, offsets: Offsets) -> Tensor:
@@ -185,6 +198,9 @@ def auxiliary_agreement(
     if not compared:
         raise InvalidInputError("no question fits the context window; use shorter documents")
     divergence = mean_interval([agreement.kl for agreement in compared], clusters, seed=seed)
+    first_layer = mean_interval(
+        [agreement.first_layer_kl for agreement in compared], clusters, seed=seed
+    )
     jaccard = mean_interval([agreement.jaccard for agreement in compared], clusters, seed=seed)
     chance = [
         random_jaccard(agreement.tokens, max(1, round(SHARE * agreement.tokens)))
@@ -199,6 +215,9 @@ def auxiliary_agreement(
         jaccard_low=jaccard.low,
         jaccard_high=jaccard.high,
         random_jaccard=sum(chance) / len(chance),
+        first_layer_divergence=first_layer.value,
+        first_layer_divergence_low=first_layer.low,
+        first_layer_divergence_high=first_layer.high,
     )
 
 

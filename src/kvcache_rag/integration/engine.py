@@ -45,6 +45,8 @@ class EngineSettings:
         template: How prompts are written; None for the one the model brings, else the default.
         system_prompt: Instruction before the chunks, instead of the template's; None for that.
         namespace: As for `Engine`, like all that follow; None for its default.
+        auxiliary: A scorer as for `Engine`, or the name of a small model, as `model`: it works on
+            the CPU, its chunks lie in the engine's store.
     """
 
     model: Any
@@ -61,7 +63,7 @@ class EngineSettings:
     namespace: str | None = None
     context_window: int | None = None
     cost_aware: bool | None = None
-    auxiliary: Scorer | None = None
+    auxiliary: Scorer | str | os.PathLike[str] | None = None
     gate: Gate | Verdict | str | os.PathLike[str] | None = None
     rotation: RotationMode | None = None
 
@@ -108,6 +110,7 @@ class EngineSettings:
         """
         from kvcache_rag.engine import Engine
 
+        auxiliary = self._scorer(store)
         model, tokenizer, brought = self._load()
         names = signature(Engine).parameters.keys() - {"model", "tokenizer", "template"}
         options = {
@@ -119,7 +122,17 @@ class EngineSettings:
             template=self.prompt_template(brought),
             store=store,
             combinations=combinations,
-            **options,
+            **{**options, "auxiliary": auxiliary},
+        )
+
+    def _scorer(self, store: ChunkStore | None) -> Scorer | None:
+        """The scorer that was given, or the model that was named."""
+        if not isinstance(self.auxiliary, (str, os.PathLike)):
+            return self.auxiliary
+        from kvcache_rag.auxiliary import Auxiliary
+
+        return Auxiliary.from_pretrained(
+            self.auxiliary, store=store, namespace=self.namespace or ""
         )
 
     def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
@@ -243,6 +256,7 @@ def open_engine(
     signing_key: KeySource = None,
     adapter: str | os.PathLike[str] | None = None,
     weight_format: WeightFormat = "auto",
+    auxiliary: Scorer | str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load what the settings describe.
 
@@ -264,10 +278,11 @@ def open_engine(
             (`KVCACHE_RAG_SIGNING_KEY`), or none.
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         weight_format: As for `EngineSettings`.
+        auxiliary: As for `EngineSettings`.
 
     Raises:
-        InvalidInputError: If model or tokenizer cannot be loaded, a loaded model comes without its
-            tokenizer, or the key cannot be used.
+        InvalidInputError: If a model or tokenizer cannot be loaded, a loaded model comes without
+            its tokenizer, or the key cannot be used.
         FingerprintMismatchError: If the gate is about another model, instruction or template.
     """
     from kvcache_rag.stores import MemoryStore
@@ -292,6 +307,7 @@ def open_engine(
         rotation=rotation,
         adapter=adapter,
         weight_format=weight_format,
+        auxiliary=auxiliary,
     )
     store = open_store(
         kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key

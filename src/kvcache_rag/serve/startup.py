@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.codecs import by_name
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
@@ -159,10 +158,7 @@ def open_engine(settings: ServerSettings) -> Engine:
     """
     template = settings.prompt_template()
     store = open_store(settings)
-    auxiliary = None
-    if settings.auxiliary is not None:
-        auxiliary = Auxiliary.from_pretrained(settings.auxiliary, store=store)
-    wanted = EngineSettings.of(settings, template=template, auxiliary=auxiliary)
+    wanted = EngineSettings.of(settings, template=template)
     return wanted.open(store, open_combinations(settings))
 
 

@@ -100,6 +100,9 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
+        auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
+            works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
+            of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         adapter: PEFT adapter to put into the model, a folder or an installed name.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
@@ -127,6 +130,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     kv_dir: PathText | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: PathText | None = None
+    auxiliary: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
     adapter: AdapterText | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
@@ -201,7 +205,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         """The engine, loaded with the first use."""
         with self._loading:
             if self._engine is None:
-                self._engine = load_engine(self, *self._given)
+                self._engine = load_engine(self, *self._given, policy=self._policy)
         engine: Engine = self._engine
         return engine
 

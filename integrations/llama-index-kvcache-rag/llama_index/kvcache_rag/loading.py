@@ -9,7 +9,7 @@ from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import open_engine, remote_engine
 
 if TYPE_CHECKING:
-    from kvcache_rag import Engine, PromptTemplate
+    from kvcache_rag import Engine, PromptTemplate, ReusePolicy
     from llama_index.kvcache_rag.llm import KVCacheLLM
 
 # Without effect beside `engine=`, and taken all the same, as `HuggingFaceLLM` takes them beside a
@@ -18,11 +18,16 @@ _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_k
 
 # Changes answers, and a server has its own.  Where keys and values lie, and on which device they
 # are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
-_OF_THE_MODEL: Final = ("adapter", "gate", "stopping_ids", "tokenizer_name")
+_OF_THE_MODEL: Final = ("adapter", "auxiliary", "gate", "stopping_ids", "tokenizer_name")
 
 
 def load_engine(
-    llm: KVCacheLLM, model: Any, tokenizer: Any, template: PromptTemplate | None
+    llm: KVCacheLLM,
+    model: Any,
+    tokenizer: Any,
+    template: PromptTemplate | None,
+    *,
+    policy: ReusePolicy | None = None,
 ) -> Engine:
     """Load what `llm` describes.
 
@@ -31,6 +36,8 @@ def load_engine(
         model: A loaded model, None to load `llm.model_name`.
         tokenizer: Its tokenizer; None for the model's own or `llm.tokenizer_name`.
         template: How prompts are written; None for the model's own or the default.
+        policy: What will be reused: if it brings a scorer, that is the engine's, so that ingestion
+            prefills for it.
 
     Raises:
         InvalidInputError: If it is not said which model, or it cannot be loaded; with a `base_url`,
@@ -44,11 +51,14 @@ def load_engine(
         )
     if model is not None and tokenizer is None:
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
+    settings = {name: getattr(llm, name) for name in _settings(llm)}
+    if policy is not None:
+        settings["auxiliary"] = settings["auxiliary"] or policy.auxiliary
     return open_engine(
         llm.model_name if model is None else model,
         tokenizer or llm.tokenizer_name,
         template=template,
-        **{name: getattr(llm, name) for name in _settings(llm)},
+        **settings,
     )
 
 

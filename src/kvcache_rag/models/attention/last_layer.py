@@ -8,6 +8,7 @@ fast attention.  The model itself is not touched, so it can answer in another th
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +27,19 @@ class QueryAttention:
         model: A view of the model, for prefills and forward passes in its place.
         layer: Number of the layer whose attention is given: the last one that sees every token.
             (In a layer with a sliding window, all tokens outside it would count the same, 0.)
-        attentions: That layer's attention in the view; hooks on it see the weights, `(rows, heads,
-            tokens, columns)`, with their gradients if these are on.
+        first: Number of the first layer that sees every token.
+        attentions: That last layer's attention in the view; hooks on it see the weights, `(rows,
+            heads, tokens, columns)`, with their gradients if these are on.
     """
 
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: TransformersModel, *, with_first: bool = False) -> None:
         """Make the view.
+
+        Args:
+            model: Is not touched.
+            with_first: Whether the attention of its first layer is wanted too (`both`).  Such a
+                view is for `both` alone: without an explicit mask eager code is not causal, which
+                only behind the last layer makes no difference; prefill with the model itself.
 
         Raises:
             UnsupportedModelError: If the model keeps no keys and values, or no layer of it is
@@ -41,22 +49,29 @@ class QueryAttention:
         model.ensure_takes_positions("it cannot be an auxiliary model; choose another one")
         kinds = model.measured.kinds
         whole = [index for index, kind in enumerate(kinds) if kind.window is None]
-        self.layer = whole[-1] if whole else len(kinds) - 1
+        whole = whole or [*range(len(kinds))]
+        self.first, self.layer = whole[0], whole[-1]
         self._name = str(model.config.model_type)
+        view = copy.copy(model)
+        view.model = _branch(model.model)
+        wanted = {self.first, self.layer} if with_first else {self.layer}
+        self._seen = {layer: self._viewed(model, view, layer) for layer in sorted(wanted)}
+        self.attentions = self._seen[self.layer]
+        self.model = view
+
+    def _viewed(self, model: TransformersModel, view: TransformersModel, layer: int) -> list[Any]:
+        """A layer's attention in the view, which runs eager code from now on."""
         paths = [
             path
             for path, module in model.model.named_modules()
-            if getattr(module, "layer_idx", None) == self.layer and hasattr(module, "config")
+            if getattr(module, "layer_idx", None) == layer and hasattr(module, "config")
         ]
         if not paths:
             raise UnsupportedModelError(
-                f"{self._name}: layer {self.layer} has no attention of the usual kind, so it "
+                f"{self._name}: layer {layer} has no attention of the usual kind, so it "
                 "cannot be an auxiliary model; choose another one"
             )
-        view = copy.copy(model)
-        view.model = _branch(model.model)
-        self.attentions = [_eager(_reached(view.model, path)) for path in paths]
-        self.model = view
+        return [_eager(_reached(view.model, path)) for path in paths]
 
     def weights(self, ids: Tensor, cache: Any, place: int) -> Tensor:
         """Run `ids` behind a filled cache and give what they attend to.
@@ -73,33 +88,44 @@ class QueryAttention:
         Raises:
             UnsupportedModelError: If the layer gives no attention weights.
         """
+        return self._weights(ids, cache, place)[self.layer]
+
+    def both(self, ids: Tensor, cache: Any, place: int) -> tuple[Tensor, Tensor]:
+        """`weights` of the first layer, and of the last, by one pass of a view `with_first`."""
+        found = self._weights(ids, cache, place)
+        return found[self.first], found[self.layer]
+
+    def _weights(self, ids: Tensor, cache: Any, place: int) -> dict[int, Tensor]:
         places = torch.arange(place, place + len(ids))  # (n,) of the queries
         tokens = place + len(ids)  # of the keys
         # An explicit mask, because eager code and fast functions want different ones.
         mask = self.model.causal_mask(places, tokens)
-        kept: list[Tensor] = []
+        kept: dict[int, Tensor] = {}
 
-        def keep(_: Any, __: Any, output: Any) -> None:
-            kept.extend(
-                part[0].float().mean(0).cpu()  # (rows = 1, heads, n, columns) to (n, columns)
-                for part in (output if isinstance(output, tuple) else ())
-                if isinstance(part, Tensor)
-                and part.ndim == 4
-                and part.shape[-2:] == (len(ids), tokens)
-            )
+        def keep(layer: int, _: Any, __: Any, output: Any) -> None:
+            for part in output if isinstance(output, tuple) else ():
+                shape = (len(ids), tokens)
+                if isinstance(part, Tensor) and part.ndim == 4 and part.shape[-2:] == shape:
+                    # (rows = 1, heads, n, columns) to (n, columns)
+                    kept[layer] = part[0].float().mean(0).cpu()
 
-        hooks = [module.register_forward_hook(keep) for module in self.attentions]
+        hooks = [
+            module.register_forward_hook(partial(keep, layer))
+            for layer, modules in self._seen.items()
+            for module in modules
+        ]
         try:
             self.model.forward(ids[None], cache, places, mask=mask, keep=1)
         finally:
             for hook in hooks:
                 hook.remove()
-        if not kept:
+        silent = [layer for layer in self._seen if layer not in kept]
+        if silent:
             raise UnsupportedModelError(
-                f"{self._name}: layer {self.layer} gives no attention weights, so it cannot be an "
+                f"{self._name}: layer {silent[0]} gives no attention weights, so it cannot be an "
                 "auxiliary model; choose another one"
             )
-        return kept[-1]
+        return kept
 
 
 def _branch(module: Any) -> Any:
