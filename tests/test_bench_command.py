@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,9 +16,6 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
 from kvcache_rag.commands.bench import lines, read_queries
 from kvcache_rag.evaluation.cost.speed import SpeedBench
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEMPLATE = PromptTemplate(system="Read.\n", chunk_start="[", chunk_end="]")
 TEXTS = [
@@ -79,6 +78,25 @@ def test_what_is_written_is_of_one_piece(
     assert first.endswith(").")
     assert second.startswith("On this machine stitching ")
     assert str(tmp_path) not in (tmp_path / "bench.json").read_text()
+
+
+def fields(value: Any) -> set[str]:
+    """Names of all fields, but for sides, codecs and budgets."""
+    named = {"full", "memory", "files", "native", "int8", "int4", "1", "2e-05"}
+    if isinstance(value, list):
+        return set().union(*map(fields, value))
+    if not isinstance(value, dict):
+        return set()
+    return {name for name in value if name not in named}.union(*map(fields, value.values()))
+
+
+def test_the_page_names_every_field(tmp_path: Path, own: tuple[str, str]) -> None:
+    words = ("--corpus", own[0], "--queries", own[1], "--budgets", "1")
+    found = measured(tmp_path, *QUICK, *words)
+    page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
+    assert fields(found) <= told
 
 
 def check_speed(speed: dict[str, Any]) -> None:

@@ -490,7 +490,7 @@ def _pays(least: Mapping[str, int | None], contexts: Sequence[Mapping[str, Any]]
         return f"On this machine stitching does not pay up to {longest:,} tokens of context."
     found = [
         f"from {start:,} tokens of context on with chunks from {_listed(names)}"
-        for start, names in sides.items()
+        for start, names in sorted(sides.items())
     ]
     without = f", and not with those from {_listed(never)}" if never else ""
     shortest = contexts[0]["context"]
