@@ -5,7 +5,6 @@ A copy is of a chunk at a position; where one serves every position, all positio
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -104,21 +103,6 @@ def draw(chunks: int, alpha: float, positions: int, requests: int, seed: int) ->
 def static_hits(copies: Sequence[Copy], warm: int, budget: int, positions: int) -> int:
     """Hits of a cache that always holds the most popular copies."""
     return sum(chunk * positions + place < budget for chunk, place in copies[warm:])
-
-
-def lru_hits(copies: Sequence[Copy], warm: int, budget: int) -> int:
-    """Hits of the last `budget` copies asked for."""
-    held: OrderedDict[Copy, None] = OrderedDict()
-    hits = 0
-    for number, copy in enumerate(copies):
-        if copy in held:
-            hits += number >= warm
-            held.move_to_end(copy)
-            continue
-        held[copy] = None
-        if len(held) > budget:
-            held.popitem(last=False)
-    return hits
 
 
 def store_hits(copies: Sequence[Copy], warm: int, budget: int) -> int:

@@ -35,11 +35,11 @@ from benchmarks.caching import (
     che_ratio,
     draw,
     exponent_for,
-    lru_hits,
     static_hits,
     static_ratio,
     store_hits,
 )
+from kvcache_rag.evaluation.cost.popularity import lru_hits
 from kvcache_rag.evaluation.report import check_plot, figure_class, plain_panel, save_plot
 from kvcache_rag.scoring.statistics import Interval, mean_interval, paired_ratio
 

@@ -34,10 +34,10 @@ import torch
 
 from benchmarks.decoding import interval
 from benchmarks.machine import described, load
-from benchmarks.memory import reset_peak, resident
 from benchmarks.shapes import words
 from kvcache_rag import DiskStore, Engine, PromptTemplate
 from kvcache_rag.codecs import Int8
+from kvcache_rag.evaluation.cost.memory import peak_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -187,10 +187,7 @@ def peak_of(side: str, folder: Path, context: int) -> int:
     engine = engine_of(side, folder)
     texts = texts_of(engine, context)
     engine.generate(QUESTION, texts[:1], max_new_tokens=2)
-    reset_peak()
-    before = resident("VmRSS")
-    engine.generate(QUESTION, texts, max_new_tokens=2)
-    return resident("VmHWM") - before
+    return peak_of_call(lambda: engine.generate(QUESTION, texts, max_new_tokens=2))
 
 
 def peaks(folder: Path, context: int, threads: int) -> list[dict[str, Any]]:

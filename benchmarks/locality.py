@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from benchmarks.locality_retrieval import RETRIEVERS, Data, read
+from kvcache_rag.evaluation.cost.popularity import curve_of, null_counts, served_shares
 from kvcache_rag.scoring.statistics import Interval, percentiles
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parent.parent
 SERVED: Final = (50, 80, 90)  # % of the retrievals
 HOTTEST: Final = (1, 5, 10, 20)  # % of the documents
-GRID: Final = 101  # points of a curve, 0 to 100 % of the documents
 DRAWS: Final = 1000
 
 
@@ -90,67 +90,10 @@ def shares_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     Returns:
         `(len(SERVED),)`, or `(draws, len(SERVED))`.
     """
-    served = _served(counts)
+    served = served_shares(counts)
     needed = np.stack([(served < percent / 100).sum(-1) for percent in SERVED], axis=-1)
     shares: NDArray[np.float64] = needed / counts.shape[-1]
     return shares
-
-
-def curve_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Share of the retrievals that the hottest 0, 1, ... 100 % of the documents serve.
-
-    Args:
-        counts: `(documents,)`, or `(draws, documents)`.
-
-    Returns:
-        `(GRID,)`, or `(draws, GRID)`; a part of a document counts as that part of it.
-    """
-    served = _served(counts)
-    places = np.linspace(0, counts.shape[-1], GRID)
-    below = np.minimum(places.astype(np.int64), counts.shape[-1] - 1)
-    part = places - below
-    curve: NDArray[np.float64] = served[..., below] * (1 - part) + served[..., below + 1] * part
-    return curve
-
-
-def _served(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Share of the retrievals that the hottest 0, 1, 2, ... documents serve."""
-    hottest = -np.sort(-counts, axis=-1)
-    nothing = np.zeros_like(hottest[..., :1])
-    summed = np.concatenate([nothing, hottest.cumsum(-1)], axis=-1)
-    served: NDArray[np.float64] = summed / summed[..., -1:]
-    return served
-
-
-def null_counts(
-    documents: int, sizes: NDArray[np.int64], draws: int, seed: int = 0
-) -> NDArray[np.int64]:
-    """Retrievals per document where every question draws different documents uniformly.
-
-    Args:
-        documents: How many there are.
-        sizes: `(questions,)` how many each draws.
-        draws: How often all of this is repeated.
-        seed: Of the numbers.
-
-    Returns:
-        `(draws, documents)`.
-    """
-    generator = np.random.default_rng(seed)
-    counted = np.empty((draws, documents), dtype=np.int64)
-    widest = int(sizes.max())
-    wanted = np.arange(widest) < sizes[:, None]
-    for draw in range(draws):
-        picked = generator.integers(0, documents, (len(sizes), widest))
-        while len(twice := _with_repeats(picked)):
-            picked[twice] = generator.integers(0, documents, (len(twice), widest))
-        counted[draw] = np.bincount(picked[wanted], minlength=documents)
-    return counted
-
-
-def _with_repeats(picked: NDArray[np.int64]) -> NDArray[np.int64]:
-    ordered = np.sort(picked, axis=1)
-    return np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
 
 
 def row_of(data: Data, retriever: str, top: int, draws: int) -> Row:

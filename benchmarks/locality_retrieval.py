@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvcache_rag.integration.embedding import hash_vector
+from kvcache_rag.evaluation.cost.popularity import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,9 +114,7 @@ def _weights(
 
 def hashing(data: Data, top: int) -> Found:
     """Cosine of the project's hashing embedding."""
-    documents = np.array([hash_vector(text) for text in data.documents])
-    questions = np.array([hash_vector(text) for text in data.questions])
-    return [_best(row, top, least=-math.inf) for row in questions @ documents.T]
+    return nearest(data.documents, data.questions, top)
 
 
 def gold(data: Data, top: int) -> Found:

@@ -1,41 +1,16 @@
-"""What a report says about where it was measured."""
+"""What a report of a checkout says about where it was measured."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
 import re
 import subprocess
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import torch
-import transformers
+from kvcache_rag.evaluation.cost.machine import described, load
 
-
-def described(device: str, threads: int) -> dict[str, str]:
-    """Machine, versions and date.
-
-    Args:
-        device: "cpu" or "cuda".
-        threads: Of torch.
-    """
-    machine = f"{_processor()}, {os.cpu_count()} cores, {threads} thread(s)"
-    if device == "cuda":
-        machine = f"{torch.cuda.get_device_name()}; {machine}"
-    return {
-        "device": device,
-        "machine": machine,
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-    }
-
-
-def load() -> float:
-    """Processes that wanted to run in the last minute, on average."""
-    return round(os.getloadavg()[0], 2)
+__all__ = ["commit", "described", "load", "processor_of"]
 
 
 def commit() -> str:
@@ -52,12 +27,3 @@ def commit() -> str:
 def processor_of(machine: str) -> str:
     """What `described` calls a machine, without its size."""
     return re.sub(r", \d+ cores, \d+ thread\(s\)$", "", machine)
-
-
-def _processor() -> str:
-    known = Path("/proc/cpuinfo")
-    if known.is_file():
-        for line in known.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import torch
 from benchmarks.shapes import SHAPES, build_model
 from benchmarks.stock import timed_generate
 from benchmarks.ttft_sides import DEFERRED, NAIVE, PAGES, RAM, TURBORAG, Bench, Case
+from kvcache_rag.evaluation.cost.memory import reset_peak, resident
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,19 +65,6 @@ class Peak:
         if self.side == RAM:
             return self.weights + self.chunks + self.stitched
         return self.weights + self.stitched
-
-
-def resident(field: str) -> int:
-    """Bytes of a field of this process's status: `VmRSS` now, `VmHWM` at its peak."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def reset_peak() -> None:
-    """Let the peak of resident memory begin anew (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def measure_one(side: str, shape: str, dtype: str, device: str, folder: Path, context: int) -> Peak:

@@ -2,7 +2,7 @@
 
 python -m benchmarks.model_sizes
 
-Nothing is measured and no weights are needed: operations are `flops`', bytes are those of keys and
+Nothing is measured and no weights are needed: operations are `DecoderShape`'s, bytes are those of keys and
 values in 16 bits, and times are the least that the hardware allows: PCIe at the rate of its lanes
 (128b/130b coding, nothing else subtracted), an accelerator at its peak.  Real copies and real
 prefills take longer.  Contexts need not be multiples of a chunk's length: 743 tokens are a chunk of
@@ -12,11 +12,12 @@ prefills take longer.  Contexts need not be multiples of a chunk's length: 743 t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.flops import Flops, prompt_flops
 from benchmarks.report_tables import markdown
-from benchmarks.shapes import CHUNK, SHAPES
+from benchmarks.shapes import CHUNK, SHAPES, config_of
+from kvcache_rag.evaluation.cost.flops import DecoderShape, Flops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,16 +97,21 @@ def token_bytes(shape: Mapping[str, Any]) -> int:
     return nbytes
 
 
-def cost(shape: Mapping[str, Any], context: int, batch: int = 1) -> Cost:
+def cost(model: str, context: int, batch: int = 1) -> Cost:
     """What a batch of prompts costs.
 
     Args:
-        shape: Of `SHAPES`.
+        model: Of `SHAPES`.
         context: Tokens of the chunks of one prompt.
         batch: Prompts.
     """
-    flops = prompt_flops(shape, context, QUESTION, batch=batch)
-    return Cost(context, batch, flops, batch * context * token_bytes(shape))
+    flops = _decoder(model).prompt(context, QUESTION, batch=batch)
+    return Cost(context, batch, flops, batch * context * token_bytes(SHAPES[model]))
+
+
+@cache
+def _decoder(model: str) -> DecoderShape:
+    return DecoderShape.of(config_of(model))
 
 
 def by_model(models: Sequence[str] = MODELS, contexts: Sequence[int] = CONTEXTS) -> str:
@@ -113,7 +119,7 @@ def by_model(models: Sequence[str] = MODELS, contexts: Sequence[int] = CONTEXTS)
     lines = []
     for model in models:
         for context in contexts:
-            found = cost(SHAPES[model], context)
+            found = cost(model, context)
             lines.append([model, f"{context:,}", *_cells(found)])
     return markdown(["model", "context tokens", *_HEADER], lines)
 
@@ -125,7 +131,7 @@ def by_length(
     lines = []
     for length in lengths:
         for batch in batches:
-            found = cost(SHAPES[model], length, batch)
+            found = cost(model, length, batch)
             lines.append([f"{length:,}", f"{batch}", *_cells(found)])
     return markdown(["context tokens", "batch", *_HEADER], lines)
 

@@ -32,7 +32,8 @@ user would run instead. Written by `python -m benchmarks.report` from `benchmark
 figure is typed by hand. Measure again with `make bench`; `make bench-check` fails when a ratio got
 more than 15 % worse than the committed one (those of decoding only on the processor that they were
 measured on: on another one they are shown and not judged). Beside llama.cpp and KVBoost, on trained
-weights: [peers](peers.md) (`make bench-peers`).
+weights: [peers](peers.md) (`make bench-peers`). Your own model, machine and questions: `kvcache-rag
+bench MODEL` ([bench](bench.md)).
 
 Random weights in real shapes: they cost what trained ones cost and say nothing about answers (see
 [quality](quality.md)). Ratios are formed within one run, whose sides take turns, round by round;

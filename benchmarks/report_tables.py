@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.flops import prompt_flops
 from benchmarks.memory import Peak
-from benchmarks.shapes import QUERY, SHAPES
+from benchmarks.shapes import QUERY, config_of
 from benchmarks.ttft_rows import median_of, ratio_of, rows_of
 from benchmarks.ttft_sides import (
     DEFERRED,
@@ -18,6 +17,7 @@ from benchmarks.ttft_sides import (
     STOCK,
     TURBORAG,
 )
+from kvcache_rag.evaluation.cost.flops import DecoderShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,10 +102,10 @@ def batches(report: Mapping[str, Any]) -> str:
     """Shaped as TurboRAG's table 5: by batch, nothing loaded from disk; with throughput."""
     rows = rows_of(report)
     side = RESIDENT if report["device"] == "cuda" else RAM
-    lines = []
+    shape, lines = DecoderShape.of(config_of(report["shape"])), []
     for case in _batch_cases(rows):
         naive, ours = median_of(rows, case, NAIVE), median_of(rows, case, side)
-        flops = prompt_flops(SHAPES[report["shape"]], case[0], case[1], report["prefix"], case[2])
+        flops = shape.prompt(case[0], case[1], report["prefix"], case[2])
         lines.append(
             [
                 f"{case[2]}",
@@ -153,10 +153,10 @@ def _tenths(seconds: float | None) -> str:
 
 def flops(report: Mapping[str, Any]) -> str:
     """Operations of the measured shape by the formula of TurboRAG's appendix G."""
-    lines = []
+    shape, lines = DecoderShape.of(config_of(report["shape"])), []
     for context, query in FLOPS_CASES:
-        found = prompt_flops(SHAPES[report["shape"]], context, query)
-        real = prompt_flops(SHAPES[report["shape"]], context, query, report["prefix"])
+        found = shape.prompt(context, query)
+        real = shape.prompt(context, query, report["prefix"])
         lines.append(
             [
                 f"{context:,}",

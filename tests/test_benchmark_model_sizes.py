@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.flops import forward_flops
 from benchmarks.model_sizes import (
     CONTEXTS,
     LENGTHS,
@@ -17,11 +16,12 @@ from benchmarks.model_sizes import (
     pcie_rate,
     token_bytes,
 )
-from benchmarks.shapes import SHAPES, build_model
+from benchmarks.shapes import SHAPES, build_model, config_of
+from kvcache_rag.evaluation.cost.flops import DecoderShape
 
 
 def test_743_tokens_of_qwen2_7b_by_hand() -> None:
-    found = cost(SHAPES["qwen2-7b"], 743)
+    found = cost("qwen2-7b", 743)
     assert found.chunks == (512, 231)
     # 28 layers, keys and values, 4 heads of 128, 2 bytes: 57,344 a token; 42,606,592 for 743
     assert token_bytes(SHAPES["qwen2-7b"]) == 57_344
@@ -42,9 +42,9 @@ def test_743_tokens_of_qwen2_7b_by_hand() -> None:
 
 def test_the_attention_of_a_token_is_four_operations_per_head_width_and_key() -> None:
     """Appendix G prints two; torch's own counter is compared with in test_benchmarks."""
-    shape = SHAPES["qwen2-7b"]
-    more = forward_flops(shape, 1, 1001) - forward_flops(shape, 1, 1000)
-    assert more == shape["num_hidden_layers"] * 4 * 28 * 128
+    decoder = DecoderShape.of(config_of("qwen2-7b"))
+    more = decoder.forward(1, 1001) - decoder.forward(1, 1000)
+    assert more == SHAPES["qwen2-7b"]["num_hidden_layers"] * 4 * 28 * 128
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -58,11 +58,11 @@ def test_bytes_are_those_of_the_models_own_projections(model: str) -> None:
 
 
 def test_a_batch_costs_its_prompts_and_a_context_its_tokens() -> None:
-    shape = SHAPES["qwen2.5-72b"]
-    one, eight = cost(shape, 256), cost(shape, 256, 8)
+    model = "qwen2.5-72b"
+    one, eight = cost(model, 256), cost(model, 256, 8)
     assert (eight.nbytes, eight.flops.full) == (8 * one.nbytes, 8 * one.flops.full)
-    assert cost(shape, 743).nbytes * 2048 == cost(shape, 2048).nbytes * 743
-    assert cost(shape, 512).chunks == (512,)
+    assert cost(model, 743).nbytes * 2048 == cost(model, 2048).nbytes * 743
+    assert cost(model, 512).chunks == (512,)
     assert pcie_rate(5) == 2 * pcie_rate(4) == pytest.approx(63.015e9, rel=1e-4)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import check, report
-from benchmarks.flops import forward_flops, prompt_flops
 from benchmarks.memory import Peak
-from benchmarks.shapes import CHUNK, SHAPES, build_model
+from benchmarks.shapes import CHUNK, SHAPES, build_model, config_of
 from benchmarks.stock import Sample
 from benchmarks.ttft import PRESETS, cases_of, command_of, measure, measure_decode, parse
 from benchmarks.ttft_rows import median_of, ratios, rows_of
@@ -31,6 +30,7 @@ from benchmarks.ttft_sides import (
     Case,
 )
 from benchmarks.ttft_targets import Target, cpu_targets, gpu_targets, table
+from kvcache_rag.evaluation.cost.flops import DecoderShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,17 +68,15 @@ def test_shapes_are_those_of_the_published_models(shape: str, billions: float) -
 # ---------------------------------------------------------------------------------- operations
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_the_papers_reduction_is_the_share_of_the_context(shape: str) -> None:
-    found = prompt_flops(SHAPES[shape], 8192, 128)
+    found = DecoderShape.of(config_of(shape)).prompt(8192, 128)
     assert round(100 * found.reduction, 2) == 98.46  # TurboRAG's figure
     assert round(100 * found.reduction_with_rotation, 2) == 98.46  # the rotation adds nothing
 
 
 def test_a_cached_instruction_adds_no_operation_but_attention_to_it() -> None:
-    shape = SHAPES["qwen2-7b"]
-    without, behind = prompt_flops(shape, 8192, 128), prompt_flops(shape, 8192, 128, prefix=32)
-    assert behind.cached - without.cached == forward_flops(shape, 128, 8352) - forward_flops(
-        shape, 128, 8320
-    )
+    shape = DecoderShape.of(config_of("qwen2-7b"))
+    without, behind = shape.prompt(8192, 128), shape.prompt(8192, 128, prefix=32)
+    assert behind.cached - without.cached == shape.forward(128, 8352) - shape.forward(128, 8320)
     assert (behind.cached - without.cached) / without.full < 2e-5
 
 
@@ -88,7 +86,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     ids = torch.arange(96)[None]
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model.model(ids, use_cache=False)
-    assert counter.get_total_flops() == forward_flops(SHAPES["tiny"], 96, 96)
+    assert counter.get_total_flops() == DecoderShape.of(config_of("tiny")).forward(96, 96)
 
 
 # --------------------------------------------------------------------------------------- sides

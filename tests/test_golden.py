@@ -466,7 +466,7 @@ def test_entry_points_and_extras_are_as_ever() -> None:
 
 def test_every_entry_point_leads_somewhere() -> None:
     found = list(surfaces.entry_point_targets())
-    assert len(found) == 15
+    assert len(found) == 16
     for group, name, value in found:
         if group == "kvcache_rag.commands":
             assert isinstance(value.HELP, str), name

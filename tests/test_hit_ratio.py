@@ -16,12 +16,12 @@ from benchmarks.caching import (
     che_ratio,
     draw,
     exponent_for,
-    lru_hits,
     popularity,
     static_hits,
     static_ratio,
     store_hits,
 )
+from kvcache_rag.evaluation.cost.popularity import lru_hits
 from kvcache_rag.scoring.statistics import mean_interval
 
 if TYPE_CHECKING:

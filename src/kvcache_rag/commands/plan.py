@@ -165,15 +165,13 @@ def _described(
     plan: CorpusSize,
     pace: MeasuredPrefill | None,
 ) -> dict[str, Any]:
-    from kvcache_rag.codecs import by_name
-    from kvcache_rag.stores.disk.file import file_bytes
+    from kvcache_rag.evaluation.cost.sizes import file_sizes
 
     lengths = list(plan.tokens.values())
     missing = sum(count for digest, count in plan.tokens.items() if digest not in plan.there)
     tiers = {"memory": sum(layout.nbytes(count) + 4 * count for count in lengths)}
-    for name in CODECS:
-        codec = by_name(name)
-        tiers[f"disk {name}"] = sum(file_bytes(layout, codec, count) for count in lengths)
+    for name, sizes in file_sizes(layout, lengths).items():
+        tiers[f"disk {name}"] = sum(sizes)
     values: dict[str, Any] = {
         "chunks": len(lengths),
         "repeated": plan.pieces - len(lengths),

@@ -1,0 +1,1 @@
+"""What answers cost on this machine: time, memory, operations, and how often chunks recur."""

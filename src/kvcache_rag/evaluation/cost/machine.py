@@ -1,0 +1,43 @@
+"""What a report says about where it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def described(device: str, threads: int) -> dict[str, str]:
+    """Machine, versions and date.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: Of torch.
+    """
+    machine = f"{_processor()}, {os.cpu_count()} cores, {threads} thread(s)"
+    if device == "cuda":
+        machine = f"{torch.cuda.get_device_name()}; {machine}"
+    return {
+        "device": device,
+        "machine": machine,
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def load() -> float:
+    """Processes that wanted to run in the last minute, on average."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _processor() -> str:
+    known = Path("/proc/cpuinfo")
+    if known.is_file():
+        for line in known.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
