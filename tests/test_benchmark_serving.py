@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +18,7 @@ from benchmarks.serving import nbytes_of, parse, plan_of, wanted_points
 from benchmarks.serving_client import Dispatcher, Load, Outcome, ask, run_load
 from benchmarks.serving_load import Asked, draw_requests
 from benchmarks.serving_model import TINY, generated, joined, save_model
+from benchmarks.serving_passes import parts_of
 from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN, SPARE_PLAN
 from benchmarks.serving_results import (
     AHEAD,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COST = {"queue_wait": 0.5, "ttft": 0.2, "total": 0.3, "hits": {"disk": 1}, "misses": 1}
-COST |= {"declined": {}, "prefetched": True, "batch": 2}
+COST |= {"declined": {}, "prefetched": True, "batch": 2, "load": 0.05}
 USAGE = {
     "prompt_tokens": 30,
     "completion_tokens": 16,
@@ -131,6 +132,7 @@ def test_a_whole_answer_says_when_its_first_token_came() -> None:
         *(0.5, 1, 1, True),
         2,
     )
+    assert (found.model, found.loading) == (0.3, 0.05)
 
 
 def test_a_stream_is_read_to_its_end() -> None:
@@ -221,6 +223,17 @@ def test_a_summary_by_hand() -> None:
     assert columns(outcomes, found)["latencies"] == [1.0, 3.0, 2.0, None]
     with pytest.raises(ValueError, match="no request was answered: gone"):
         summary(asked[:1], [replace(outcomes[3], message="gone")])
+
+
+def test_the_parts_of_latencies_by_hand() -> None:
+    # 1 s after its time it is sent, waits 2 s, loads 0.5 of the engine's 3 s; 0.25 s are left
+    one = _outcome(0, 6.25, sent=1.0, waited=2.0, model=3.0, loading=0.5)
+    other = _outcome(1, 2.25, sent=0.0, waited=0.0, model=2.0, loading=0.0)
+    lost = _outcome(2, 9.0, status=503)
+    found = parts_of([one, other, lost])
+    assert (found.queue, found.loading, found.model) == pytest.approx((1.5, 0.25, 2.25))
+    assert found.network == pytest.approx(0.25)
+    assert sum(asdict(found).values()) == pytest.approx((6.25 + 2.25) / 2)
 
 
 def _run(arm: str, latency: float, stream: str = "zipf", factor: float = 1.2) -> dict[str, Any]:
