@@ -7,9 +7,10 @@ The axes of figures 10 and 11 of Shared RAG-DCache (arXiv 2504.11765), which ask
 questions several times at 40 requests per second, and of its figure 2, which divides the latency of
 a request without a cache into queue, model and network by the rate of arrivals.
 
-Servers, documents and arms are those of `benchmarks.serving`.  The servers of an arm start on empty
-caches; then one list of questions is asked `PASSES` times, a pass when the one before is answered:
-the first pass is cold, the others find what the ones before left in the caches.  Two CPU cores
+Servers, documents and arms are those of `benchmarks.serving`, but the servers of all arms are
+started at once, on empty caches, and arms take turns pass by pass, so that a machine that gets
+slower gets slower for all of them.  One list of questions is asked `PASSES` times: the first pass
+is cold, the others find what the ones before left in the caches.  Two CPU cores
 answer a few requests per second, so the rate is not 40 but a multiple of the baseline's measured
 capacity at which every arm has a queue (`PASS_RATE`).  Then the same questions come at `RATES` on
 the same servers, and so over warm caches; the last pass is the highest of these rates.
@@ -27,6 +28,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -41,6 +43,7 @@ from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN
 from benchmarks.serving_results import ARMS, summary
 from benchmarks.serving_run import alike, measure_capacity
 from benchmarks.serving_servers import INSTANCES, WAYS, running
+from kvcache_rag.scoring.ask import rotated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,37 +129,39 @@ def sent(
 
 
 def measure_passes(
-    setting: Setting, name: str, requests: int, capacity: float
+    setting: Setting, names: Sequence[str], requests: int, capacity: float
 ) -> Iterator[dict[str, Any]]:
-    """All passes and rates of one arm, on servers that are started once.
+    """All passes and rates of all arms, on servers that are started once, arms in turns.
 
     Args:
         setting: What all arms have in common.
-        name: Of the arm.
+        names: Of the arms.
         requests: Of every pass.
         capacity: The baseline's, requests per second.
     """
-    arm = WAYS[name]
     steps = [(PASS_RATE, number) for number in range(1, PASSES + 1)]
     steps += [(factor, 0) for factor in RATES]
-    with tempfile.TemporaryDirectory() as work:
-        place = setting.place(work)
-        with running(arm, place) as instances:
-            full = alike(setting, instances.ports)
-            for factor, number in steps:
-                asked = draw_requests(
-                    STREAM, requests, factor * capacity, len(setting.documents), setting.top_k
-                )
-                found = sent(setting, instances.ports, arm.policy, asked)
+    with ExitStack() as stack:
+        places = {}
+        for name in names:
+            place = setting.place(stack.enter_context(tempfile.TemporaryDirectory()))
+            places[name] = place, stack.enter_context(running(WAYS[name], place)).ports
+        for turn, (factor, number) in enumerate(steps):
+            asked = draw_requests(
+                STREAM, requests, factor * capacity, len(setting.documents), setting.top_k
+            )
+            for name in rotated(names, turn):
+                place, ports = places[name]
+                full = alike(setting, ports)
                 yield {
                     "arm": name,
                     "factor": factor,
                     "pass": number,
                     "rate": factor * capacity,
                     "full_prefill": full,
+                    **sent(setting, ports, WAYS[name].policy, asked),
                     "load": load(),
                     "cache_bytes": place.held(),
-                    **found,
                 }
 
 
@@ -197,11 +202,10 @@ def main(given: Sequence[str] | None = None) -> int:
         runs: list[dict[str, Any]] = []
         report = {"setup": setup, "about": about, "capacity": capacity, "runs": runs}
         print(f"capacity of the baseline: {capacity['per_second']:.2f} requests/s", flush=True)
-        for name in parsed.arms:
-            for run in measure_passes(setting, name, parsed.requests, capacity["per_second"]):
-                runs.append(run)
-                write(report, parsed.json)
-                show(run)
+        for run in measure_passes(setting, parsed.arms, parsed.requests, capacity["per_second"]):
+            runs.append(run)
+            write(report, parsed.json)
+            show(run)
     print(f"{time.perf_counter() - started:.0f} s")
     return 0
 

@@ -376,6 +376,47 @@ def test_prefetching_on_a_processor_to_spare_has_its_own_section(tmp_path: Path)
     assert "1.2x" not in section
 
 
+def _passes() -> dict[str, Any]:
+    """Half a second less of the queue in every pass, but for the baseline."""
+    runs = []
+    for arm in ARMS:
+        for number, factor in ((1, 4.8), (2, 4.8), (3, 4.8), (0, 0.6), (0, 2.4)):
+            saved = 0.0 if arm == NO_CACHE else 0.5 * number
+            parts = {"queue": 2.0 - saved, "loading": 0.25, "model": 1.5, "network": 0.25}
+            facts = {"requests": 48, "answered": 48, "throughput": 2.0 + saved, "p95": 5.0}
+            facts |= {"ttft": 3.0, "hits": 0.5, "batch": 2.0, "load": 1.5 + factor}
+            run = {"arm": arm, "factor": factor, "pass": number, "rate": 2.5 * factor}
+            runs.append({**run, **facts, "latency": 4.0 - saved, "parts": parts})
+    for run in runs:
+        run["full_prefill"] = 0.5
+    report = _report()
+    report["about"]["commit"] = "abc"
+    return {**report, "capacity": {"requests": 8, "per_second": 2.5}, "runs": runs}
+
+
+def test_passes_and_parts_have_their_own_sections(tmp_path: Path) -> None:
+    (tmp_path / "serving.json").write_text(json.dumps(_report()))
+    (tmp_path / "serving-passes.json").write_text(json.dumps(_passes()))
+    file = tmp_path / "page.md"
+    words = ["--results", str(tmp_path), "--page", str(file)]
+    assert serving_report.main(words) == 0
+    text = file.read_text()
+    passes = text.partition("## By pass over the same questions")[2].partition("## What")[0]
+    assert "40 requests per second are 16 times what" in passes
+    assert "12.0 per second, at which every arm has a queue" in passes
+    assert "2.1 to 6.3 processes" in passes
+    cells = "| 48 of 48 | 3.50 | 2.50 | 5.00 | 3.00 | 50 % | 2.0 | +75 % | -38 % |"
+    assert f"| shared | 3 {cells}" in passes
+    parts = text.partition("## What a request waits for")[2]
+    assert "| no cache | 0.6x | 1.50 | 2.000 | 0.250 | 1.500 | 0.250 | 4.000 | 50 % |" in parts
+    assert "| shared | 4.8x | 12.00 | 0.500 | 0.250 | 1.500 | 0.250 | 2.500 | 20 % |" in parts
+    names = ("serving-passes.svg", "serving-parts.svg")
+    drawn = {name: (tmp_path / name).read_bytes() for name in names}
+    assert serving_report.main(words) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in names} == drawn
+    assert all(f"]({name})" in text for name in names)
+
+
 _PLOTS = ("serving-rates.svg", "serving-queue.svg", "serving-shares.svg")
 
 

@@ -46,7 +46,7 @@ def test_later_passes_find_what_the_first_one_left(tmp_path: Path) -> None:
     documents = generated(4, 400)
     save_model(TINY, documents, tmp_path)
     setting = Setting(tmp_path, documents, 2, 4, 10**8, "same", streamed=False)
-    runs = list(measure_passes(setting, SHARED, 6, capacity=20.0))
+    runs = list(measure_passes(setting, [SHARED], 6, capacity=20.0))
     assert [run["pass"] for run in runs] == [1, 2, 3] + [0] * len(RATES)
     assert len(runs) == PASSES + len(RATES)
     first, *later = runs
