@@ -3,11 +3,12 @@
     python -m benchmarks.serving --corpus squad_corpus.jsonl   # about 35 minutes on two cores
     python -m benchmarks.serving --quick                       # a tiny model, less than 90 s
 
-Figures 2, 10, 11 and Table V of Shared RAG-DCache (arXiv 2504.11765) in spirit, with the project's
-own servers: every arm is two `kvcache-rag serve` processes on loopback, one torch thread each,
-started anew on empty caches, and driven over HTTP (`/v1/chat/completions`).  Answers come whole, so
-that requests which wait together may be answered in one batch, in every arm (`--streamed`: piece by
-piece, and one by one).
+Table V of Shared RAG-DCache (arXiv 2504.11765) in spirit, by rate (the passes of its figures 10 and
+11, and the parts of figure 2, are `benchmarks.serving_passes`), with the project's own servers:
+every arm is two `kvcache-rag serve` processes on loopback, one torch thread each, started anew on
+empty caches, and driven over HTTP (`/v1/chat/completions`).  Answers come whole, so that requests
+which wait together may be answered in one batch, in every arm (`--streamed`: piece by piece, and
+one by one).
 
 - no cache            every request prefills everything (`policy: full`)
 - per instance        each instance has a folder of its own, for half of the bytes

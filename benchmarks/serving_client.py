@@ -47,6 +47,9 @@ class Outcome:
         declined: Chunks that were cached and computed all the same, because that was sooner.
         prefetched: Whether chunks were computed or loaded while it waited.
         batch: Requests answered together with it, itself included.
+        model: Seconds of the engine behind the queue, loading included, as it says; of a batch,
+            those of the batch.
+        loading: Seconds of these that chunks were loaded.
         message: What the server said, where it failed.
     """
 
@@ -65,6 +68,8 @@ class Outcome:
     declined: int = 0
     prefetched: bool = False
     batch: int = 1
+    model: float = float("nan")
+    loading: float = float("nan")
     message: str = ""
 
     @property
@@ -222,6 +227,8 @@ def _costs(outcome: Outcome, answer: Mapping[str, Any]) -> Outcome:
         outcome = replace(
             outcome,
             waited=cost["queue_wait"],
+            model=cost["total"],
+            loading=cost["load"],
             hits=sum(cost["hits"].values()),
             misses=cost["misses"],
             declined=sum(cost["declined"].values()),

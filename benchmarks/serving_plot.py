@@ -1,9 +1,10 @@
-"""Plots of `benchmarks.serving`: by rate, along the stream, and prefill beside decoding."""
+"""Plots of `benchmarks.serving` and `.serving_passes`: by rate, by pass, along the stream."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.serving_passes_page import arms_of, passes_of, rates_of
 from benchmarks.serving_results import AHEAD, ARMS, MAIN, NO_CACHE, OWN, SHARED, rates, runs_of
 from kvcache_rag.evaluation.report import figure_class, plain_panel, save_plot
 
@@ -19,6 +20,12 @@ _LOOKS: Final = {
     AHEAD: ("#009E73", "D"),
 }
 _FIRST, _REST = "#0072B2", "#E69F00"
+_PARTS: Final = {
+    "queue": "#BBBBBB",
+    "loading": "#009E73",
+    "model": "#0072B2",
+    "network": "#E69F00",
+}
 _SMOOTH: Final = 25  # requests whose mean is one point of a line
 
 
@@ -36,6 +43,16 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
         save_plot(_shares(report["shares"]), folder / "serving-shares.svg")
 
 
+def draw_passes(report: Mapping[str, Any], folder: Path) -> None:
+    """Write `serving-passes.svg` and `serving-parts.svg`; the same report gives the same bytes.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    save_plot(_by_pass(report), folder / "serving-passes.svg")
+    save_plot(_parts(report), folder / "serving-parts.svg")
+
+
 def _figure(panels: int, width: float) -> tuple[Any, Sequence[Any]]:
     figure = figure_class()(figsize=(width, 3.6), layout="constrained")
     found = figure.subplots(1, panels, squeeze=False)[0]
@@ -45,7 +62,7 @@ def _figure(panels: int, width: float) -> tuple[Any, Sequence[Any]]:
 
 
 def _by_rate(report: Mapping[str, Any]) -> Any:
-    """Figures 10 and 11: throughput and latency against arrivals, on the Zipf stream."""
+    """Throughput and latency against arrivals, on the Zipf stream."""
     figure, (left, right) = _figure(2, 9.2)
     factors = [factor for stream, factor in rates(report) if stream == MAIN[0]]
     for arm in ARMS:
@@ -66,6 +83,43 @@ def _by_rate(report: Mapping[str, Any]) -> Any:
         panel.set_xlim(left=0)
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _by_pass(report: Mapping[str, Any]) -> Any:
+    """Throughput and latency by pass over the same questions."""
+    figure, panels = _figure(2, 9.2)
+    for arm in arms_of(report):
+        colour, marker = _LOOKS[arm]
+        style = {"color": colour, "marker": marker, "markersize": 5, "label": arm}
+        found = passes_of(report, arm)
+        for panel, name in zip(panels, ("throughput", "latency"), strict=True):
+            panel.plot([one["pass"] for one in found], [one[name] for one in found], **style)
+    for panel, text in zip(panels, ("answers per second", "mean latency, s"), strict=True):
+        panel.set_ylabel(text, fontsize=9)
+        panel.set_xlabel("pass", fontsize=9)
+        panel.set_ylim(bottom=0)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _parts(report: Mapping[str, Any]) -> Any:
+    """What the mean latency consists of, by rate, of every arm."""
+    arms = list(arms_of(report))
+    figure, panels = _figure(len(arms), 3.0 * len(arms))
+    for panel, arm in zip(panels, arms, strict=True):
+        runs = rates_of(report, arm)
+        names = [f"{run['rate']:.1f}" for run in runs]
+        below = [0.0] * len(runs)
+        for part, colour in _PARTS.items():
+            heights = [run["parts"][part] for run in runs]
+            panel.bar(names, heights, bottom=below, color=colour, label=part)
+            below = [one + more for one, more in zip(below, heights, strict=True)]
+        panel.set_title(arm, fontsize=9)
+        panel.set_xlabel("arrivals per second", fontsize=9)
+    panels[0].set_ylabel("mean latency, s", fontsize=9)
+    panels[0].legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -96,7 +150,7 @@ def _smooth(latencies: Sequence[float | None]) -> tuple[list[int], list[float]]:
 
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Figure 2: how much of an answer is over when its first token comes."""
+    """How much of an answer is over when its first token comes."""
     figure, (panel,) = _figure(1, 6.4)
     names = [f"{row['documents']} doc.\n{row['arm']}" for row in rows]
     first = [1e3 * row["first"] for row in rows]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks import serving_passes_page
 from benchmarks.locality_page import section
 from benchmarks.report_tables import markdown
 from benchmarks.serving_paired import paired, table
@@ -30,14 +31,16 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "serving-benchmarks.md"
-NAMES: Final = ("serving", "serving-spare", "locality")
+NAMES: Final = ("serving", "serving-spare", "serving-passes", "locality")
 DRIFT: Final = 0.1  # of the machine's speed, from which a comparison of arms is marked
 _HEAD: Final = """# Serving benchmarks
 
 Two servers under load, and how few documents serve most questions: figures 1, 2, 10, 11 and table V
-of Shared RAG-DCache (arXiv 2504.11765) in spirit, on our own machine. Written by `python -m
-benchmarks.serving_report` from `benchmarks/results/`; no figure is typed by hand. Measure again
-with `make bench-serving` and `python -m benchmarks.locality`.
+of Shared RAG-DCache (arXiv 2504.11765) in spirit, on our own machine, and by rate and by documents
+per request, which the paper does not have. Written by `python -m benchmarks.serving_report` from
+`benchmarks/results/`; no figure is typed by hand. Measure again with `make bench-serving`, `python
+-m benchmarks.serving_passes` and `python -m benchmarks.locality`. What of the paper is shown where:
+[papers](papers.md).
 
 """
 _WAYS: Final = """Every arm is {instances} `kvcache-rag serve` processes of one torch thread each \
@@ -93,6 +96,7 @@ def page(
     report: Mapping[str, Any] | None,
     locality: Mapping[str, Any] | None,
     spare: Mapping[str, Any] | None = None,
+    passes: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole page, as far as there are measurements."""
     parts = [_HEAD]
@@ -106,6 +110,8 @@ def page(
         parts.append(paired(report))
         if report.get("shares"):
             parts.append(_shares(report))
+    if passes is not None:
+        parts.append(serving_passes_page.sections(passes))
     if spare is not None:
         facts = {**spare["setup"], **spare["about"], "capacity": spare["capacity"]["per_second"]}
         parts.append(_SPARE.format_map(facts) + f"{_arms(spare)}\n\n{table(spare)}\n\n")
@@ -160,10 +166,10 @@ def _drift(report: Mapping[str, Any]) -> str:
 
 
 def _throughput(report: Mapping[str, Any]) -> str:
-    """Figures 10 and 11."""
+    """By rate of arrivals."""
     text = _THROUGHPUT.format(factor=MAIN[1]) + _arms(report)
     plots = "![By rate](serving-rates.svg)\n\n![In the queue](serving-queue.svg)"
-    return f"## Throughput and latency by rate (figures 10 and 11)\n\n{plots}\n\n{text}\n\n"
+    return f"## Throughput and latency by rate\n\n{plots}\n\n{text}\n\n"
 
 
 def _arms(report: Mapping[str, Any]) -> str:
@@ -238,7 +244,7 @@ def _change(new: float, old: float) -> str:
 
 
 def _shares(report: Mapping[str, Any]) -> str:
-    """Figure 2."""
+    """By documents of a request alone."""
     rows = [
         [
             f"{row['documents']}",
@@ -252,7 +258,7 @@ def _shares(report: Mapping[str, Any]) -> str:
     ]
     header = ["documents", "arm", "prompt tokens", "to the first token ms", "behind it ms"]
     text = "One request at a time, medians.\n\n![Shares](serving-shares.svg)\n\n"
-    title = "## Prefill and decoding (figure 2)"
+    title = "## Prefill and decoding"
     return f"{title}\n\n{text}{markdown([*header, 'first token, of all'], rows)}\n\n"
 
 
@@ -270,14 +276,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parsed.results} holds neither serving.json nor locality.json", file=sys.stderr)
         return 1
     from benchmarks.locality_plot import plot
-    from benchmarks.serving_plot import draw
+    from benchmarks.serving_plot import draw, draw_passes
 
     folder = parsed.page.parent
     if "serving" in found:
         draw(found["serving"], folder)
+    if "serving-passes" in found:
+        draw_passes(found["serving-passes"], folder)
     if "locality" in found:
         plot(found["locality"], folder / "locality.svg")
-    text = page(found.get("serving"), found.get("locality"), found.get("serving-spare"))
+    text = page(
+        found.get("serving"),
+        found.get("locality"),
+        found.get("serving-spare"),
+        found.get("serving-passes"),
+    )
     parsed.page.write_text(text, encoding="utf-8")
     return 0
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +18,7 @@ from benchmarks.serving import nbytes_of, parse, plan_of, wanted_points
 from benchmarks.serving_client import Dispatcher, Load, Outcome, ask, run_load
 from benchmarks.serving_load import Asked, draw_requests
 from benchmarks.serving_model import TINY, generated, joined, save_model
+from benchmarks.serving_passes import parts_of
 from benchmarks.serving_plans import FULL_PLAN, QUICK_PLAN, SPARE_PLAN
 from benchmarks.serving_results import (
     AHEAD,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COST = {"queue_wait": 0.5, "ttft": 0.2, "total": 0.3, "hits": {"disk": 1}, "misses": 1}
-COST |= {"declined": {}, "prefetched": True, "batch": 2}
+COST |= {"declined": {}, "prefetched": True, "batch": 2, "load": 0.05}
 USAGE = {
     "prompt_tokens": 30,
     "completion_tokens": 16,
@@ -131,6 +132,7 @@ def test_a_whole_answer_says_when_its_first_token_came() -> None:
         *(0.5, 1, 1, True),
         2,
     )
+    assert (found.model, found.loading) == (0.3, 0.05)
 
 
 def test_a_stream_is_read_to_its_end() -> None:
@@ -221,6 +223,17 @@ def test_a_summary_by_hand() -> None:
     assert columns(outcomes, found)["latencies"] == [1.0, 3.0, 2.0, None]
     with pytest.raises(ValueError, match="no request was answered: gone"):
         summary(asked[:1], [replace(outcomes[3], message="gone")])
+
+
+def test_the_parts_of_latencies_by_hand() -> None:
+    # 1 s after its time it is sent, waits 2 s, loads 0.5 of the engine's 3 s; 0.25 s are left
+    one = _outcome(0, 6.25, sent=1.0, waited=2.0, model=3.0, loading=0.5)
+    other = _outcome(1, 2.25, sent=0.0, waited=0.0, model=2.0, loading=0.0)
+    lost = _outcome(2, 9.0, status=503)
+    found = parts_of([one, other, lost])
+    assert (found.queue, found.loading, found.model) == pytest.approx((1.5, 0.25, 2.25))
+    assert found.network == pytest.approx(0.25)
+    assert sum(asdict(found).values()) == pytest.approx((6.25 + 2.25) / 2)
 
 
 def _run(arm: str, latency: float, stream: str = "zipf", factor: float = 1.2) -> dict[str, Any]:
@@ -361,6 +374,47 @@ def test_prefetching_on_a_processor_to_spare_has_its_own_section(tmp_path: Path)
     assert section.count("| zipf | 2.4x | shared + prefetch |") == 1
     assert section.count("| zipf | 2.4x | shared + prefetch against shared |") == 1
     assert "1.2x" not in section
+
+
+def _passes() -> dict[str, Any]:
+    """Half a second less of the queue in every pass, but for the baseline."""
+    runs = []
+    for arm in ARMS:
+        for number, factor in ((1, 4.8), (2, 4.8), (3, 4.8), (0, 0.6), (0, 2.4)):
+            saved = 0.0 if arm == NO_CACHE else 0.5 * number
+            parts = {"queue": 2.0 - saved, "loading": 0.25, "model": 1.5, "network": 0.25}
+            facts = {"requests": 48, "answered": 48, "throughput": 2.0 + saved, "p95": 5.0}
+            facts |= {"ttft": 3.0, "hits": 0.5, "batch": 2.0, "load": 1.5 + factor}
+            run = {"arm": arm, "factor": factor, "pass": number, "rate": 2.5 * factor}
+            runs.append({**run, **facts, "latency": 4.0 - saved, "parts": parts})
+    for run in runs:
+        run["full_prefill"] = 0.5
+    report = _report()
+    report["about"]["commit"] = "abc"
+    return {**report, "capacity": {"requests": 8, "per_second": 2.5}, "runs": runs}
+
+
+def test_passes_and_parts_have_their_own_sections(tmp_path: Path) -> None:
+    (tmp_path / "serving.json").write_text(json.dumps(_report()))
+    (tmp_path / "serving-passes.json").write_text(json.dumps(_passes()))
+    file = tmp_path / "page.md"
+    words = ["--results", str(tmp_path), "--page", str(file)]
+    assert serving_report.main(words) == 0
+    text = file.read_text()
+    passes = text.partition("## By pass over the same questions")[2].partition("## What")[0]
+    assert "40 requests per second are 16 times what" in passes
+    assert "12.0 per second, at which every arm has a queue" in passes
+    assert "2.1 to 6.3 processes" in passes
+    cells = "| 48 of 48 | 3.50 | 2.50 | 5.00 | 3.00 | 50 % | 2.0 | +75 % | -38 % |"
+    assert f"| shared | 3 {cells}" in passes
+    parts = text.partition("## What a request waits for")[2]
+    assert "| no cache | 0.6x | 1.50 | 2.000 | 0.250 | 1.500 | 0.250 | 4.000 | 50 % |" in parts
+    assert "| shared | 4.8x | 12.00 | 0.500 | 0.250 | 1.500 | 0.250 | 2.500 | 20 % |" in parts
+    names = ("serving-passes.svg", "serving-parts.svg")
+    drawn = {name: (tmp_path / name).read_bytes() for name in names}
+    assert serving_report.main(words) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in names} == drawn
+    assert all(f"]({name})" in text for name in names)
 
 
 _PLOTS = ("serving-rates.svg", "serving-queue.svg", "serving-shares.svg")
