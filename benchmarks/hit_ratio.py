@@ -1,6 +1,7 @@
 """Hits of a store with one copy per chunk against a copy per position, in theory and in ours.
 
     python -m benchmarks.hit_ratio
+    python -m benchmarks.hit_ratio --trace FILE --gigabytes 1 4 16
 
 LazyAttention's model (arXiv 2606.04302): requests ask for chunks by Zipf's law (the i-th in
 proportion to i^-alpha), each at one of D positions, all equally likely; a store has room for C
@@ -14,8 +15,12 @@ own, C / D do.
 - store       a `MemoryStore` with room for C chunks on the same streams, hits as it counts them
 
 Gains are hits with one copy per chunk by hits with one per position, with 95 % intervals over
-streams, and beside each the same for uniform popularity (alpha 0): the null.  Writes a table, a
-plot, and `benchmarks/results/hit_ratio.json`.
+streams, and beside each the same for uniform popularity (alpha 0): the null.
+
+Prompts of several documents follow, with budgets in bytes of a model's keys and values: prefix
+caching and Prompt Cache beside both (`prompt_caches` says how each keeps documents).  With
+`--trace` the requests of a CSV file are looked at instead, one a row, its document ids in order.
+Writes tables, plots, and `benchmarks/results/hit_ratio.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +44,8 @@ from benchmarks.caching import (
     static_ratio,
     store_hits,
 )
+from benchmarks.prompt_caches import WAYS, PromptRow, PromptStudy
+from benchmarks.sizes import SHAPES
 from kvcache_rag.evaluation.cost.popularity import lru_hits
 from kvcache_rag.evaluation.report import check_plot, figure_class, plain_panel, save_plot
 from kvcache_rag.scoring.statistics import Interval, mean_interval, paired_ratio
@@ -49,12 +56,13 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parent.parent
 PAPER_GAIN: Final = 2.86  # at D = 20, C = 100; the exponent follows from it (`exponent_for`)
 BUDGET: Final = 100
+PAPER_ALPHAS: Final = (1.1, 1.5, 2.1)  # of its experiments
 CHUNKS: Final = 1000
 POSITIONS: Final = (5, 20)
 # Okabe and Ito's colours, as in the project's other plots.
 _COLOURS: Final = {5: "#009E73", 20: "#D55E00"}
 _CHUNK: Final = "#0072B2"
-_ALPHAS: Final = np.linspace(0, 1.25, 51)
+_ALPHAS: Final = np.linspace(0, 2.2, 67)
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,17 @@ def _said(interval: Interval, unit: float) -> str:
     return f"{value} [{interval.low * unit:.2f}, {interval.high * unit:.2f}]"
 
 
+def show_prompts(rows: Sequence[PromptRow]) -> None:
+    """Print the table of prompts of several documents: hit ratios in %."""
+    names = "".join(f"{name.replace('_', ' '):>15}" for name in WAYS)
+    print(f"{'alpha':>6}{'documents':>11}{'GB':>6}{'room':>6}{names}{'gain':>8}")
+    for row in rows:
+        alpha = "" if row.alpha is None else f"{row.alpha:.1f}"
+        values = "".join(f"{100 * getattr(row, name).value:>15.2f}" for name in WAYS)
+        gain = "" if row.gain is None else f"{row.gain.value:.2f}"
+        print(f"{alpha:>6}{row.per_prompt:>11.3g}{row.gigabytes:>6g}{row.room:>6}{values}{gain:>8}")
+
+
 def plot(rows: Sequence[Row], study: Study, file: Path) -> None:
     """Write the plot: lines are computed (Che's approximation), marks are the store's hits.
 
@@ -238,14 +257,57 @@ def _marks(panel: Any, found: Sequence[tuple[float, Interval]], unit: float, col
     )
 
 
+_LINES: Final = {
+    "prefix": ("#999999", "equal prefixes"),
+    "prompt_cache": ("#CC79A7", "Prompt Cache"),
+    "per_position": ("#D55E00", "one copy per position"),
+    "position_free": ("#0072B2", "one copy per document"),
+}
+
+
+def plot_prompts(rows: Sequence[PromptRow], file: Path) -> None:
+    """Write the plot of prompts of several documents: hits by budget, a panel per exponent.
+
+    Raises:
+        InvalidInputError: If the file cannot be a plot.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    check_plot(file)
+    drawn = [row for row in rows if row.alpha is not None]
+    counts = sorted({row.per_prompt for row in drawn})
+    alphas = sorted({row.alpha for row in drawn if row.alpha is not None})
+    figure = figure_class()(figsize=(3.1 * len(alphas), 2.9 * len(counts)), layout="constrained")
+    panels = figure.subplots(len(counts), len(alphas), squeeze=False, sharey=True, sharex=True)
+    for line, count in zip(panels, counts, strict=True):
+        for panel, alpha in zip(line, alphas, strict=True):
+            _budgets(panel, [row for row in drawn if (row.alpha, row.per_prompt) == (alpha, count)])
+            panel.set_title(f"{count:g} documents a question, exponent {alpha:g}", fontsize=9)
+        line[0].set_ylabel("documents found, %", fontsize=9)
+    for panel in panels[-1]:
+        panel.set_xlabel("GB of keys and values", fontsize=9)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    save_plot(figure, file, "hit ratio of prompts")
+
+
+def _budgets(panel: Any, rows: Sequence[PromptRow]) -> None:
+    budgets = [row.gigabytes for row in rows]
+    for name, (colour, label) in _LINES.items():
+        found = [100 * getattr(row, name).value for row in rows]
+        panel.plot(budgets, found, color=colour, marker="o", markersize=4, label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    panel.set_ylim(0, 100)
+    plain_panel(panel)
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Compute, simulate, measure; print a table, write JSON and a plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", type=int, default=Study.streams)
-    parser.add_argument("--requests", type=int, default=Study.requests, help="of each stream")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/hit_ratio.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs/hit_ratio.svg")
-    arguments = parser.parse_args(given)
+    """Compute, simulate, measure; print tables, write JSON and plots."""
+    arguments = parse(given)
+    prompts = PromptStudy(
+        shape=arguments.shape, tokens=arguments.tokens, gigabytes=tuple(arguments.gigabytes)
+    )
+    if arguments.trace is not None:
+        return traced(prompts, arguments)
     study = Study(requests=arguments.requests, streams=arguments.streams)
     paper = exponent_for(PAPER_GAIN, 20, BUDGET)
     print(
@@ -255,18 +317,84 @@ def main(given: Sequence[str] | None = None) -> int:
         "the number of chunks does not matter"
     )
     started = time.perf_counter()
-    alphas = (0.0, 0.6, paper, 1.0, 1.2)
+    alphas = (0.0, 0.6, paper, 1.0, *PAPER_ALPHAS)
     rows = with_null([row for alpha in alphas for row in study.rows(alpha)])
     show(rows)
+    prompts = replace(
+        prompts,
+        streams=min(prompts.streams, study.streams),
+        requests=min(prompts.requests, study.requests),
+    )
+    prompt_rows = prompts.rows(PAPER_ALPHAS)
+    show_prompts(prompt_rows)
     print(f"{time.perf_counter() - started:.0f} s")
     report: dict[str, Any] = {
         **asdict(study),
         "paper": {"gain": PAPER_GAIN, "positions": 20, "budget": BUDGET, "alpha": paper},
         "rows": [asdict(row) for row in rows],
+        "prompts_of_several_documents": [_plain(row) for row in prompt_rows],
+        "prompts": {**prompts.to_dict(), "per_prompt": None, "gigabytes": None},
+        "traces": kept(arguments.json).get("traces", []),
     }
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(arguments.json, report)
     plot(rows, study, arguments.plot)
+    plot_prompts(prompt_rows, arguments.plot_prompts)
     return 0
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=Study.streams)
+    parser.add_argument("--requests", type=int, default=Study.requests, help="of each stream")
+    parser.add_argument(
+        "--trace", type=Path, help="CSV: a request a row, its document ids in order"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default=PromptStudy.shape)
+    parser.add_argument("--tokens", type=int, default=PromptStudy.tokens, help="of a document")
+    parser.add_argument(
+        "--gigabytes", type=float, nargs="+", default=PromptStudy.gigabytes, help="for documents"
+    )
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/hit_ratio.json")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs/hit_ratio.svg")
+    parser.add_argument("--plot-prompts", type=Path, default=ROOT / "docs/hit_ratio_prompts.svg")
+    parsed = parser.parse_args(given)
+    if min(parsed.streams, parsed.requests, parsed.tokens) < 1 or min(parsed.gigabytes) <= 0:
+        parser.error("--streams, --requests, --tokens and --gigabytes must be positive")
+    return parsed
+
+
+def traced(study: PromptStudy, arguments: argparse.Namespace) -> int:
+    """Look at a trace; its rows take the place of those of a file of its name."""
+    try:
+        rows = study.traced(arguments.trace)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    show_prompts(rows)
+    report = kept(arguments.json)
+    others = [row for row in report.get("traces", []) if row["trace"] != arguments.trace.name]
+    about = {"shape": study.shape, "tokens": study.tokens}
+    report["traces"] = [*others, *({**_plain(row), **about} for row in rows)]
+    write(arguments.json, report)
+    return 0
+
+
+def _plain(row: PromptRow) -> dict[str, Any]:
+    """Its values, without those that say nothing of it."""
+    empty = {"trace"} if row.alpha is not None else {"alpha"}
+    return {name: value for name, value in asdict(row).items() if name not in empty}
+
+
+def kept(file: Path) -> dict[str, Any]:
+    """What a results file holds."""
+    values: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return values
+
+
+def write(file: Path, report: dict[str, Any]) -> None:
+    """Replace a results file."""
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ document some get none and some get ten.  So the same number of questions is dra
 the documents, many times (each draws as many different documents as it retrieves), and the curve of
 these draws with their 95 % range is the null.  Skew is what is left of it.
 
-Writes a table, a plot, and `benchmarks/results/locality.json`.
+Writes a table, a plot, and `benchmarks/results/locality.json`.  With `--trace` it only writes which
+documents BM25 retrieves, a question a row, for `benchmarks.hit_ratio --trace`.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import sys
@@ -126,6 +128,12 @@ def _ranges(drawn: NDArray[np.float64]) -> list[Interval]:
     return [Interval(float(np.median(one)), *percentiles(one), len(one)) for one in columns]
 
 
+def write_trace(data: Data, top: int, file: Path) -> None:
+    """Write the numbers of the documents that BM25 retrieves, best first, a question a row."""
+    with file.open("w", encoding="utf-8", newline="") as rows:
+        csv.writer(rows).writerows(found.tolist() for found in RETRIEVERS["BM25"](data, top))
+
+
 def show(rows: Sequence[Row]) -> None:
     """Print the table: share of the documents for half of the retrievals, and the null's."""
     print(f"{'retrieval':<20}{'top':>4}{'right':>7}" + "".join(f"{f'{p} %':>30}" for p in SERVED))
@@ -145,6 +153,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--queries", type=Path, help="questions, JSON lines with question and gold")
     parser.add_argument("--tops", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--draws", type=int, default=DRAWS, help="of the uniform null")
+    parser.add_argument("--trace", type=Path, help="CSV of the documents that BM25 retrieves")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/locality.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/locality.svg")
     parsed = parser.parse_args(given)
@@ -171,6 +180,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if max(parsed.tops) > len(data.documents):
         print(f"--tops must not exceed the {len(data.documents)} documents", file=sys.stderr)
         return 2
+    if parsed.trace is not None:
+        write_trace(data, max(parsed.tops), parsed.trace)
+        return 0
     started = time.perf_counter()
     print(
         f"{len(data.documents)} documents, {len(data.questions)} questions; share of the documents "

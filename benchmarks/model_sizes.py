@@ -2,11 +2,11 @@
 
 python -m benchmarks.model_sizes
 
-Nothing is measured and no weights are needed: operations are `DecoderShape`'s, bytes are those of keys and
-values in 16 bits, and times are the least that the hardware allows: PCIe at the rate of its lanes
-(128b/130b coding, nothing else subtracted), an accelerator at its peak.  Real copies and real
-prefills take longer.  Contexts need not be multiples of a chunk's length: 743 tokens are a chunk of
-512 and one of 231.
+Nothing is measured and no weights are needed: operations are `DecoderShape`'s, bytes are those of
+keys and values in 16 bits, and times are the least that the hardware allows: PCIe at the rate of
+its lanes (128b/130b coding, nothing else subtracted), an accelerator at its peak.  Real copies and
+real prefills take longer.  Contexts need not be multiples of a chunk's length: 743 tokens are a
+chunk of 512 and one of 231.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from benchmarks.caching import (
     static_ratio,
     store_hits,
 )
+from benchmarks.prompt_caches import WAYS
 from kvcache_rag.evaluation.cost.popularity import lru_hits
 from kvcache_rag.scoring.statistics import mean_interval
 
@@ -118,11 +119,19 @@ def test_a_run_writes_rows_with_the_null_beside_them(
     plotted: list[int] = []
     monkeypatch.setattr("benchmarks.hit_ratio.plot", lambda rows, *_: plotted.append(len(rows)))
     file = tmp_path / "rows.json"
+    monkeypatch.setattr(
+        "benchmarks.hit_ratio.plot_prompts", lambda rows, _: plotted.append(len(rows))
+    )
     words = ["--streams", "2", "--requests", "200", "--json", str(file)]
     assert hit_ratio.main([*words, "--plot", str(tmp_path / "plot.svg")]) == 0
     report = json.loads(file.read_text())
     rows = report["rows"]
-    assert len(rows) == 5 * 2 * 5 == plotted[0]
+    assert len(rows) == 7 * 2 * 5 == plotted[0]
+    prompts = report["prompts_of_several_documents"]
+    assert len(prompts) == 3 * 2 * 3 == plotted[1]
+    assert {row["alpha"] for row in prompts} == {1.1, 1.5, 2.1}
+    for row in prompts:
+        assert row["position_free"]["value"] == max(row[way]["value"] for way in WAYS)
     assert report["paper"]["alpha"] == pytest.approx(0.8526, abs=1e-4)
     for row in rows:
         (null,) = [

@@ -199,44 +199,42 @@ class Prefiller:
 
     def _load_prefix(self) -> ChunkKV:
         if self._stored_prefix is None:
+            key = self._prefix_key
             try:
-                stored = self._read_prefix()
+                stored = self.store.get(key, self.model.measured.chunk_layout).chunk
             except ChunkNotFoundError:
-                with self.store.locked([self._prefix_key]):  # others want it too, at once
-                    stored = self._fill_prefix()
+                with self.store.locked([key]):  # others may miss it at the same moment
+                    stored = self._fill_prefix(key)
             # Every prompt begins with it: from pageable memory, each copy would stop the caller.
             self._stored_prefix = moved(stored, self.model.device)
         return self._stored_prefix
 
-    def _read_prefix(self) -> ChunkKV:
-        stored = self.store.get(self._prefix_key, self.model.measured.chunk_layout).chunk
-        if self._computed_prefix is None and self._stores_as_computed:
-            self._computed_prefix = stored
-        return stored
-
-    def _fill_prefix(self) -> ChunkKV:
-        """`fill_batch` of the prefix; its lock is held."""
+    def _fill_prefix(self, key: ChunkKey) -> ChunkKV:
+        """`fill_batch` of the prefix, whose lock is held."""
         with suppress(ChunkNotFoundError):
-            return self._read_prefix()
+            return self.store.get(key, self.model.measured.chunk_layout).chunk
         stored = self.stored_form(self._wide_prefix())
         weights = self.model.weights
         if weights.identity is self.weights and weights.are_unchanged():
-            self.store.put(self._prefix_key, stored)
-            self.stored.append((weights.turn, self._prefix_key))
+            self.store.put(key, stored)
+            self.stored.append((weights.turn, key))
         return stored
+
+    def _wide_prefix(self) -> ChunkKV:
+        # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
+        if self._computed_prefix is None:
+            if self._stored_prefix is not None and self._stores_as_computed:
+                self._computed_prefix = self._stored_prefix
+            else:
+                wide = self.model.widened(self.dtype)
+                self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]  # a batch of one
+        return self._computed_prefix
 
     @property
     def _stores_as_computed(self) -> bool:
         """Whether what the store gives back is, bit for bit, what the model computed."""
         is_same_dtype = self.dtype in (None, self.model.measured.dtype)
         return is_same_dtype and self.position == "local" and isinstance(self.store.codec, Native)
-
-    def _wide_prefix(self) -> ChunkKV:
-        # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
-        if self._computed_prefix is None:
-            wide = self.model.widened(self.dtype)
-            self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]  # a batch of one, at 0
-        return self._computed_prefix
 
     def forget_prefix(self) -> None:
         """Keep nothing of the prefix in memory; it is computed again when it is needed."""
