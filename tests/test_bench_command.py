@@ -151,6 +151,24 @@ def check_corpus(corpus: dict[str, Any]) -> None:
     assert use["hit_ratios"]["native"] == {"1": pytest.approx(1 / 3), "2e-05": 0.0}
 
 
+def test_the_packaged_reader_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    file = tmp_path / "bench.json"
+    words = ("--contexts", "128", "--chunk", "50", "--tokens", "2", "--rounds", "1")
+    assert cli.main(["bench", "tiny", *words, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert (found["complete"], found["model"]["dtype"]) == (True, "bfloat16")
+    short, asked = found["speed"]["contexts"]
+    assert (short["context"], short["chunks"], short["generated"]) == (64, 2, 1)
+    assert (asked["context"], asked["chunks"], asked["generated"]) == (128, 3, 2)
+    assert short["sides"]["full"]["decoding"] is None
+    for one in (short, asked):
+        assert one["context"] - 12 <= one["chunk_tokens"] <= one["context"]
+    assert "first tokens also at 64, to see from where on it pays" in capsys.readouterr().out
+
+
 def test_a_store_of_ones_own_keeps_what_it_had(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     engine = Engine(make_model(), make_tokenizer(), store=DiskStore(folder), template=TEMPLATE)

@@ -104,6 +104,7 @@ def test_an_lru_cache_by_hand() -> None:
     assert lru_hits(list("abcbaba"), 0, 5, sizes.__getitem__) == 3
     assert lru_hits(list("abcbaba"), 5, 5, sizes.__getitem__) == 2, "the first five only fill it"
     assert lru_hits(list("adada"), 0, 5, sizes.__getitem__) == 2, "what never fits evicts nothing"
+    assert lru_hits(list("aa"), 0, 3, sizes.__getitem__) == 1, "what fits exactly is kept"
 
 
 LAYOUT = ChunkLayout((GroupLayout((0,), (1, 2), (1, 2)),), torch.float32)

@@ -295,7 +295,7 @@ def _corpus(
     recurrence = None
     if questions:
         embed = embedding_by_name(arguments.embed)
-        found = nearest(pieces, questions, arguments.top_k, embed)
+        found = nearest(pieces, questions, arguments.top_k, embed, show_progress=True)
         recurrence = asdict(Recurrence.of(found, sizes, arguments.budgets))
     return {
         "chunks": len(pieces),

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.embedding import hash_vector
+from kvcache_rag.progress import progress_bar
 from kvcache_rag.scoring.statistics import Interval, percentiles
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ def nearest(
     questions: Sequence[str],
     top: int,
     embed: Callable[[str], list[float]] = hash_vector,
+    *,
+    show_progress: bool = False,
 ) -> list[NDArray[np.int64]]:
     """Per question the `top` texts of largest cosine, best first; of equal ones the earlier.
 
@@ -174,10 +177,17 @@ def nearest(
         questions: What is asked.
         top: How many; fewer where there are no more.
         embed: Gives vectors of length one.
+        show_progress: Whether to show a bar.
     """
-    vectors = np.array([embed(text) for text in texts])  # (texts, dimensions)
-    rows = (vectors @ np.array(embed(question)) for question in questions)
-    return [np.argsort(-row, kind="stable")[:top] for row in rows]
+    with progress_bar(len(texts) + len(questions), "embed", " texts", show=show_progress) as bar:
+
+        def vector(text: str) -> list[float]:
+            bar.update()
+            return embed(text)
+
+        vectors = np.array([vector(text) for text in texts])  # (texts, dimensions)
+        rows = (vectors @ np.array(vector(question)) for question in questions)
+        return [np.argsort(-row, kind="stable")[:top] for row in rows]
 
 
 # ---------------------------------------------------------------------- shares of the hottest
