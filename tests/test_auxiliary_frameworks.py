@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import chromadb
 import pytest
+import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 
@@ -45,12 +46,17 @@ def by_langchain(llm: ChatKVCache) -> Engine:
     return llm.engine
 
 
+# Or the auxiliary model, which is the same, would find its chunks in the store that both have.
+OTHER: Any = {"device_map": "cpu", "model_kwargs": {"dtype": torch.float32}}
+
+
 def llama_index(**options: Any) -> Engine:
-    return by_llama_index(KVCacheLLM(model_name="tiny", device_map="cpu", **options))
+    return by_llama_index(KVCacheLLM(model_name="tiny", **OTHER, **options))
 
 
 def langchain(**options: Any) -> Engine:
-    return by_langchain(ChatKVCache(model="tiny", device="cpu", **options))
+    kwargs = OTHER["model_kwargs"]
+    return by_langchain(ChatKVCache(model="tiny", device="cpu", model_kwargs=kwargs, **options))
 
 
 @pytest.mark.parametrize("ingest", [llama_index, langchain])
@@ -59,6 +65,9 @@ def test_ingestion_prefills_for_the_model_that_is_named(
 ) -> None:
     engine = ingest(auxiliary="tiny", kv_dir=tmp_path / "kv")
     assert repr(engine.auxiliary) == "Auxiliary.from_pretrained('tiny')"
+    assert isinstance(engine.auxiliary, Auxiliary)
+    assert engine.auxiliary.engine.store is engine.store
+    assert not {*engine.keys(TEXTS)} & {*engine.auxiliary.engine.keys(TEXTS)}
     assert held(engine) == [True] * len(TEXTS)
     engine.store.flush()
     again = ingest(auxiliary="tiny", kv_dir=tmp_path / "kv")
@@ -82,9 +91,12 @@ def test_ingestion_prefills_for_the_scorer_of_the_policy(ingest: Callable[..., E
 
 
 def test_an_app_answers_by_it() -> None:
-    llm = ChatKVCache(model="tiny", device="cpu", max_tokens=4, auxiliary="tiny", policy=POLICY)
+    kwargs: Any = {**OTHER["model_kwargs"]}
+    llm = ChatKVCache(
+        model="tiny", model_kwargs=kwargs, max_tokens=4, auxiliary="tiny", policy=POLICY
+    )
     documents = [Document(text) for text in TEXTS]
-    message = KVCacheRAG(llm).invoke({"input": QUESTION, "context": documents})
+    message = KVCacheRAG(llm).invoke({"question": QUESTION, "context": documents})
     found = message.response_metadata["kv_cache"]
     assert found["policy"] == repr(POLICY)
     assert found["recomputed_tokens"] > 0
@@ -99,6 +111,7 @@ def test_settings_hold_its_name() -> None:
     assert "auxiliary" not in ChatKVCache(model="tiny")._identifying_params
     assert KVCacheLLM(model_name="tiny", auxiliary="tiny").to_dict()["auxiliary"] == "tiny"
     engine = Engine.from_pretrained("tiny", device="cpu")
+    made: Any
     for made in (ChatKVCache, KVCacheLLM):
         with pytest.raises(InvalidInputError, match="with engine=, auxiliary belong"):
             made(engine=engine, auxiliary="tiny")

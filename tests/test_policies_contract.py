@@ -68,6 +68,7 @@ class TestCacheClip(PolicyContract):
     written = (
         "CacheClip()",
         "CacheClip(ratio=0.4, window=4, threshold=None)",
+        "CacheClip(ratio=0.3, ratio_of='recomputed')",
         "CacheClip(ratio=0)",
     )
     names: ClassVar = {
@@ -75,6 +76,7 @@ class TestCacheClip(PolicyContract):
         "cacheclip:0.3": "CacheClip(ratio=0.3)",
         "cacheclip:0.3,4": "CacheClip(ratio=0.3, threshold=4)",
         "cacheclip:0.3,mean": "CacheClip(ratio=0.3, threshold=None)",
+        "cacheclip:0.3,4,recomputed": "CacheClip(ratio=0.3, threshold=4, ratio_of='recomputed')",
     }
     wrong = ("CacheClip(ratio=-1)", "CacheClip(window=0)", "CacheClip(threshold=8)")
     at_ratio = staticmethod(lambda ratio: CacheClip(ratio=ratio, window=1, threshold=0))

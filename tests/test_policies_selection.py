@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcache_rag import CacheClip, InvalidInputError
-from kvcache_rag.policies.selection import candidates, grouped, top, top_windows
+from kvcache_rag.policies.selection import candidates, filled_windows, grouped, top, top_windows
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 shapes = st.builds(
@@ -133,6 +133,37 @@ def test_windows_by_mean_fill_the_budget(
     assert set(found.nonzero()[:, 0].tolist()) == expected
 
 
+@given(shapes, st.integers(1, 9), st.integers(0, 8), st.integers(0, 120), st.integers(0, 99))
+@settings(deadline=None)
+def test_windows_fill_a_budget_by_the_rule_of_the_paper(
+    prompt: StitchedPrompt, window: int, threshold: int, count: int, seed: int
+) -> None:
+    threshold = min(threshold, window - 1)
+    scores, allowed = (noise(prompt, seed) * 20).round(), candidates(prompt)  # many are equal
+    by_number = [
+        grouped(top(scores, number, allowed), prompt, window, threshold)
+        for number in range(int(allowed.sum()) + 1)
+    ]
+    expected = max(
+        (found for found in by_number if int(found.sum()) <= count),
+        key=lambda found: int(found.sum()),
+    )
+    found = filled_windows(scores, count, allowed, prompt, window, threshold)
+    assert torch.equal(found, expected)
+
+
+def test_a_ratio_of_the_recomputed_comes_out_as_asked() -> None:
+    prompt = StitchedPrompt.of(4, [400, 400, 400], 5)
+    scores = noise(prompt, 1)  # as scattered as can be
+    for ratio in (0.1, 0.2, 0.5):
+        asked = round(ratio * 800)
+        chosen = CacheClip(ratio=ratio).select(prompt, Scored(scores))
+        filled = CacheClip(ratio=ratio, ratio_of="recomputed").select(prompt, Scored(scores))
+        assert asked - 8 < int(filled.sum()) <= asked
+        assert int(chosen.sum()) < asked / 2
+        assert not (chosen & ~filled).any()
+
+
 @given(shapes)
 def test_prefix_and_first_chunk_are_exact_already(prompt: StitchedPrompt) -> None:
     allowed = candidates(prompt)
@@ -206,6 +237,7 @@ def test_scores_are_not_asked_for_where_they_change_nothing(ratio: float) -> Non
         ({"threshold": -1}, "threshold must be a whole number from 0"),
         ({"threshold": 8}, "not less than the 8 tokens"),
         ({"positions": "local"}, "positions must be"),
+        ({"ratio_of": "computed"}, "ratio_of must be"),
         ({"auxiliary": "tiny"}, "must have a method scores"),
     ],
 )

@@ -98,8 +98,54 @@ def top_windows(
     Returns:
         `(context_tokens,)` bool.
     """
-    # (windows,), in the order of their tokens
-    lengths = torch.tensor(
+    lengths = _windows(prompt, allowed, window)
+    owner = torch.repeat_interleave(lengths)  # (allowed tokens,), window of each
+    sums = torch.zeros(len(lengths), dtype=torch.double)  # (windows,)
+    sums.index_add_(0, owner, scores[allowed].double())
+    # (windows,), by mean; stable: of equal ones the first in the prompt
+    best = torch.sort(sums / lengths, descending=True, stable=True).indices
+    return _fitting(best, lengths, count, allowed)
+
+
+def filled_windows(
+    scores: Tensor,
+    count: int,
+    allowed: Tensor,
+    prompt: StitchedPrompt,
+    window: int,
+    threshold: int,
+) -> Tensor:
+    """`grouped` of as many best tokens as it takes, so that it gives `count` at most.
+
+    With one token more chosen, at most one window more has enough of them: the one whose
+    `threshold + 1`-th best it is (of a short window, as many as exceed the same part).
+
+    Args:
+        scores: `(context_tokens,)` of any float dtype.
+        count: How many tokens at most; the first window that does not fit ends the choice.
+        allowed: `(context_tokens,)` bool; whole chunks.
+        prompt: Where the chunks are; windows are counted from the start of each.
+        window: Tokens of a window.
+        threshold: As for `grouped`; less than `window`.
+
+    Returns:
+        `(context_tokens,)` bool.
+    """
+    lengths = _windows(prompt, allowed, window)
+    owner = torch.repeat_interleave(lengths)  # (allowed tokens,), window of each
+    order = torch.sort(scores[allowed].float(), descending=True, stable=True).indices
+    ranks = torch.empty_like(order)  # (allowed tokens,), 0 for the best
+    ranks[order] = torch.arange(len(order))
+    # (allowed tokens,), window after window, and in each the best first
+    inside = ranks[torch.argsort(owner * len(owner) + ranks)]
+    starts = lengths.cumsum(0) - lengths  # (windows,)
+    reached = inside[starts + lengths * threshold // window]  # (windows,)
+    return _fitting(torch.argsort(reached), lengths, count, allowed)
+
+
+def _windows(prompt: StitchedPrompt, allowed: Tensor, window: int) -> Tensor:
+    """`(windows,)` int64: tokens of each window of the chunks allowed, in their order."""
+    return torch.tensor(
         [
             min(window, chunk.stop - start)
             for chunk in prompt.chunks
@@ -108,14 +154,23 @@ def top_windows(
         ],
         dtype=torch.long,
     )
-    owner = torch.repeat_interleave(lengths)  # window of each allowed token
-    sums = torch.zeros(len(lengths), dtype=torch.double)  # (windows,)
-    sums.index_add_(0, owner, scores[allowed].double())
-    # (windows,), by mean; stable: of equal ones the first in the prompt
-    best = torch.sort(sums / lengths, descending=True, stable=True).indices
+
+
+def _fitting(best: Tensor, lengths: Tensor, count: int, allowed: Tensor) -> Tensor:
+    """The first windows of `best` that have `count` tokens together at most.
+
+    Args:
+        best: `(windows,)` int64, their numbers in the order in which they are taken.
+        lengths: `(windows,)` int64, tokens of each.
+        count: How many tokens at most.
+        allowed: `(context_tokens,)` bool, what the windows are of.
+
+    Returns:
+        `(context_tokens,)` bool.
+    """
     chosen = torch.zeros(len(lengths), dtype=torch.bool)
     # The running sum only grows, so behind the first that does not fit there is none that does.
     chosen[best[lengths[best].cumsum(0) <= count]] = True
     selected = torch.zeros_like(allowed)
-    selected[allowed] = chosen[owner]  # (allowed tokens,) on both sides
+    selected[allowed] = torch.repeat_interleave(chosen, lengths)  # (allowed tokens,) on both sides
     return selected
