@@ -196,7 +196,7 @@ def _one_pass(
         for number, context in enumerate(contexts)
     ]
     answers, waited = [], []
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     for number, context in enumerate(contexts):
         queue.begun = number
         prefetch = wanted[number]
@@ -206,6 +206,7 @@ def _one_pass(
         answers.append(answer.metrics)
         waited.append(time.perf_counter() - started)
         queue.seconds = waited[-1] / (number + 1)
+    busy = time.process_time() - busy
     hits: dict[str, int] = {}
     for metrics in answers:
         for tier, found in metrics.hits.items():
@@ -215,6 +216,7 @@ def _one_pass(
         "load": median(metrics.load for metrics in answers),
         "latency": fmean(waited),
         "throughput": count / waited[-1],
+        "cpu_seconds": busy / count,
         "hits": hits,
         "misses": sum(metrics.misses for metrics in answers),
         "computed_tokens": fmean(metrics.computed_tokens for metrics in answers),
