@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
     from kvcache_rag.prompt.renderer import PromptIds
 
-OWN_CODE = ["falcon", *BY_PLACE]  # attention that does not go through transformers' interface
+OWN_CODE = [
+    "falcon",
+    "gptj",
+    *BY_PLACE,
+]  # attention that does not go through transformers' interface
 WEIGHED = [name for name in FAMILIES if name not in OWN_CODE]
 REFERENCE = "two_sets_of_columns"
 
@@ -108,7 +112,7 @@ def reference_model(name: str) -> Any:
     AttentionInterface.register(REFERENCE, _reference_attention)
     AttentionMaskInterface.register(REFERENCE, sdpa_mask)
     # The kernel for groups of experts knows no float64.
-    has_experts = name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    has_experts = "experts" in FAMILIES[name][2]
     model = build(name, dtype=torch.float32 if has_experts else torch.float64)
     model.set_attn_implementation(REFERENCE)
     assert access.attention(model.config) == REFERENCE

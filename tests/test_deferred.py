@@ -48,6 +48,8 @@ NOT_DEFERRED = {
     "falcon alibi": "falcon: its attention does not go through transformers' attention interface",
     "bloom": "bloom: its attention does not go through transformers' attention interface",
     "mpt": "mpt: its attention does not go through transformers' attention interface",
+    "gptj": "gptj: its attention does not go through transformers' attention interface",
+    "deepseek_v2": "deepseek_v2: layer 0 keeps rotated columns in its V slot",
     "deepseek_v3": "deepseek_v3: layer 0 keeps rotated columns in its V slot",
 }
 DEFERRED = [name for name in FAMILIES if name not in NOT_DEFERRED]

@@ -215,7 +215,8 @@ def values(engine: Engine, sequence: MaskedSequence | Tensor, layer: int) -> Ten
         sequence_logits(engine, sequence, cache)
     found = layer_tensors(cache)[layer]
     assert found is not None
-    is_mla = engine.model.config.model_type == "deepseek_v3"  # its V slot is the rotary part
+    # Its V slot is the rotary part.
+    is_mla = engine.model.config.model_type in ("deepseek_v2", "deepseek_v3")
     return found[0 if is_mla else 1][0]
 
 

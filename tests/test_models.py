@@ -23,7 +23,10 @@ from kvcache_rag.models.hf import TransformersModel
 
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 CAPTURABLE = ("gpt2", "opt", "hunyuan")
-STATEFUL = ("mamba", "jamba", "qwen3_next", "falcon_h1")
+STATEFUL = (
+    *("mamba", "jamba", "qwen3_next", "qwen3_5", "falcon_h1", "granitemoehybrid"),
+    *("minimax", "lfm2"),
+)
 
 
 def make_engine(name: str) -> Engine:
@@ -101,7 +104,7 @@ def test_keys_that_cannot_move_are_refused_only_when_they_would_have_to(name: st
     assert engine.generate("Who?", texts[:1], max_new_tokens=4).metrics.reused_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["llama dynamic", "llama longrope"])
+@pytest.mark.parametrize("name", ["llama dynamic", "llama longrope", "llama4"])
 def test_prompts_beyond_the_regime_of_the_frequencies_are_refused(name: str) -> None:
     engine = make_engine(name)
     layout = access.adapter(engine).layout

@@ -36,6 +36,16 @@ _LONGROPE = {
     "long_factor": [1.0 + 0.9 * i for i in range(8)],
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# What families do at random while they learn is left out.
+_SURE = {"attention_dropout": 0.0, "residual_dropout": 0.0, "router_jitter_noise": 0.0}
+_GROUPED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _MLA = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -43,12 +53,8 @@ _MLA = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    **_GROUPED,
 }
 
 # name -> (model type, changes to BASE, what is special)
@@ -85,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "mistral window": ("mistral", {"sliding_window": WINDOW}, "half-split, sliding window"),
     "mixtral": (
         "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**_LOCAL, "sliding_window": None},
         "half-split, experts",
     ),
     "qwen2": ("qwen2", {}, "half-split"),
@@ -150,6 +156,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "granite": ("granite", {"attention_multiplier": 0.25}, "half-split"),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}, "half-split on part of the columns"),
+    "gpt_neox narrow": (
+        "gpt_neox",
+        {"rotary_pct": 0.25, "num_attention_heads": 8},
+        "one pair of columns: half-split and interleaved are the same",
+    ),
     "falcon": (
         "falcon",
         {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
@@ -167,14 +178,95 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "no positions in keys: ALiBi by place",
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "half-split"),
-    "deepseek_v3": ("deepseek_v3", _MLA, "MLA: the rotary part lies in the V slot"),
+    "deepseek_v3": ("deepseek_v3", _MLA, "MLA: the rotary part lies in the V slot, experts"),
+    "gemma": ("gemma", {"head_dim": 16}, "half-split"),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": WINDOW,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 6,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        },
+        "half-split, two bases and widths, layers that share a cache",
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 1, 0],
+            "attention_chunk_size": 1024,
+        },
+        "interleaved, every fourth layer without positions, up to a stretch of attention, experts",
+    ),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": WINDOW, "sliding_window_pattern": 4},
+        "half-split with a window, every fourth layer without positions",
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {"head_dim": 16, "moe_intermediate_size": 32, **_GROUPED},
+        "half-split on part of the columns, experts",
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}, "interleaved"),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+        "interleaved, experts",
+    ),
+    "phimoe": (
+        "phimoe",
+        {**_LOCAL, **_SURE, "sliding_window": None},
+        "half-split, experts",
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**_LOCAL, "attention_multiplier": 0.25},
+        "half-split, experts",
+    ),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": WINDOW},
+        "half-split, norm before the rotation, sliding window",
+    ),
+    "olmoe": ("olmoe", _MOE, "half-split, norm before the rotation, experts"),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, **_MOE},
+        "half-split, experts",
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"head_dim": 16, "rotary_dim": 8, **_LOCAL},
+        "half-split on part of the columns, norm before the rotation, experts",
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16, **_SURE}, "half-split"),
+    "apertus": ("apertus", {}, "half-split, norm before the rotation"),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**_MLA, "topk_method": "greedy"},
+        "MLA: the rotary part lies in the V slot, interleaved, experts",
+    ),
+    "gptj": (
+        "gptj",
+        {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 2048, "rotary_dim": 8},
+        "interleaved on part of the columns, frequencies from the config",
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
             "head_dim": 16,
             "sliding_window": WINDOW,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **_LOCAL,
             **_rope(
                 "yarn",
                 factor=4.0,
@@ -184,7 +276,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
                 truncate=False,
             ),
         },
-        "half-split, sliding window, sinks, YaRN",
+        "half-split, sliding window, sinks, YaRN, experts",
     ),
 }
 
@@ -223,6 +315,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
         "recurrent state",
     ),
+    "qwen3_5": ("qwen3_5_text", {"head_dim": 16}, "recurrent state"),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 8,
+            "shared_intermediate_size": 32,
+            **_LOCAL,
+        },
+        "recurrent state",
+    ),
+    "minimax": (
+        "minimax",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "block_size": 16,
+            **_LOCAL,
+        },
+        "recurrent state",
+    ),
+    "minimax full": (
+        "minimax",
+        {"head_dim": 16, "layer_types": ["full_attention"] * 4, "block_size": 16, **_LOCAL},
+        "takes no cache but its own",
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "recurrent state"),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "fit no rotation"),
 }
 

@@ -110,7 +110,9 @@ class Engine:
             prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` stores
                 keys and values of a bfloat16 model more than twice as close to exact, at the same
                 size.
-            context_window: Lower it to keep prompts short; None for the model's own.
+            context_window: Lower it to keep prompts short; None for the model's own. More than the
+                original length of a model with longrope gives it the frequencies of long prompts at
+                every length (docs/models.md).
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
                 and values.
             cost_aware: Prefill a cached chunk again where measured rates say that this is sooner
@@ -129,7 +131,9 @@ class Engine:
         check_settings(Engine.__init__, self._options)
         check_name("namespace", namespace)
         checked_mode(rotation)
-        self._adapter = TransformersModel(model, packed_attention=packed_attention)
+        self._adapter = TransformersModel(
+            model, packed_attention=packed_attention, window=context_window
+        )
         self.model, self.tokenizer = model, tokenizer
         self.store = store if store is not None else MemoryStore()
         self.combinations = (
@@ -153,7 +157,12 @@ class Engine:
         loader = self._loader(self.store, prefill_dtype, joint)
         self._prefiller = loader.prefiller if loader else None
         self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
-        self._planner = Planner(self._renderer, self._prefiller, self.context_window)
+        self._planner = Planner(
+            self._renderer,
+            self._prefiller,
+            self.context_window,
+            self._adapter.why_no_longer(self.context_window),
+        )
         # What the chunks are addressed by; a model without a prefiller has none.
         self._weights = None if loader is None else self._adapter.weights.identity
         self._gate: BoundGate | None = None

@@ -116,8 +116,10 @@ def _describe_layout(layout: ModelLayout) -> Iterator[str]:
         f", {shared} of them read another layer's cache" if shared else ""
     )
     yield f"cache           {layout.chunk_layout.nbytes(1)} bytes per token"
-    limit = layout.limit
-    yield f"frequencies     {'fixed' if limit is None else f'fixed up to {limit} tokens'}"
+    if layout.limit is not None:
+        yield f"length          {layout.limit} tokens: {layout.beyond}"
+    fixed = [own.limit for own in layout.frequencies if own.limit is not None]
+    yield f"frequencies     {f'fixed up to {min(fixed)} tokens' if fixed else 'fixed'}"
     for index, frequencies in enumerate(layout.frequencies):
         values = frequencies.at_rest()
         ends = f"{float(values.max()):.4g} to {float(values.min()):.4g} radians per position"

@@ -103,11 +103,13 @@ class Planner:
         renderer: Writes and tokenises prompts.
         prefiller: Knows prefix, spec and store; None for a model that keeps no keys and values.
         window: Context window in tokens.
+        beyond: Why it is no longer, half a sentence; "" if that is the model's whole length.
     """
 
     renderer: PromptRenderer
     prefiller: Prefiller | None
     window: int
+    beyond: str = ""
 
     def request(
         self,
@@ -180,13 +182,18 @@ class Planner:
             # A later question carries an answer of up to `max_new_tokens` besides its own.
             again = self.renderer.query_ids(question, turns, "", arguments)
             later_room = room - len(again) - max_new_tokens
-        rounds = split_rounds(
-            sizes,
-            room=room - len(query),
-            later_room=later_room,
-            overflow=overflow,
-            scores=scores,
-        )
+        try:
+            rounds = split_rounds(
+                sizes,
+                room=room - len(query),
+                later_room=later_room,
+                overflow=overflow,
+                scores=scores,
+            )
+        except ContextTooLongError as error:
+            if not self.beyond:
+                raise
+            raise ContextTooLongError(f"{error}; {self.beyond}") from None
         return Request(
             question=question,
             query=query,

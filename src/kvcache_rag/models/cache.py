@@ -95,7 +95,9 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
                 "into chunks"
             )
         # Exactly these classes: one derived from them may keep something else.
-        if type(layer) is DynamicSlidingWindowLayer and layer_type != "chunked_attention":
+        if type(layer) is DynamicSlidingWindowLayer and layer_type == "chunked_attention":
+            kinds.append(LayerKind(limit=int(layer.sliding_window)))
+        elif type(layer) is DynamicSlidingWindowLayer:
             kinds.append(LayerKind(window=int(layer.sliding_window)))
         elif type(layer) is DynamicLayer:
             kinds.append(LayerKind())

@@ -113,6 +113,8 @@ def decodes(
         # A model that generates or prepares its inputs in a way of its own does so.
         and all(getattr(kind, name, None) is getattr(GenerationMixin, name) for name in _STOCK)
         and not any(name in vars(model.model) for name in _STOCK)
+        # Some models make a cache of a class of their own.
+        and getattr(kind, "_supports_default_dynamic_cache", lambda: True)()
         and all(
             name in _HEEDED or not value or value in _INERT.get(name, ())
             for name, value in vars(config).items()

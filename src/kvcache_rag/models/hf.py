@@ -30,6 +30,7 @@ from kvcache_rag.models.cache import (
 from kvcache_rag.models.drafts import ROW_COST
 from kvcache_rag.models.linears import unpack_weights
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
+from kvcache_rag.models.regimes import settle_frequencies
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
 
 if TYPE_CHECKING:
@@ -55,20 +56,25 @@ class TransformersModel:
         takes_positions: Whether its forward pass can be told positions.
     """
 
-    def __init__(self, model: Any, *, packed_attention: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, packed_attention: bool = True, window: int | None = None
+    ) -> None:
         """Measure the model with a few forward passes of 12 tokens (and one of 73 with ALiBi).
 
         Args:
             model: A loaded transformers causal language model on one device.
             packed_attention: Whether "sdpa" is replaced by the packed function (see
                 `models.attention`).
+            window: Longest prompt plus answer that is wanted; None for the model's own.
 
         Raises:
             UnsupportedModelError: If the model is spread over several devices.
-            InvalidInputError: If it is a PEFT model of learned prompts.
+            InvalidInputError: If it is a PEFT model of learned prompts, or its frequencies cannot
+                be those of so long prompts any more.
         """
         model = unwrapped(model)
         _refuse_spread(model)
+        settle_frequencies(model, window)
         self.model = model.eval()
         if packed_attention:
             use_packed_attention(model)
@@ -92,7 +98,12 @@ class TransformersModel:
         def capture(ids: Tensor, start: int) -> list[LayerCache]:
             cache = growing_cache(kinds)
             positions = torch.arange(start, start + ids.shape[1])  # (tokens,)
-            self.forward(ids, cache, positions, keep=1)
+            try:
+                self.forward(ids, cache, positions, keep=1)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise UnsupportedModelError(
+                    f"{self.config.model_type}: layer 0 takes no cache but its own ({error})"
+                ) from error
             return layer_tensors(cache)
 
         def behind(ids: Tensor, others: int) -> list[LayerCache]:
@@ -108,8 +119,7 @@ class TransformersModel:
             ]
 
         frequencies = frequency_sets(self.model, self.config)
-        limits = [frequency.limit for frequency in frequencies if frequency.limit is not None]
-        limits += [10**9, *self._windows]
+        limits = [own.limit for own in frequencies] + [kind.limit for kind in kinds]
         subject = ProbeSubject(
             name=str(self.config.model_type),
             capture=capture,
@@ -118,7 +128,7 @@ class TransformersModel:
             frequencies=frequencies,
             dtype=self.dtype,
             vocabulary=int(self.config.vocab_size),
-            limit=min(limits),
+            limit=min([10**9, *self._windows, *(limit for limit in limits if limit)]),
             takes_positions=self.takes_positions,
         )
         return measure_layout(subject)
@@ -128,6 +138,11 @@ class TransformersModel:
         """Context windows that the config names."""
         names = ("max_position_embeddings", "n_positions", "max_seq_len")
         return [int(value) for name in names if (value := getattr(self.config, name, None))]
+
+    def why_no_longer(self, window: int) -> str:
+        """Why a context window is no longer, half a sentence; "" if it is the config's."""
+        is_limit = self.layout is not None and window == self.layout.limit
+        return self.layout.beyond if self.layout is not None and is_limit else ""
 
     def window(self, wanted: int | None) -> int:
         """Longest prompt plus answer in tokens: the model's, its frequencies', or less if wanted.

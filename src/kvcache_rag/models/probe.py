@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_rag.kv.chunk import GroupLayout
-from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, angle_table, rotate_
+from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, RotationStyle, angle_table, rotate_
+from kvcache_rag.models.regimes import is_long, original_length
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 PROBE_TOKENS = 12
@@ -241,10 +242,12 @@ def _candidates(width: int, frequencies: tuple[FrequencySet, ...]) -> Iterator[R
         dim = 2 * frequency.at_rest().numel()
         if dim > width:
             continue
+        # Two columns are one pair, whichever way pairs are made.
+        styles: tuple[RotationStyle, ...] = ("half", "interleaved") if dim > 2 else ("half",)
         for start in sorted({0, width - dim}):  # the rotary columns stand first or (MLA) last
             for reverse in (False, True):
-                yield Rotation("half", start, dim, index, reverse)
-                yield Rotation("interleaved", start, dim, index, reverse)
+                for style in styles:
+                    yield Rotation(style, start, dim, index, reverse)
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
@@ -337,19 +340,26 @@ def _of_module(
         frequencies: Tensor = getattr(module, attribute)
         return frequencies.detach().float().clone()
 
-    return FrequencySet(name, read, _limit(module, kind, layer_type))
+    limit, beyond = _limit(module, kind, layer_type)
+    return FrequencySet(name, read, limit, beyond)
 
 
-def _limit(module: nn.Module, kind: str, layer_type: str | None) -> int | None:
-    config: Any = getattr(module, "config", None)
-    if kind == "longrope":
-        parameters = config.rope_parameters
-        parameters = parameters.get(layer_type, parameters) if layer_type else parameters
-        limit = parameters.get("original_max_position_embeddings")
-        return int(limit or config.original_max_position_embeddings)
+def _limit(module: nn.Module, kind: str, layer_type: str | None) -> tuple[int | None, str]:
+    """Longest prompt with the frequencies of short ones, and what comes behind it."""
+    if kind == "longrope" and not is_long(module, layer_type):
+        limit = original_length(module, layer_type)
+        return limit, (
+            f"beyond {limit} tokens longrope has other frequencies; give the engine a larger "
+            "context_window to have these at every length"
+        )
     if "dynamic" in kind:
-        return int(getattr(module, "original_max_seq_len", config.max_position_embeddings))
-    return None
+        config: Any = getattr(module, "config", None)
+        limit = int(getattr(module, "original_max_seq_len", config.max_position_embeddings))
+        return limit, (
+            f"beyond {limit} tokens frequencies change with every token (dynamic NTK), and no "
+            "cached key with them"
+        )
+    return None, ""
 
 
 def _of_config(config: Any) -> FrequencySet:

@@ -29,10 +29,18 @@ class LayerKind:
     Attributes:
         window: Sliding window in tokens, None for a layer that sees everything.
         shared: Whether the layer reads another layer's keys and stores none.
+        limit: Longest prompt in which it is such a layer, because it attends in stretches of so
+            many tokens that do not see each other (llama 4); None without a limit.
     """
 
     window: int | None = None
     shared: bool = False
+    limit: int | None = None
+
+    @property
+    def beyond(self) -> str:
+        """What comes behind the limit, half a sentence."""
+        return f"beyond {self.limit} tokens layers attend in stretches that do not see each other"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +53,13 @@ class FrequencySet:
             uses when its highest position is one less than the argument.
         limit: Longest prompt for which these are the frequencies (dynamic NTK, longrope); None
             without a limit.
+        beyond: What comes behind the limit, half a sentence.
     """
 
     name: str
     read: Callable[[int], Tensor]
     limit: int | None = None
+    beyond: str = ""
 
     def at_rest(self) -> Tensor:
         """The frequencies for short prompts; read once, as that may be a call of a module."""
@@ -107,9 +117,18 @@ class ModelLayout:
 
     @property
     def limit(self) -> int | None:
-        """Longest prompt in tokens for which the frequencies hold, or None."""
-        limits = [frequency.limit for frequency in self.frequencies if frequency.limit is not None]
-        return min(limits) if limits else None
+        """Longest prompt in tokens for which frequencies and layers are what they are, or None."""
+        return min(self._limits, default=(None, ""))[0]
+
+    @property
+    def beyond(self) -> str:
+        """What comes behind the limit, half a sentence; "" without one."""
+        return min(self._limits, default=(None, ""))[1]
+
+    @property
+    def _limits(self) -> list[tuple[int, str]]:
+        parts: tuple[FrequencySet | LayerKind, ...] = (*self.frequencies, *self.kinds)
+        return [(part.limit, part.beyond) for part in parts if part.limit is not None]
 
     def unrotated_slot(self, layer: int) -> int:
         """The slot of a layer that no rotation touches: 1, V; or 0, K, where V is rotated (MLA)."""

@@ -81,6 +81,11 @@ def packed_attention(
         `(rows, queries, heads, width)` and None, as transformers expects.
     """
     queries = query.shape[2]
+    if attention_mask is None and 1 < queries < key.shape[2]:
+        # The model left out queries whose logits nobody wants; what is left is no square.
+        attention_mask = torch.ones(
+            1, 1, queries, key.shape[2], dtype=torch.bool, device=query.device
+        ).tril(key.shape[2] - queries)
     repeats = query.shape[1] // key.shape[1]  # query heads per KV head
     # Causal from nothing: sdpa has a kernel for it.
     empty_cache = attention_mask is None and queries > 1
