@@ -69,7 +69,8 @@ Containment in %, and below it the points against full prefill. {counts}
 _SOME: Final = """
 ## More ways, on two sets
 
-{ape}CacheClip's auxiliary model is SmolLM2 itself, for want of a smaller one. KL is the median.
+{ape}CacheClip's auxiliary model is SmolLM2 itself, for want of a smaller one; its windows were
+those of 5 of 8, with 20 % of all chunks ([experiments.md](experiments.md)). KL is the median.
 
 """
 _PLACES: Final = """
