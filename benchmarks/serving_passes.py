@@ -10,10 +10,10 @@ a request without a cache into queue, model and network by the rate of arrivals.
 Servers, documents and arms are those of `benchmarks.serving`, but the servers of all arms are
 started at once, on empty caches, and arms take turns pass by pass, so that a machine that gets
 slower gets slower for all of them.  One list of questions is asked `PASSES` times: the first pass
-is cold, the others find what the ones before left in the caches.  Two CPU cores
-answer a few requests per second, so the rate is not 40 but a multiple of the baseline's measured
-capacity at which every arm has a queue (`PASS_RATE`).  Then the same questions come at `RATES` on
-the same servers, and so over warm caches; the last pass is the highest of these rates.
+is cold, the others find what the ones before left in the caches.  Two CPU cores answer
+a few requests per second, so the rate is not 40 but a multiple of the baseline's measured capacity
+(`PASS_RATE`), at which its queue is long.  Then the same questions come at `RATES` on the same
+servers, and so over warm caches; the last pass is the highest of these rates.
 
 A request's latency is divided by what its server says: the queue, loading chunks, and the rest of
 the engine's work; what is left, the network, is HTTP on loopback, rendering and tokenising.  Those

@@ -20,12 +20,12 @@ The paper asks one list of questions several times at {papers_rate} requests per
 {requests} questions of the Zipf stream are asked {passes} times, from empty caches on; arms take \
 turns, pass by pass. {papers_rate} requests per second are {beyond:.0f} times what these two cores \
 answered without a cache ({capacity:.2f} per second, measured right before), so they come at \
-{factor} times that capacity, {rate:.2f} per second, at which every arm has a queue. The caches \
-hold half of all documents' bytes; all else is as above ({machine}; {date}, commit {commit}; \
-`python -m benchmarks.serving_passes`). **Other work ran on the machine**: {load_low:.1f} to \
-{load_high:.1f} processes wanted its two cores (the benchmark's own among them), and a full prefill \
-with its answer took between {full_low:.2f} and {full_high:.2f} s before the passes. Few requests, \
-one run: read the order of magnitude.
+{factor} times that capacity, {rate:.2f} per second, at which that arm's queue is long. All else \
+is as above ({machine}; {date}, commit {commit}; `python -m benchmarks.serving_passes`).
+**Other work ran on the machine**: {load_low:.1f} to {load_high:.1f} processes wanted its two \
+cores (the benchmark's own among them), and a full prefill with its answer took between \
+{full_low:.2f} and {full_high:.2f} s before the passes. Few requests, one run: read the order of \
+magnitude. An arm whose chunks are all cached answers as many as arrive, and could answer more.
 
 """
 _PARTS: Final = """\
@@ -35,9 +35,10 @@ _PARTS: Final = """\
 
 The paper divides the latency of requests without a cache into queue, model and network, by the \
 rate of arrivals. Here the same for every arm: the queue is what client and server say that a \
-request waited, loading and the rest of the model's work are what the engine says (of a batch, the \
-batch's), and what is left is the network: HTTP on loopback, rendering, tokenising. Same questions, \
-servers and day as the passes above, whose caches are still there ({factor}x is the last pass).
+request waited, loading and the rest of the model's work are what the engine says (of a batch, \
+the batch's), and what is left is the network: HTTP on loopback, rendering, tokenising. Same \
+questions, servers and day as the passes above, whose caches are still there ({factor}x is the \
+last pass).
 
 """
 

@@ -40,9 +40,28 @@ def test_743_tokens_of_qwen2_7b_by_hand() -> None:
     assert 1e3 * found.prefill_seconds == pytest.approx(37.409, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("batch", "full", "cached"),
+    [
+        (1, 136.36, 2.09),
+        (2, 272.72, 4.19),
+        (4, 545.46, 8.39),
+        (6, 818.20, 12.58),
+        (8, 1090.93, 16.78),
+    ],
+)
+def test_turborags_own_tflops(batch: int, full: float, cached: float) -> None:
+    """Its table of batches: Qwen2-7B, 8192 + 128 tokens; it cuts digits off instead of rounding."""
+    found = cost("qwen2-7b", 8192, batch).flops
+    assert found.full / 1e12 == pytest.approx(full, abs=0.016)
+    assert found.cached / 1e12 == pytest.approx(cached, abs=0.01)
+
+
 def test_the_attention_of_a_token_is_four_operations_per_head_width_and_key() -> None:
     """Appendix G prints two; torch's own counter is compared with in test_benchmarks."""
     decoder = DecoderShape.of(config_of("qwen2-7b"))
+    printed = decoder.prompt(8192, 128).full - 28 * 8320 * 2 * 28 * 128 * 8320
+    assert printed / 1e12 == pytest.approx(122.47, abs=0.01), "not the paper's 136.36"
     more = decoder.forward(1, 1001) - decoder.forward(1, 1000)
     assert more == SHAPES["qwen2-7b"]["num_hidden_layers"] * 4 * 28 * 128
 

@@ -403,7 +403,7 @@ def test_passes_and_parts_have_their_own_sections(tmp_path: Path) -> None:
     text = file.read_text()
     passes = text.partition("## By pass over the same questions")[2].partition("## What")[0]
     assert "40 requests per second are 16 times what" in passes
-    assert "12.0 per second, at which every arm has a queue" in passes
+    assert "4.8 times that capacity, 12.00 per second, at which" in passes
     assert "2.1 to 6.3 processes" in passes
     cells = "| 48 of 48 | 3.50 | 2.50 | 5.00 | 3.00 | 50 % | 2.0 | +75 % | -38 % |"
     assert f"| shared | 3 {cells}" in passes

@@ -198,7 +198,9 @@ def test_rows_of_another_set_or_form_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"another schema .*rows of hotpotqa, not of 2wik"):
         task_by_name("2wikimqa", data=data).questions()
     folder(data, "hotpotqa.jsonl", row("hotpotqa"))
-    with pytest.raises(InvalidInputError, match="line 1: the row needs a text as"):
+    with pytest.raises(
+        InvalidInputError, match=r"LongBench's file; ask for the task longbench_hotpotqa"
+    ):
         task_by_name("hotpotqa", data=data).questions()
     folder(data, "qasper.jsonl", {"input": "?"})
     with pytest.raises(InvalidInputError, match=r"qasper\.jsonl has another schema"):

@@ -396,7 +396,12 @@ def set_task(name: str, data: Path | None) -> Task:
         _check(path)
 
     def read() -> list[Question]:
-        return load_hub(name) if path is None else read_questions(path, data_set.language)
+        if path is None:
+            return load_hub(name)
+        other = f"{longbench.PREFIX}{name}"
+        if other in LONGBENCH and _is_longbench(path):
+            raise InvalidInputError(f"{path} is LongBench's file; ask for the task {other}")
+        return read_questions(path, data_set.language)
 
     return Task(
         name,
@@ -437,7 +442,7 @@ def longbench_task(name: str, data: Path | None, split: Callable[[str], list[str
     def read() -> list[Question]:
         if path is None:
             found = load_hub(name)
-        elif path.stem == name and not _has_context(path):
+        elif path.stem == name and not _is_longbench(path):
             found = [
                 replace(row, question=one.ask(row.question), closed_question=row.question)
                 for row in read_questions(path, one.language)
@@ -468,9 +473,9 @@ def _longbench_file(name: str, data: Path) -> Path:
     return published
 
 
-def _has_context(path: Path) -> bool:
+def _is_longbench(path: Path) -> bool:
     """Whether the first row of a file is in LongBench's form, whose documents are one text."""
-    return any("context" in row for row in islice(read_json_lines(path), 1))
+    return any({"input", "context"} <= row.keys() for row in islice(read_json_lines(path), 1))
 
 
 def rgb_task(name: str, data: Path | None) -> Task:
