@@ -24,13 +24,14 @@ from benchmarks.serving_results import (
     rates,
     runs_of,
 )
+from benchmarks.shared_cache_page import shared_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "serving-benchmarks.md"
-NAMES: Final = ("serving", "serving-spare", "locality")
+NAMES: Final = ("serving", "serving-spare", "locality", "shared_cache")
 DRIFT: Final = 0.1  # of the machine's speed, from which a comparison of arms is marked
 _HEAD: Final = """# Serving benchmarks
 
@@ -93,6 +94,7 @@ def page(
     report: Mapping[str, Any] | None,
     locality: Mapping[str, Any] | None,
     spare: Mapping[str, Any] | None = None,
+    one_engine: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole page, as far as there are measurements."""
     parts = [_HEAD]
@@ -111,6 +113,8 @@ def page(
         parts.append(_SPARE.format_map(facts) + f"{_arms(spare)}\n\n{table(spare)}\n\n")
     if locality is not None:
         parts.append(section(locality))
+    if one_engine is not None:
+        parts.append(shared_cache(one_engine))
     return "".join(parts).rstrip() + "\n"
 
 
@@ -277,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(found["serving"], folder)
     if "locality" in found:
         plot(found["locality"], folder / "locality.svg")
-    text = page(found.get("serving"), found.get("locality"), found.get("serving-spare"))
+    text = page(
+        *(found.get(name) for name in ("serving", "locality", "serving-spare", "shared_cache"))
+    )
     parsed.page.write_text(text, encoding="utf-8")
     return 0
 
