@@ -333,7 +333,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "paper": {"gain": PAPER_GAIN, "positions": 20, "budget": BUDGET, "alpha": paper},
         "rows": [asdict(row) for row in rows],
         "prompts_of_several_documents": [_plain(row) for row in prompt_rows],
-        "prompts": {**prompts.to_dict(), "per_prompt": None, "gigabytes": None},
+        "prompts": prompts.facts(),
         "traces": kept(arguments.json).get("traces", []),
     }
     write(arguments.json, report)

@@ -203,8 +203,15 @@ def drawn_row(alpha: float, per_prompt: int, room: Room, streams: Sequence[Promp
     found = [ratios(prompts, room.documents) for prompts in streams]
     values = {name: [one[name] for one in found] for name in WAYS}
     gain = paired_ratio(values[FREE], values[PER_POSITION]) if any(values[PER_POSITION]) else None
-    means = {name: mean_interval(each) for name, each in values.items()}
+    means = {name: _mean(each) for name, each in values.items()}
     return PromptRow("", alpha, per_prompt, room.gigabytes, room.documents, gain=gain, **means)
+
+
+def _mean(each: Sequence[float]) -> Interval:
+    """The mean over streams; where all agree there is no telling how far others would be."""
+    if min(each) == max(each):
+        return Interval(each[0], each[0], each[0], len(each))
+    return mean_interval(each)
 
 
 def trace_row(name: str, prompts: Prompts, room: Room) -> PromptRow:
@@ -264,6 +271,6 @@ class PromptStudy:
         prompts = read_trace(file)
         return [trace_row(file.name, prompts, room) for room in self.rooms()]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+    def facts(self) -> dict[str, Any]:
+        """What is the same in every row."""
+        return {key: value for key, value in asdict(self).items() if not isinstance(value, tuple)}

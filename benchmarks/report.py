@@ -99,6 +99,35 @@ files in the page cache, read anew from the medium, and at 100 MB/s. "int8" atte
 files hold, "int8 copied" decodes it into the prompt's buffer, where keys are rotated. Loading is
 the first token less the floor: the question's own forward pass over a native context that is there.
 Memory is the peak of one question above what the process held before it."""
+_HITS: Final = """\
+`python -m benchmarks.hit_ratio`. **Rows**: requests of one chunk by Zipf's law at positions all
+equally likely, with one copy per chunk and with one per chunk and position, beside the gain where
+all chunks are equally popular (`null`). **Prompts of several documents**: different documents by
+Zipf's law, in an order of chance, with the exponents of LazyAttention's experiments; a budget is
+bytes of keys and values of a model's shape, the least recently used copy goes first, and the share
+of documents found is counted. `prefix` finds equal prefixes only. `prompt cache` binds a document
+to the place at which it was computed, as modules of a schema are (computed for one prompt alone
+where it is wanted elsewhere); a schema that has every document at every place is `per position`.
+`position free` is one copy per document, which is what this project keeps; `gain` is by `per
+position`. A place is the number of a document in its prompt: all have one length. **Traces**:
+recorded requests (`--trace FILE`: CSV, a request a row, its document ids in order);
+`squad_bm25_top5.csv` is what BM25 retrieves for SQuAD's questions (`python -m benchmarks.locality
+--tops 5 --trace FILE`), those about one paragraph one behind another, as in the file."""
+_SIDES: Final = """\
+`python -m benchmarks.rotated_side`: one question over eight chunks of 512 tokens, each moved by
+another distance, bfloat16, milliseconds of the processor per layer. "keys" rotates keys as the
+kernel reads them (what the engine does for one question), "query" the query for every chunk, with a
+call for each and a merge (what it does for batches), "standing" is "keys" with nothing to rotate:
+the least that a kernel could take that rotates the query inside. `off` is the largest difference
+from plain attention over rotated copies, of the largest output. What was decided by it:
+[experiments](experiments.md)."""
+_HOT: Final = """\
+`python -m benchmarks.hot_documents`: a question asks for five documents in an order of chance; one
+prompt of three of them came before, and nobody asked for the others. `found` is of all 120 orders,
+`found here` of the questions that were timed. "equal prefixes" goes on behind the equal beginning
+of that prompt; "one per position" finds a document where it stood in that prompt (Prompt Cache's
+modules, and a copy per position). Times are to the first token, of the processor (and `ms` by the
+clock, beside other work)."""
 _OTHERS: Final = (
     (
         "decoding",
@@ -106,7 +135,13 @@ _OTHERS: Final = (
         f"\n\n{_TIES}",
     ),
     ("int8_chunks", f"Chunks in 8 bits\n\n{_INT8}"),
-    ("hit_ratio", "Hit ratio of one copy per chunk\n\n![Hit ratio](hit_ratio.svg)"),
+    (
+        "hit_ratio",
+        f"Hit ratio of one copy per chunk\n\n{_HITS}\n\n![Hit ratio](hit_ratio.svg)\n\n"
+        "![Hit ratio of prompts](hit_ratio_prompts.svg)",
+    ),
+    ("hot_documents", f"Hot documents\n\n{_HOT}"),
+    ("rotated_side", f"Which side is rotated\n\n{_SIDES}"),
     ("prefill", "Offline prefill"),
     ("ingestion", f"Ingestion\n\n{_INGESTION}"),
     ("growth", f"Growth\n\n{_GROWTH}\n\n![Growth](growth.svg)"),

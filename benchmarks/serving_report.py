@@ -25,13 +25,14 @@ from benchmarks.serving_results import (
     rates,
     runs_of,
 )
+from benchmarks.shared_cache_page import shared_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RESULTS: Final = Path(__file__).parent / "results"
 PAGE: Final = Path(__file__).parent.parent / "docs" / "serving-benchmarks.md"
-NAMES: Final = ("serving", "serving-spare", "serving-passes", "locality")
+NAMES: Final = ("serving", "serving-spare", "serving-passes", "locality", "shared_cache")
 DRIFT: Final = 0.1  # of the machine's speed, from which a comparison of arms is marked
 _HEAD: Final = """# Serving benchmarks
 
@@ -97,6 +98,7 @@ def page(
     locality: Mapping[str, Any] | None,
     spare: Mapping[str, Any] | None = None,
     passes: Mapping[str, Any] | None = None,
+    one_engine: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole page, as far as there are measurements."""
     parts = [_HEAD]
@@ -117,6 +119,8 @@ def page(
         parts.append(_SPARE.format_map(facts) + f"{_arms(spare)}\n\n{table(spare)}\n\n")
     if locality is not None:
         parts.append(section(locality))
+    if one_engine is not None:
+        parts.append(shared_cache(one_engine))
     return "".join(parts).rstrip() + "\n"
 
 
@@ -290,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.get("locality"),
         found.get("serving-spare"),
         found.get("serving-passes"),
+        found.get("shared_cache"),
     )
     parsed.page.write_text(text, encoding="utf-8")
     return 0

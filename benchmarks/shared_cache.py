@@ -343,7 +343,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     values["not_measured"] = {} if spare else {A: "it needs a second GPU, and there was none"}
     if "passes" in options.parts:
         arms = (CACHE, B, A) if spare else (CACHE, B)
-        rows = []
+        rows = values["rows"] = []
         for cell in cells((1, 2), arms):
             times = 1 if cell.arm == NO_CACHE else options.passes
             found = report.cell(
@@ -353,9 +353,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 ),
             )
             rows += [{**asdict(cell), **one} for one in found]
-        values["rows"] = rows
+            report.write()
     if "accuracy" in options.parts:
-        values["accuracy"] = _accuracy(options, engine, questions, report)
+        _accuracy(options, engine, questions, report)
     if "sizes" in options.parts:
         values["sizes"] = _sizes(options, engine, questions, report)
     report.write()
@@ -364,10 +364,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _accuracy(
     options: argparse.Namespace, engine: Engine, questions: Questions, report: Report
-) -> list[dict[str, Any]]:
+) -> None:
     store = DiskStore(options.work / "answers", durable=False)
     own = like(engine, store=store)
-    rows = []
+    rows = report.values["accuracy"] = []
     for top in options.tops:
         scores = {
             name: report.cell(
@@ -386,7 +386,7 @@ def _accuracy(
                 ),
             }
         )
-    return rows
+        report.write()
 
 
 def _sizes(
@@ -431,7 +431,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="for chunks, removed at the end")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--questions", type=int, default=60, help="whose answers are scored")
-    parser.add_argument("--asked", type=int, default=12, help="of them, the first, in passes")
+    parser.add_argument("--asked", type=int, default=6, help="of them, the first, in passes")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--paragraphs", type=int, default=100, help="whose bytes are counted")
     parser.add_argument("--tops", type=int, nargs="+", default=[1, 2, 3, 4, 5])
