@@ -11,7 +11,8 @@ from torch import Tensor
 from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
-from kvcache_rag.kv.mask import MaskedSequence, block_mask
+from kvcache_rag.kv.chunk import kept_places
+from kvcache_rag.kv.mask import MaskedSequence, block_mask, pruned_mask
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -53,5 +54,29 @@ def sequence_logits(engine: Engine, sequence: MaskedSequence) -> Tensor:
     """Logits of the query from one forward pass over a sequence with its own mask."""
     adapter = access.adapter(engine)
     mask = adapter.mask_argument(sequence.allowed, sequence.indices)
+    if sequence.held is not None:
+        seen = adapter.mask_argument(sequence.allowed, sequence.held)
+        mask = _rows_of(mask, seen, len(sequence.ids) - sequence.query_tokens)
     logits = adapter.forward(sequence.ids[None], None, sequence.positions, mask=mask)
     return logits[0, -sequence.query_tokens :].float()
+
+
+def _rows_of(first: Any, second: Any, count: int) -> Any:
+    """The first `count` rows of one mask, the others of another; or of one per kind of layer."""
+    if isinstance(first, dict):
+        return {name: _rows_of(first[name], second[name], count) for name in first}
+    return torch.cat([first[..., :count, :], second[..., count:, :]], dim=-2)
+
+
+def kept_of(engine: Engine, texts: list[str]) -> list[list[int]]:
+    """Of each text the places of the tokens whose keys and values the engine's store holds."""
+    prefiller = access.prefiller(engine)
+    chunks = [engine.store.get(key, prefiller.layout).chunk for key in engine.add(texts)]
+    return [kept_places(chunk.tokens).tolist() for chunk in chunks]
+
+
+def pruned_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
+    """Logits of the query from one forward pass in which it does not see the pruned tokens."""
+    ids, kept = engine.tokenize(QUESTION, texts), kept_of(engine, texts)
+    sequence = pruned_mask(ids.prefix, ids.chunks, ids.query, kept, scheme)
+    return sequence_logits(engine, sequence)

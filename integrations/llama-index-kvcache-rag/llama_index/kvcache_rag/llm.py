@@ -101,6 +101,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
+        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         adapter: PEFT adapter to put into the model, a folder or an installed name.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
@@ -128,6 +129,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     kv_max_bytes: int | None = Field(default=None, gt=0)
     gate: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
+    press: str | None = None
     adapter: AdapterText | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     match_chunks: bool = True
