@@ -15,7 +15,7 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, MemoryStore, Reuse, TieredStore
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader, OpenChunk
 from kvcache_rag.stitching.overlap import Part, Placing, PlacingAhead
@@ -335,7 +335,7 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
     def opened(nbytes: int) -> list[OpenChunk]:
         reader = ResidentChunk.__new__(ResidentChunk)
         reader.tier, reader.nbytes = "disk", nbytes
-        return [OpenChunk(reader, 0.0)]
+        return [OpenChunk(ChunkKey("0" * 64, "0" * 64, "", 1, 0), reader, 0.0)]
 
     def free(threads: int, processors: int) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -15,11 +15,12 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     FingerprintMismatchError,
     InvalidInputError,
+    UnsupportedModelError,
     check_name,
     check_settings,
 )
 from kvcache_rag.generation.answer import Answerer, Asked
-from kvcache_rag.generation.context import checked_mode
+from kvcache_rag.generation.context import check_pruned, checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
@@ -29,10 +30,12 @@ from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.pressing import press_refusal
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.policies import FullRecompute, Reuse
 from kvcache_rag.policies.auto import with_auxiliary
 from kvcache_rag.prefill import Prefiller
+from kvcache_rag.presses import Press, press_by_name
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stitching.costs import Costs
@@ -73,6 +76,7 @@ class Engine:
         auxiliary: Scores chunks for policies that bring no scorer of their own, or None.
         namespace: Tenant; other namespaces never see its chunks.
         context_window: Longest prompt plus answer, in tokens.
+        press: What keeps a share of each chunk's tokens; None for all of them.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Engine:
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
+        press: Press | str | None = None,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -125,6 +130,9 @@ class Engine:
                 answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
                 not; "copied" never does; "auto" where it is measured sooner, and on a CPU with
                 chunks of `Int8`, which are read as they are.
+            press: Keeps a share of each chunk's tokens, chosen when it is prefilled, such as
+                `Knorm(0.5)` or "knorm:0.5"; None for all of them.  Policies that compute tokens
+                again are refused.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -153,6 +161,7 @@ class Engine:
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = lock_of(self._adapter.model)
         self._costs = Costs(enabled=cost_aware)
+        self.press = self._checked_press(press)
         joint = self._loader(self.combinations, prefill_dtype, None)
         loader = self._loader(self.store, prefill_dtype, joint)
         self._prefiller = loader.prefiller if loader else None
@@ -234,10 +243,33 @@ class Engine:
         self, store: ChunkStore, dtype: torch.dtype | None, combinations: ContextLoader | None
     ) -> ContextLoader | None:
         ids = self._renderer.prefix_ids
-        prefiller = Prefiller.of(self._adapter, store, ids, self.namespace, dtype)
+        prefiller = Prefiller.of(self._adapter, store, ids, self.namespace, dtype, self.press)
         if prefiller is None:
             return None
         return ContextLoader(prefiller, self._renderer, self._costs, combinations)
+
+    def _checked_press(self, press: Press | str | None) -> Press | None:
+        """The press, if it prunes anything; one that keeps all is none.
+
+        Raises:
+            InvalidInputError: If it is none.
+            UnsupportedModelError: If chunks of this model cannot be pruned.
+        """
+        given = press_by_name(press) if isinstance(press, str) else press
+        if given is None:
+            return None
+        if not isinstance(given, Press):
+            raise InvalidInputError(
+                f'press must be such as Knorm(0.5) or "knorm:0.5", not {given!r}'
+            )
+        if given.keep == 1:
+            return None
+        check_pruned(self.policy)
+        with self._lock:
+            why = press_refusal(self._adapter, given)
+        if why:
+            raise UnsupportedModelError(f"{why}; leave press out")
+        return given
 
     def in_namespace(self, namespace: str) -> Self:
         """An engine for another tenant: the same model, stores and settings, other chunks.
@@ -352,7 +384,7 @@ class Engine:
 
     def nbytes(self, key: ChunkKey) -> int:
         """Bytes of the keys and values of a chunk, as the model computes them."""
-        return self._adapter.measured.chunk_layout.nbytes(key.tokens)
+        return self._capturing.layout.nbytes(key.tokens)
 
     def reference(self, digest: str, spec: str, tokens: int) -> ChunkKey:
         """The key of a chunk whose digest, spec and length were noted elsewhere.
@@ -507,7 +539,7 @@ class Engine:
         Returns:
             How many were brought.
         """
-        layout = self._capturing.model.measured.chunk_layout
+        layout = self._capturing.layout
         brought = 0
         for store in dict.fromkeys([self.store, self.combinations]):
             fastest = getattr(store, "tiers", (store,))[0].tier

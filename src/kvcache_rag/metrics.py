@@ -57,6 +57,8 @@ class Metrics:
             where it drops some on the way).
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
             loading them was declined.
+        pruned_tokens: Tokens of these chunks whose keys and values a press dropped: they are in
+            the prompt, and not in the cache that the model attends to.
         query_tokens: Tokens of history, question and everything behind the chunks.
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
@@ -103,6 +105,7 @@ class Metrics:
     gate: str = ""
     rotation: str = ""
     not_deferred: str = ""
+    pruned_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,7 +139,10 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
         before: Seconds from the call to the later round.
     """
     times = ("load", "stitch", "choose", "recompute", "prefill")
-    counts = ("reused_tokens", "recomputed_tokens", "prefilled_tokens", "query_tokens")
+    counts = (
+        *("reused_tokens", "recomputed_tokens", "prefilled_tokens", "pruned_tokens"),
+        "query_tokens",
+    )
     of_chunks = ("misses", "missed", "auxiliary_misses")
     added = (*times, *counts, *of_chunks, "generated_tokens", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}

@@ -20,6 +20,7 @@ from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
 from kvcache_rag.models.hf import TransformersModel, converted
+from kvcache_rag.models.pressing import pressed
 from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores.device import moved
@@ -27,12 +28,14 @@ from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import TypeAlias
 
+    from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.metrics import MissReason
+    from kvcache_rag.presses import Press
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch, prefix included: what bounds the memory of a batch.
@@ -84,6 +87,8 @@ class Prefiller:
         namespace: Tenant.
         dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
             either way.
+        press: Chooses the tokens of a chunk that are stored; None for all.
+        layout: Shapes of the chunks as they are stored; the prefix is whole.
         description: What of the spec a person wants to know.
         weights: Identity of the weights that the spec is about; None for the model's as they are.
         key: Gives the address of token ids behind the prefix.
@@ -99,6 +104,8 @@ class Prefiller:
     dtype: torch.dtype | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Any] | None = None
+    press: Press | None = None
+    layout: ChunkLayout = field(init=False, repr=False)
     key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
@@ -111,6 +118,9 @@ class Prefiller:
         self._writing = set()
         if self.weights is None:
             self.weights = self.model.weights.identity
+        self.layout = self.model.measured.chunk_layout
+        if self.press is not None:
+            self.layout = replace(self.layout, keep=self.press.keep)
         self.key = partial(
             chunk_key, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace
         )
@@ -123,13 +133,19 @@ class Prefiller:
         prefix_ids: tuple[int, ...],
         namespace: str,
         dtype: torch.dtype | None,
+        press: Press | None = None,
     ) -> Prefiller | None:
-        """A prefiller whose spec covers model, codec and dtype; None if nothing can be captured."""
+        """A prefiller whose spec covers model, codec, dtype and press.
+
+        None if nothing can be captured.
+        """
         if model.layout is None:
             return None
-        fingerprint, description = _fingerprint(model, store, prefix_ids, dtype)
+        fingerprint, description = _fingerprint(model, store, prefix_ids, dtype, press)
         store.describe(fingerprint, namespace, description)
-        return cls(model, store, prefix_ids, fingerprint, namespace, dtype, description)
+        return cls(
+            model, store, prefix_ids, fingerprint, namespace, dtype, description, press=press
+        )
 
     def follow_weights(self) -> None:
         """Address chunks by the weights as they are now; for whoever holds the model.
@@ -144,7 +160,7 @@ class Prefiller:
                     self.store.delete(key)
         self.weights = self.model.weights.identity
         self.spec, self.description = _fingerprint(
-            self.model, self.store, self.prefix_ids, self.dtype
+            self.model, self.store, self.prefix_ids, self.dtype, self.press
         )
         self.store.describe(self.spec, self.namespace, self.description)
         self.forget_prefix()
@@ -169,6 +185,12 @@ class Prefiller:
         # Rotated before it is rounded, so that there is one rounding.
         rotated = unrotated(layout, chunk) if self.position == "raw" else chunk
         return converted(rotated, layout.dtype)
+
+    def held_tokens(self, chunks: Iterable[ContextChunk]) -> list[int]:
+        """Per chunk how many of its tokens have keys and values, and so a place in a prompt."""
+        if self.press is None:
+            return [chunk.key.tokens for chunk in chunks]
+        return [self.layout.kept(chunk.key.tokens) for chunk in chunks]
 
     def prefix(self) -> ChunkKV | None:
         """The prefix's own cache as the store keeps it, computed once, on the model's device.
@@ -243,7 +265,11 @@ class Prefiller:
     def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Prefill one batch of chunks, in the store's form, without looking at the store."""
         prefix = self._wide_prefix() if self.prefix_ids else None
-        computed = self.model.widened(self.dtype).prefill(prefix, ids)  # in `dtype`, on the CPU
+        wide = self.model.widened(self.dtype)
+        if self.press is None:
+            computed = wide.prefill(prefix, ids)  # in `dtype`, on the CPU
+        else:
+            computed = pressed(wide, prefix, ids, self.press)
         return [self.stored_form(chunk) for chunk in computed]
 
     def fill(
@@ -383,6 +409,7 @@ def _fingerprint(
     store: ChunkStore,
     prefix_ids: tuple[int, ...],
     dtype: torch.dtype | None,
+    press: Press | None,
 ) -> tuple[str, Mapping[str, Any]]:
     """Digest of the spec, and what of it a person wants to know."""
     spec = {
@@ -393,6 +420,8 @@ def _fingerprint(
         # In the key anyway; here it lets a reference behind another prefix be told by its spec.
         "prefix": list(prefix_ids),
     }
+    if press is not None:  # whole chunks keep the addresses that they had before there were any
+        spec["press"] = repr(press)
     return spec_digest(spec), manifest_of(spec, str(getattr(model.config, "_name_or_path", "")))
 
 

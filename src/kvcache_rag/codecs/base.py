@@ -97,7 +97,7 @@ class EncodedChunk:
     Attributes:
         codec: What it was encoded by.
         layout: Shapes and dtype of the tensors that it stands for.
-        tokens: Token ids, `(tokens,)` int32.
+        tokens: Token ids, `(tokens,)` int32, as in `ChunkKV`.
         start: Position of the first token when the keys were computed.
         stored: The codec's tensors.
     """
@@ -120,8 +120,9 @@ class EncodedChunk:
             return cls(codec, chunk.layout, chunk.tokens.cpu().clone(), chunk.start, stored)
 
     def __len__(self) -> int:
-        """Number of tokens."""
-        return self.tokens.shape[0]
+        """Number of tokens whose keys and values it holds."""
+        tokens = self.tokens.shape[0]
+        return tokens if self.layout.keep >= 1 else self.layout.kept(tokens)
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +137,7 @@ class EncodedChunk:
     def decoded(self) -> ChunkKV:
         """What it stands for, in memory of its own, usable in and out of inference mode."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            tensors = self.layout.empty(len(self))
+            tensors = self.layout.empty(self.tokens.shape[0])
             out = ChunkKV(self.layout, torch.empty_like(self.tokens), self.start, tensors)
             self.decode(out)
         return out
@@ -152,8 +153,8 @@ class Native(Codec):
         """The layout's own dtype and shapes."""
         return {
             name: (layout.dtype, shape)
-            for names, group in zip(layout.names(), layout.groups, strict=True)
-            for name, shape in zip(names, group.shapes(tokens), strict=True)
+            for names, shapes in zip(layout.names(), layout.shapes(tokens), strict=True)
+            for name, shape in zip(names, shapes, strict=True)
         }
 
     def encode(self, chunk: ChunkKV) -> dict[str, Tensor]:
@@ -213,9 +214,10 @@ class QuantisedCodec(Codec):
                 "use Native()"
             )
         specs: dict[str, TensorSpec] = {}
+        kept = layout.kept(tokens)
         for group, tail in zip(layout.groups, _tails(layout), strict=True):
             for slot, (heads, width) in (("k", group.key_shape), ("v", group.value_shape)):
-                shape = (len(group.layers), heads, tokens, width)
+                shape = (len(group.layers), heads, kept, width)
                 for part, spec in self.parts(shape, AXES[slot], layout.dtype).items():
                     # "kq", or "vs.1" in the second of several groups
                     specs[f"{slot}{part}{tail}"] = spec
@@ -229,7 +231,7 @@ class QuantisedCodec(Codec):
         """
         encoded = {
             name: torch.empty(shape, dtype=dtype, device=chunk.tensors[0][0].device)
-            for name, (dtype, shape) in self.expected(chunk.layout, len(chunk)).items()
+            for name, (dtype, shape) in self.expected(chunk.layout, chunk.tokens.shape[0]).items()
         }
         for slot, tail, values in _slots(chunk):
             parts = self._named_parts(encoded, slot, tail)

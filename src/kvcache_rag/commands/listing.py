@@ -25,12 +25,19 @@ WEIGHT_FORMAT: Final = (
 )
 
 # transformers reads them when it is imported.
+PRESS: Final = "keep a share of each chunk's tokens: knorm:0.5, expected-attention:..., snapkv:..."
+
 _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
     """Declare how linear layers keep their weights; unsaid is None, which means "auto"."""
     parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, help=help_)
+
+
+def add_press(parser: Any) -> None:
+    """Declare what keeps a share of each chunk's tokens."""
+    parser.add_argument("--press", metavar="NAME:SHARE", help=PRESS)
 
 
 @contextmanager

@@ -70,7 +70,10 @@ COPIES = 7
 SMALLEST = 32 << 20
 
 # What a loaded context adds to `Metrics` by the same names.
-_COSTS = ("stitch", "reused_tokens", "prefilled_tokens", "hits", "misses", "missed", "declined")
+_COSTS = (
+    *("stitch", "reused_tokens", "prefilled_tokens", "pruned_tokens"),
+    *("hits", "misses", "missed", "declined"),
+)
 
 
 @dataclass(frozen=True)
@@ -503,8 +506,9 @@ class Deferral:
             self._copies.note(nbytes, seconds)
 
     def _nbytes(self, prompt: Prompt) -> int:
-        tokens = len(self.loader.prefiller.prefix_ids) + sum(map(len, prompt.chunks))
-        return self.loader.prefiller.model.measured.chunk_layout.nbytes(tokens)
+        prefiller = self.loader.prefiller
+        tokens = len(prefiller.prefix_ids) + sum(prefiller.held_tokens(prompt.chunks))
+        return prefiller.model.measured.chunk_layout.nbytes(tokens)
 
     def _why_sooner(self, prompts: Sequence[Prompt]) -> str:
         """Why copying is sooner, or ""."""
@@ -532,6 +536,15 @@ class Deferral:
         return (
             f"copying {megabytes} is sooner here: {copying:.2g} s against {calls:.2g} s more for "
             f"{tokens} tokens over {segments} chunks"
+        )
+
+
+def check_pruned(policy: ReusePolicy) -> None:
+    """Raise `InvalidInputError` for a policy that pruned chunks are not for."""
+    if not (policy.is_reuse or policy.is_full):
+        raise InvalidInputError(
+            f"{policy!r} computes tokens of chunks again, and pruned chunks have not all of them; "
+            "use Reuse(), or an engine without a press"
         )
 
 
@@ -633,11 +646,19 @@ class ContextFiller:
         return self._chosen(prompt, buffer, ahead=False)
 
     def _tokens(self, prompt: Prompt) -> int:
-        prefix = len(self.loader.prefiller.prefix_ids)
-        return prefix + sum(map(len, prompt.chunks)) + len(prompt.query)
+        """Tokens of a prompt that have a place in its buffer."""
+        prefiller = self.loader.prefiller
+        chunks = sum(prefiller.held_tokens(prompt.chunks))
+        return len(prefiller.prefix_ids) + chunks + len(prompt.query)
 
     def _chosen(self, prompt: Prompt, place: KVBuffer, *, ahead: bool) -> CopiedRow:
-        """Load and stitch a context into a buffer of one row, and choose tokens."""
+        """Load and stitch a context into a buffer of one row, and choose tokens.
+
+        Raises:
+            InvalidInputError: If tokens were to be computed again that pruned chunks have not.
+        """
+        if self.loader.prefiller.press is not None:
+            check_pruned(prompt.request.policy)
         policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         loaded = loader.load(
@@ -661,7 +682,7 @@ class ContextFiller:
         return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing, scorer_misses=misses)
 
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
-        chunks = [chunk.key.tokens for chunk in prompt.chunks]
+        chunks = self.loader.prefiller.held_tokens(prompt.chunks)
         shape = StitchedPrompt.of(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
         return torch.tensor([*loaded.ids, *prompt.query]), shape  # (tokens,) int64
 
@@ -734,7 +755,7 @@ class ContextFiller:
 
     def _stored_bytes(self, prompts: Sequence[Prompt]) -> int:
         """Bytes of all distinct chunks of a batch in the form of their store's codec."""
-        layout = self.model.measured.chunk_layout
+        layout = self.loader.prefiller.layout
         chunks = {chunk.key: prompt for prompt in prompts for chunk in prompt.chunks}
         return sum(
             self.loader.of(prompt.chunks).prefiller.store.codec.nbytes(layout, key.tokens)
@@ -752,9 +773,8 @@ class ContextFiller:
         loaded, members = loader.hold(prompt.chunks, shared)
         ids, shape = self._joined(prompt, loaded)
         new = _first_positions(members, policy)
-        old = [(member.start, len(member)) for member in members]
         # One per part: all its keys move equally far.
-        distances = [there - here for there, (here, _) in zip(new, old, strict=True)]
+        distances = [there - one.start for there, one in zip(new, members, strict=True)]
         return InPlaceRow(ids, shape, loaded, policy, tuple(zip(members, distances, strict=True)))
 
 
@@ -762,5 +782,6 @@ def _first_positions(
     members: Sequence[ChunkKV] | Sequence[EncodedChunk], policy: ReusePolicy
 ) -> list[int]:
     """At which position each part of a context begins, as the policy wants it."""
-    extents = [(member.start, len(member)) for member in members]
-    return first_positions(extents, policy.positions, adjacent=policy.adjacent_query)
+    extents = [(member.start, member.tokens.shape[0]) for member in members]
+    pruned = sum(tokens for _, tokens in extents) - sum(map(len, members))
+    return first_positions(extents, policy.positions, adjacent=policy.adjacent_query, pruned=pruned)

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from kvcache_rag.stitching.stitch import SpanKind
 
 
-TokenState: TypeAlias = Literal["reused", "prefilled", "recomputed", "computed"]
-"""`reused`: keys and values are cached; `prefilled`: of a chunk that is computed by itself first,
-because it is not cached or loading it would take longer; `recomputed`: computed again in the
-context of the whole prompt; `computed`: the query, and everything in a full prefill."""
+TokenState: TypeAlias = Literal["reused", "pruned", "prefilled", "recomputed", "computed"]
+"""`reused`: keys and values are cached; `pruned`: of a cached chunk, whose press dropped them;
+`prefilled`: of a chunk that is computed by itself first, because it is not cached or loading it
+would take longer; `recomputed`: computed again in the context of the whole prompt; `computed`: the
+query, and everything in a full prefill."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class ExplainedToken:
         id: In the vocabulary.
         text: What it adds to the prompt's text; "" where several tokens write one character, for
             all but the last of them, and for a token that stands for no text.
-        position: At which its keys stand when the model answers.
+        position: At which its keys stand when the model answers (of pruned prompts, with the prefix
+            at 0: only distances count); of a pruned token, at which they would.
         state: What becomes of it.
     """
 
@@ -80,12 +82,14 @@ class Explained:
         positions: Where the chunks stand.
         gate: Why the engine's gate lets `FullRecompute()` answer instead, or "".
         prefix_tokens: Tokens of the shared prefix.
-        reused_tokens: Chunk tokens whose keys and values come from the store.
+        reused_tokens: Tokens of chunks whose keys and values come from the store.
         recomputed_tokens: Context tokens that the policy computes again, at least in the first
             layers.
         prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
         query_tokens: Tokens of history, question and everything behind the chunks.
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
+        pruned_tokens: Of these tokens of cached chunks, those that a press dropped.  Of a chunk
+            that is not cached, that is not known before it is computed.
     """
 
     tokens: tuple[ExplainedToken, ...]
@@ -99,6 +103,7 @@ class Explained:
     prefilled_tokens: int
     query_tokens: int
     choose: float = 0.0
+    pruned_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -145,6 +150,9 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
     states, places = _states(shape, choice, joint=joint), _positions(shape, choice)
+    if runner.loader is not None and choice.prefilled is not None:
+        for place in runner.loader.of(chunks).pruned_places(chunks, choice.tiers):
+            states[shape.spans[0].stop + place] = "pruned"
     pieces = _texts(runner, asked, members)
     tiers = ("", *(choice.tiers * len(members) if joint else choice.tiers), "")
     chunk_tokens = sum(map(len, members))
@@ -167,6 +175,7 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
         prefilled_tokens=prefilled,
         query_tokens=len(prompt.query),
         choose=choice.seconds,
+        pruned_tokens=states.count("pruned"),
     )
 
 

@@ -82,7 +82,16 @@ class KVBuffer:
                 )
         return slots
 
-    def view(self, row: int, start: int, stop: int, *, local_start: int, tokens: Tensor) -> ChunkKV:
+    def view(
+        self,
+        row: int,
+        start: int,
+        stop: int,
+        *,
+        local_start: int,
+        tokens: Tensor,
+        layout: ChunkLayout | None = None,
+    ) -> ChunkKV:
         """The places `start..stop` of a row, as a chunk that can be loaded into.
 
         Args:
@@ -90,9 +99,11 @@ class KVBuffer:
             start: First place.
             stop: One behind the last place.
             local_start: Position at which the chunk's keys were computed.
-            tokens: `(stop - start,)` int32, where the ids go.
+            tokens: `(tokens,)` int32, where the ids go; of a chunk that is not pruned, as many as
+                there are places.
+            layout: Of a pruned chunk; None for the buffer's own.
         """
         views = tuple(
             tuple(tensor[..., row, :, start:stop, :] for tensor in group) for group in self.tensors
         )
-        return ChunkKV(self.layout, tokens, local_start, views)
+        return ChunkKV(layout or self.layout, tokens, local_start, views)

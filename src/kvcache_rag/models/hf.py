@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -318,12 +319,16 @@ class TransformersModel:
         pairs = zip(self.config.layer_types, self.measured.kinds, strict=False)
         return {name: masks[kind.window] for name, kind in pairs if not kind.shared}
 
-    def prefill(self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+    def prefill(
+        self, prefix: ChunkKV | None, chunks: Sequence[Sequence[int]], *, halts: bool = True
+    ) -> list[ChunkKV]:
         """Compute keys and values of chunks, each behind the prefix and seeing nothing else.
 
         Args:
             prefix: The prefix's own cache, standing at 0; None or empty for none.
             chunks: Ids of each chunk, not empty; they form one right-padded batch.
+            halts: Whether the pass ends once all keys and values are there; else the last layer
+                attends, too.
 
         Returns:
             One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
@@ -343,7 +348,7 @@ class TransformersModel:
                 buffer.view(row, 0, start, local_start=0, tokens=prefix.tokens).copy_from(prefix)
         positions = torch.arange(start, start + longest)  # (longest,), the same in all rows
         # Nobody reads what the last layer makes of its keys and values, nor the logits.
-        cache = buffer_cache(buffer, self.measured.kinds, start, halts=True)
+        cache = buffer_cache(buffer, self.measured.kinds, start, halts=halts)
         with suppress(HaltedError):
             self.forward(ids, cache, positions, keep=1)
         return [_extract(buffer, row, start, chunk) for row, chunk in enumerate(chunks)]
@@ -381,7 +386,7 @@ def converted(chunk: ChunkKV, dtype: torch.dtype) -> ChunkKV:
     if chunk.layout.dtype == dtype:
         return chunk
     tensors = tuple(tuple(tensor.to(dtype) for tensor in group) for group in chunk.tensors)
-    return ChunkKV(ChunkLayout(chunk.layout.groups, dtype), chunk.tokens, chunk.start, tensors)
+    return ChunkKV(replace(chunk.layout, dtype=dtype), chunk.tokens, chunk.start, tensors)
 
 
 def _describe(group: LayerGroup) -> dict[str, Any]:

@@ -100,6 +100,9 @@ class KVCacheReport(BaseModel):
     reused_tokens: int = Field(description="Chunk tokens that came from the store.")
     recomputed_tokens: int = Field(description="Context tokens that the policy computed again.")
     prefilled_tokens: int = Field(description="Chunk tokens that were computed.")
+    pruned_tokens: int = Field(
+        description="Chunk tokens that a press dropped: in the prompt, not in its cache."
+    )
     query_tokens: int
     generated_tokens: int
     hits: dict[str, int] = Field(description="Chunks found, by tier.")

@@ -12,7 +12,7 @@ import copy
 import os
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,6 +23,7 @@ import torch
 
 from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, UntrustedChunkError
+from kvcache_rag.kv.chunk import all_ids, kept_ids, kept_places
 from kvcache_rag.metrics import Miss
 from kvcache_rag.prefill import ContextChunk, Prefiller, batches
 from kvcache_rag.stitching.costs import Costs
@@ -75,7 +76,7 @@ class LoadedContext:
     """What bringing the context of one prompt gave and cost.
 
     Attributes:
-        ids: Ids of prefix and chunks.
+        ids: Ids of prefix and chunks, of those tokens whose keys and values are held.
         load: Seconds for reading and computing.
         stitch: Seconds for rotating keys.
         hits: Chunks found, per tier.
@@ -86,6 +87,7 @@ class LoadedContext:
         ahead: Brings what is not there yet; whoever asked for that closes it.  None when everything
             lies in its place.
         missed: The chunks computed because they were not cached, and why.
+        pruned_tokens: Tokens of the chunks whose keys and values a press dropped.
     """
 
     ids: tuple[int, ...]
@@ -98,6 +100,7 @@ class LoadedContext:
     declined: Mapping[str, int] = field(default_factory=dict)
     ahead: Loading | None = None
     missed: tuple[Miss, ...] = ()
+    pruned_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +108,12 @@ class OpenChunk:
     """A cached chunk that is open for reading.
 
     Attributes:
+        key: Its address.
         reader: Reads it.
         seconds: What opening took.
     """
 
+    key: ChunkKey
     reader: ChunkReader
     seconds: float
 
@@ -200,21 +205,28 @@ class ContextLoader:
 
     def _stored_ids(self, key: ChunkKey) -> tuple[int, ...]:
         # Nothing of this is noted in `costs`: whoever asks may not hold the model.
-        stored = self.prefiller.store.get(key, self._layout.chunk_layout).chunk
+        stored = self.prefiller.store.get(key, self.prefiller.layout).chunk
         if not self._is(key, stored.tokens):
             raise ChunkNotFoundError(f"chunk {key.digest[:12]} is not what it should be")
-        return tuple(stored.tokens.tolist())
+        return tuple(all_ids(stored.tokens).tolist())
 
     def _is(self, key: ChunkKey, tokens: Tensor) -> bool:
         """Whether ids are those of a key; if not, what the store holds is dropped.
 
         The key is the hash of the ids, so this holds even for a file that lies about itself.
         """
-        if self.prefiller.key(tokens.tolist()) == key:
+        pruned = self.prefiller.press is not None
+        ids = self._unpruned(tokens) if pruned else tokens
+        if self.prefiller.key(ids.tolist()) == key:
             return True
         self.prefiller.store.delete(key)
         self.unusable[key] = CorruptChunkError
         return False
+
+    def _unpruned(self, tokens: Tensor) -> Tensor:
+        """All ids of a pruned chunk; as they are if another number of them was pruned."""
+        is_right = len(kept_places(tokens)) == self.prefiller.layout.kept(len(tokens))
+        return all_ids(tokens) if is_right else tokens
 
     # ------------------------------------------------------------------ where the chunks go
 
@@ -404,7 +416,8 @@ class ContextLoader:
     ) -> LoadedContext:
         reasons = declined or {}
         prefilled = sum(map(attrgetter("tokens"), set(map(attrgetter("key"), missing))))
-        ids = chain.from_iterable(part.tolist() for part in tokens)
+        held = tokens if self.prefiller.press is None else [*map(kept_ids, tokens)]
+        ids = chain.from_iterable(part.tolist() for part in held)
         return LoadedContext(
             ids=(*self.prefiller.prefix_ids, *ids),
             load=0.0,
@@ -415,6 +428,7 @@ class ContextLoader:
             prefilled_tokens=prefilled,
             declined=dict(Counter(why for _, why in reasons.values())),
             missed=tuple(missed),
+            pruned_tokens=sum(map(len, tokens)) - sum(map(len, held)),
         )
 
     def _missed_of(
@@ -438,10 +452,11 @@ class ContextLoader:
         behind = place = len(self.prefiller.prefix_ids)
         tokens = torch.tensor(self.prefiller.prefix_ids, dtype=torch.int32)  # (prefix,)
         views = [buffer.view(0, 0, place, local_start=0, tokens=tokens)]  # empty without a prefix
-        for chunk in chunks:
-            stop = place + chunk.key.tokens
+        layout = self.prefiller.layout
+        for chunk, held in zip(chunks, self.prefiller.held_tokens(chunks), strict=True):
+            stop = place + held
             ids = torch.empty(chunk.key.tokens, dtype=torch.int32)  # (tokens,)
-            views.append(buffer.view(0, place, stop, local_start=behind, tokens=ids))
+            views.append(buffer.view(0, place, stop, local_start=behind, tokens=ids, layout=layout))
             place = stop
         return views
 
@@ -458,7 +473,7 @@ class ContextLoader:
 
         As loading decides, but on a copy of what was measured, and nothing is tried out.
         """
-        quiet, layout = replace(self, costs=copy.deepcopy(self.costs)), self._layout.chunk_layout
+        quiet, layout = replace(self, costs=copy.deepcopy(self.costs)), self.prefiller.layout
         tiers: dict[ChunkKey, str] = {}
         for chunk in chunks:
             if chunk.key not in tiers:
@@ -467,9 +482,28 @@ class ContextLoader:
                 tiers[chunk.key] = tier or ""
         return tuple(tiers[chunk.key] for chunk in chunks)
 
+    def pruned_places(self, chunks: Sequence[ContextChunk], tiers: Sequence[str]) -> list[int]:
+        """Which tokens of chunks a press dropped, counted over all of their tokens.
+
+        Args:
+            chunks: In prompt order.
+            tiers: Per chunk the tier that holds it, "" for one that is not cached.
+        """
+        if self.prefiller.press is None:
+            return []
+        places: list[int] = []
+        first = 0
+        for chunk, tier in zip(chunks, tiers, strict=True):
+            if tier:
+                with suppress(ChunkNotFoundError):  # gone, or damaged: the answer finds out
+                    tokens = self.prefiller.store.get(chunk.key, self.prefiller.layout).chunk.tokens
+                    places += (first + (tokens < 0).nonzero()[:, 0]).tolist()
+            first += len(chunk)
+        return places
+
     def _declined(self, chunks: Iterable[ContextChunk]) -> dict[ContextChunk, tuple[str, str]]:
         """Cached chunks that are rather prefilled: the slow tier that holds each, and why."""
-        declined, layout = {}, self._layout.chunk_layout
+        declined, layout = {}, self.prefiller.layout
         for chunk in dict.fromkeys(chunks):
             nbytes = layout.nbytes(chunk.key.tokens)
             trial = self.costs.trial(nbytes, chunk.key.tokens)
@@ -502,7 +536,7 @@ class ContextLoader:
         """A cached chunk, read into a view or as the store keeps it; None for a miss."""
         started = self.costs.clock()
         try:
-            hit = self.prefiller.store.get(key, self._layout.chunk_layout, out=view)
+            hit = self.prefiller.store.get(key, self.prefiller.layout, out=view)
         except ChunkNotFoundError as error:
             self.unusable[key] = type(error)
             self._missed(key, started)
@@ -514,12 +548,12 @@ class ContextLoader:
         """A cached chunk in the form of the store's codec, perhaps in `room`; None for a miss."""
         started = self.costs.clock()
         try:
-            hit = self.prefiller.store.encoded(key, self._layout.chunk_layout, room)
+            hit = self.prefiller.store.encoded(key, self.prefiller.layout, room)
         except ChunkNotFoundError as error:
             self.unusable[key] = type(error)
             self._missed(key, started)
             return None
-        nbytes = self._layout.chunk_layout.nbytes(key.tokens)
+        nbytes = self.prefiller.layout.nbytes(key.tokens)
         self.costs.loaded(hit.tier, nbytes, self.costs.clock() - started)
         return hit if self._is(key, hit.chunk.tokens) else None
 
@@ -531,17 +565,19 @@ class ContextLoader:
         """
         started = self.costs.clock()
         try:
-            reader = self.prefiller.store.reader(key, self._layout.chunk_layout)
+            reader = self.prefiller.store.reader(key, self.prefiller.layout)
         except ChunkNotFoundError as error:
             self.unusable[key] = type(error)
             self._missed(key, started)
             raise
         if reader is None:
             return None
-        if self.prefiller.key(reader.tokens.tolist()) != key:
+        pruned = self.prefiller.press is not None
+        ids = self._unpruned(reader.tokens) if pruned else reader.tokens
+        if self.prefiller.key(ids.tolist()) != key:
             reader.close()  # `get` finds out what is wrong with it
             return None
-        return OpenChunk(reader, self.costs.clock() - started)
+        return OpenChunk(key, reader, self.costs.clock() - started)
 
     def _open_all(
         self,
@@ -590,7 +626,7 @@ class ContextLoader:
                 reader.read(view)
             reader.finish()
         except ChunkNotFoundError as error:
-            self.unusable[self.prefiller.key(reader.tokens.tolist())] = type(error)
+            self.unusable[opened.key] = type(error)
             return None
         finally:
             reader.close()
@@ -603,7 +639,7 @@ class ContextLoader:
         seconds = self.costs.clock() - started
         tier = self.prefiller.store.locate(key) if self.costs.is_noticed(seconds) else None
         if tier is not None:
-            nbytes = self._layout.chunk_layout.nbytes(key.tokens)
+            nbytes = self.prefiller.layout.nbytes(key.tokens)
             self.costs.loaded(tier, nbytes, seconds)
 
     # ------------------------------------------------------------------ layer by layer

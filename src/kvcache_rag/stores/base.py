@@ -398,16 +398,17 @@ def check_chunk(key: ChunkKey, chunk: ChunkKV) -> None:
         InvalidInputError: If length, start, shapes or dtypes differ.
     """
     extent = (key.tokens, key.start)
-    if (len(chunk), chunk.start) != extent:
+    length = chunk.tokens.numel()
+    if (length, chunk.start) != extent:
         raise InvalidInputError(
-            f"the chunk has {len(chunk)} tokens from position {chunk.start}, its key says "
+            f"the chunk has {length} tokens from position {chunk.start}, its key says "
             f"{key.tokens} from {key.start}; compute the key from the chunk's own ids"
         )
     if chunk.tokens.dtype != torch.int32 or chunk.tokens.dim() != 1:
         raise InvalidInputError("the token ids of a chunk are one row of int32")
     layout = chunk.layout
     shapes = tuple(tuple(tuple(tensor.shape) for tensor in group) for group in chunk.tensors)
-    expected = tuple(group.shapes(key.tokens) for group in layout.groups)
+    expected = layout.shapes(key.tokens)
     dtypes = {tensor.dtype for group in chunk.tensors for tensor in group}
     if shapes != expected or dtypes - {layout.dtype}:
         raise InvalidInputError(

@@ -72,10 +72,9 @@ class Home:
         """Uninitialised tensors for a chunk, one tuple per group."""
         return tuple(
             tuple(
-                allocate(shape, layout.dtype, self.device, pinned=self.pinned)
-                for shape in group.shapes(tokens)
+                allocate(shape, layout.dtype, self.device, pinned=self.pinned) for shape in shapes
             )
-            for group in layout.groups
+            for shapes in layout.shapes(tokens)
         )
 
 
@@ -483,7 +482,7 @@ def moved(chunk: ChunkKV, device: torch.device) -> ChunkKV:
     if device_of(chunk) == device:
         return chunk
     with torch.inference_mode(mode=False), torch.no_grad():
-        tensors = chunk.layout.empty(len(chunk), device)
+        tensors = chunk.layout.empty(chunk.tokens.shape[0], device)
         copy = ChunkKV(chunk.layout, torch.empty_like(chunk.tokens), chunk.start, tensors)
         deliver(chunk, copy)
     return copy

@@ -52,7 +52,7 @@ def private_copy(chunk: ChunkKV, home: Home | None = None) -> ChunkKV:
     """
     home = home or Home()
     with torch.inference_mode(mode=False), torch.no_grad():
-        tensors = home.empty(chunk.layout, len(chunk))
+        tensors = home.empty(chunk.layout, chunk.tokens.shape[0])
         copy = ChunkKV(chunk.layout, chunk.tokens.cpu().clone(), chunk.start, tensors)
         lane = lane_to(home.device)
         touched = [tensor for group in (*copy.tensors, *chunk.tensors) for tensor in group]
@@ -213,7 +213,7 @@ class MemoryStore(ChunkStore):
         check_key(key)
         check_chunk(key, chunk)
         if self.gives_encoded:
-            size = self._codec.nbytes(chunk.layout, len(chunk)) + chunk.tokens.nbytes
+            size = self._codec.nbytes(chunk.layout, key.tokens) + chunk.tokens.nbytes
             return self._keep(key, lambda: EncodedChunk.of(self._codec, chunk), size)
         return self._keep(key, lambda: private_copy(chunk, self.home), size_in_memory(chunk))
 

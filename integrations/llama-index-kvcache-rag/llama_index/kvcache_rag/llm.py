@@ -104,6 +104,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
             of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
+        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         adapter: PEFT adapter to put into the model, a folder or an installed name.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
@@ -132,6 +133,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     gate: PathText | None = None
     auxiliary: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
+    press: str | None = None
     adapter: AdapterText | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     match_chunks: bool = True

@@ -506,7 +506,7 @@ def read_file(
         OSError: If it cannot be read.
     """
     header = check_header(read, size, spec, key)
-    tokens = torch.empty(len(out), dtype=torch.int32)
+    tokens = torch.empty(out.tokens.shape[0], dtype=torch.int32)
     places = _places(codec.in_place(out), tokens)
     if places is not None:
         _read_payload(read, header, spec, places, key)
