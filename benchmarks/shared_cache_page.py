@@ -23,9 +23,10 @@ pass wait from its beginning; latency is the mean time from there to the end of 
 tokens. Memory in front of the folder is 1 GiB, the folder lies in the page cache. With two
 documents "together" is the paper's way (the pair in its order is computed and kept as one),
 "stitched" keeps each by itself. Configuration B prefetches with a second copy of the model on the
-CPU; it can gain only where a core is idle. {missing}By the clock, arrangements one after the other,
-while {load} processes wanted to run: compare what is computed and found, and passes with each
-other, rather than milliseconds. Seconds of the processor are of all threads.
+CPU; it can gain only where a core is idle. {missing}
+
+By the clock, arrangements one after the other, while {load} processes wanted to run: compare what
+is computed and found, and the processor's seconds (of all threads), rather than milliseconds.
 
 """
 _ACCURACY: Final = """\
@@ -38,7 +39,7 @@ retrieved.
 _SIZES: Final = """\
 **Bytes beside the vector database's**, for the first {paragraphs_sized} paragraphs: the folder of
 chunks with all that belongs to it, and Chroma's with MiniLM's vectors (384 numbers), the texts and
-a reference to each chunk. Chroma's has a fixed part, so its share falls as a collection grows.
+a reference to each chunk. Chroma's has a fixed part, so the quotient rises as a collection grows.
 
 """
 
@@ -48,12 +49,16 @@ def shared_cache(found: Mapping[str, Any]) -> str:
     asked, about = found["questions"], found["about"]
     parts = [_HEAD.format(**about, **asked, retrieval=1e3 * found["retrieval_seconds"])]
     if "rows" in found:
-        missing = "".join(
-            f"{arm[0].upper()}{arm[1:]} was not measured: {why}. "
+        missing = " ".join(
+            f"{arm[0].upper()}{arm[1:]} was not measured: {why}."
             for arm, why in found["not_measured"].items()
         )
-        cells = found["cells"].values()
-        loads = [cell["load"] for cell in cells]
+        measured = [f"{row['arm']}, {row['top']}, {row['way']}, " for row in found["rows"]]
+        loads = [
+            cell["load"]
+            for name, cell in found["cells"].items()
+            if name.startswith(tuple(measured))
+        ]
         load = f"{min(loads):.0f} to {max(loads):.0f}"
         parts.append(_PASSES.format(**asked, missing=missing, load=load) + _passes(found) + "\n\n")
     if "accuracy" in found:
@@ -90,6 +95,7 @@ def _passes(found: Mapping[str, Any]) -> str:
                 f"{row['cpu_seconds']:.2f}",
             ]
         )
+    rows += [["", "", arm, *["not measured"] * 10] for arm in found["not_measured"]]
     return markdown(header, rows)
 
 
