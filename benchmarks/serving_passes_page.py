@@ -38,7 +38,7 @@ rate of arrivals. Here the same for every arm: the queue is what client and serv
 request waited, loading and the rest of the model's work are what the engine says (of a batch, \
 the batch's), and what is left is the network: HTTP on loopback, rendering, tokenising. Same \
 questions, servers and day as the passes above, whose caches are still there ({factor}x is the \
-last pass).
+last pass). In the plot every arm has an axis of its own.
 
 """
 
