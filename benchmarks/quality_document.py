@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 READER: Final = "the packaged reader: python -m benchmarks.quality"
 REAL_TEXT: Final = "real text: python -m benchmarks.real_text_page"
-PARTS: Final = (REAL_TEXT, READER)
+GRADUAL: Final = "gradual filtering: python -m benchmarks.gradual"
+PARTS: Final = (REAL_TEXT, GRADUAL, READER)
 
 _TITLE: Final = "# Quality\n\n"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import quality_document, real_text, real_text_page
-from benchmarks.quality_document import PARTS, READER, REAL_TEXT, lowered, put
+from benchmarks import gradual, quality_document, real_text, real_text_page
+from benchmarks.quality_document import GRADUAL, PARTS, READER, REAL_TEXT, lowered, put
 from benchmarks.real_text import APE, MAIN, SETS, moved, stages, task_of
 from benchmarks.real_text_page import page
 from benchmarks.real_text_records import Scores
@@ -287,7 +287,7 @@ def test_parts_of_the_page_leave_each_other_alone(tmp_path: Path) -> None:
     put(file, REAL_TEXT, "# Three\n")
     put(file, REAL_TEXT, "# Four\n")
     found = quality_document.parts(file)
-    assert found == {REAL_TEXT: "## Four\n", READER: "## One\n\n### Two\n"}
+    assert found == {REAL_TEXT: "## Four\n", GRADUAL: "", READER: "## One\n\n### Two\n"}
     assert file.read_text(encoding="utf-8").startswith("# Quality\n\n<!-- real text")
     assert lowered("no\n# yes\n") == "no\n## yes\n"
 
@@ -300,3 +300,10 @@ def test_the_page_is_what_its_program_writes() -> None:
     assert quality_document.parts(file)[REAL_TEXT] == lowered(page(whole, adapter))
     assert quality_document.parts(file)[READER].startswith("## The packaged reader\n")
     assert all(f"<!-- {name} -->" in file.read_text(encoding="utf-8") for name in PARTS)
+
+
+def test_the_part_about_gradual_filtering_is_that_of_the_results() -> None:
+    results = [real_text_page.read(real_text_page.RESULTS / name) for name in gradual.RESULTS]
+    found = [one for one in results if one is not None]
+    assert len(found) == len(results)
+    assert quality_document.parts(ROOT / "docs/quality.md")[GRADUAL] == lowered(gradual.page(found))

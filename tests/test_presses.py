@@ -124,7 +124,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize(("press", "formula"), FORMULAS, ids=lambda one: repr(one)[:48])
+@pytest.mark.parametrize(("press", "formula"), FORMULAS, ids=[repr(press) for press, _ in FORMULAS])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama yarn"])
 def test_what_is_kept_is_what_the_formula_scores_highest(
     name: str, press: Press, formula: Any, system: str
