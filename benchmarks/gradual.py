@@ -31,8 +31,8 @@ just given; 0.2 is the mean over the layers, so that both forms compute as many 
 in operations by the keys and values at check layers, which are computed once more.
 
 On questions of the packaged reader that need the chunk before, it is the better use of as many
-tokens, and its answers begin closer to a full prefill's (KL) there and on SmolLM2, whose scores on 40
-questions a set do not tell the forms apart. No time is given: other work ran on the machine.
+tokens, and its answers begin closer to a full prefill's (KL) there and on SmolLM2, whose scores on
+40 questions a set do not tell the forms apart. No time is given: other work ran on the machine.
 
 """
 _COLUMNS: Final = (

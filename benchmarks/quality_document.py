@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -28,12 +29,9 @@ def put(page: Path, part: str, text: str) -> None:
 def parts(page: Path) -> dict[str, str]:
     """The parts of the page as they stand there."""
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    found = {}
-    for number, name in enumerate(PARTS):
-        _, _, rest = text.partition(f"<!-- {name} -->\n\n")
-        end = f"\n<!-- {PARTS[number + 1]} -->" if number + 1 < len(PARTS) else None
-        found[name] = rest if end is None else rest.partition(end)[0]
-    return found
+    marks = "|".join(map(re.escape, PARTS))
+    _, *pieces = re.split(rf"\n?<!-- ({marks}) -->\n\n", text)  # name, part, name, part, ...
+    return dict.fromkeys(PARTS, "") | dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def lowered(text: str) -> str:
