@@ -146,13 +146,28 @@ def test_rotating_keys_from_one_set_to_the_other_would_not_do() -> None:
 )
 def test_longer_prompts_are_refused_with_the_reason(name: str, said: str) -> None:
     engine = make_engine(name)
-    assert engine.context_window == ORIGINAL
-    for policy in (Reuse(), FullRecompute()):
-        with pytest.raises(ContextTooLongError, match=f"room for .*; beyond {ORIGINAL} .*{said}"):
-            engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=2)
-    lower = make_engine(name, context_window=ORIGINAL - 1)
+    limit = engine.context_window
+    assert limit == ORIGINAL
+    with pytest.raises(
+        ContextTooLongError, match=f"room for .*; beyond {limit} .*{said}"
+    ) as caught:
+        engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+    # The dynamic one's window ends there in any case.
+    assert ("FullRecompute()" in str(caught.value)) == (name == "llama longrope")
+    lower = make_engine(name, context_window=limit - 1)
     with pytest.raises(ContextTooLongError, match=r'"refine"$'):
-        lower.generate(QUESTION, TEXTS, max_new_tokens=2)
+        lower.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=2)
+
+
+def test_full_prefills_may_be_longer_and_leave_no_trace() -> None:
+    engine, plain = make_engine("llama longrope"), untouched()
+    ids = torch.tensor([engine.tokenize(QUESTION, TEXTS).all])
+    expected = plain.model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    short = masked_logits(engine, SHORT, "reordered")
+    for _ in range(2):
+        full = engine.generate(QUESTION, TEXTS, policy=FullRecompute(), max_new_tokens=4)
+        assert list(full.token_ids) == expected.tolist()
+        assert error(engine.logits(QUESTION, SHORT), short) < TOLERANCE
 
 
 def test_dynamic_frequencies_stay_those_of_short_prompts() -> None:

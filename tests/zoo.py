@@ -249,6 +249,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "rotary_dim": 8, **_LOCAL},
         "half-split on part of the columns, norm before the rotation, experts",
     ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": None,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=1100,
+                llama_4_scaling_beta=0.1,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+            ),
+        },
+        "half-split, YaRN, up to the length from which queries are scaled",
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 16, **_SURE}, "half-split"),
     "apertus": ("apertus", {}, "half-split, norm before the rotation"),
     "deepseek_v2": (
@@ -349,6 +367,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 # Families whose attention counts places: nothing can stand at another position than its place.
 BY_PLACE = ("falcon alibi", "bloom", "mpt")
+# Not every transformers that is allowed has all of them.
+for _rows in (FAMILIES, REFUSED):
+    for _name in [name for name, row in _rows.items() if row[0] not in CONFIG_MAPPING]:
+        del _rows[_name]
 
 
 def build(

@@ -158,6 +158,7 @@ class Engine:
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
+        longest = self._adapter.longest(context_window)  # without cached chunks
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = lock_of(self._adapter.model)
         self._costs = Costs(enabled=cost_aware)
@@ -170,7 +171,8 @@ class Engine:
             self._renderer,
             self._prefiller,
             self.context_window,
-            self._adapter.why_no_longer(self.context_window),
+            longest,
+            self._adapter.why_no_longer(self.context_window, longest),
         )
         # What the chunks are addressed by; a model without a prefiller has none.
         self._weights = None if loader is None else self._adapter.weights.identity
@@ -186,6 +188,7 @@ class Engine:
                 self._renderer,
                 loader,
                 self.context_window,
+                longest,
                 auxiliary,
                 rotation,
             )
@@ -297,6 +300,7 @@ class Engine:
             answerer.renderer,
             loader,
             answerer.window,
+            answerer.longest,
             other.auxiliary,
             self._options["rotation"],
         )

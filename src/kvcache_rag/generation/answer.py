@@ -65,6 +65,7 @@ class Answerer:
         renderer: PromptRenderer,
         loader: ContextLoader | None,
         window: int,
+        longest: int,
         auxiliary: Scorer | None = None,
         rotation: RotationMode = "auto",
     ) -> None:
@@ -76,11 +77,12 @@ class Answerer:
             renderer: Writes prompts.
             loader: None for a model that keeps no keys and values.
             window: Context window in tokens.
+            longest: That of a full prefill.
             auxiliary: Scores chunks for policies that bring no scorer of their own.
             rotation: Whether keys are copied and rotated, or the query is rotated.
         """
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
-        self.loader, self.window = loader, window
+        self.loader, self.window, self.longest = loader, window, longest
         self.buffer = PromptBuffer(model)
         self.is_choosy = loader is None or model.measured.by_place
         self.filler: ContextFiller | None = None
@@ -122,7 +124,8 @@ class Answerer:
         if not number:
             return Prompt(chunks, request.query, request)
         context = len(self.renderer.prefix_ids) + sum(map(len, chunks))
-        room = self.window - context - request.max_new_tokens
+        window = self.longest if request.policy.is_full else self.window
+        room = window - context - request.max_new_tokens
         while True:
             query = self.renderer.query_ids(
                 request.question, request.history, answer, request.arguments

@@ -103,13 +103,15 @@ class Planner:
         renderer: Writes and tokenises prompts.
         prefiller: Knows prefix, spec and store; None for a model that keeps no keys and values.
         window: Context window in tokens.
-        beyond: Why it is no longer, half a sentence; "" if that is the model's whole length.
+        longest: That of a full prefill, which may be longer.
+        beyond: Why the window is no longer, the end of a sentence; "" if nobody need be told.
     """
 
     renderer: PromptRenderer
     prefiller: Prefiller | None
     window: int
-    beyond: str = ""
+    longest: int
+    beyond: str
 
     def request(
         self,
@@ -176,24 +178,23 @@ class Planner:
         if overflow == "refine" and (tools or not question.strip()):
             overflow = "drop_lowest"
         sizes = [len(chunk) for chunk in context]
-        room = self.window - len(self.renderer.prefix_ids) - max_new_tokens
+        window, beyond = self.window, self.beyond
+        if self.longest > window and policy.is_full:
+            window, beyond = self.longest, ""
+        room = window - len(self.renderer.prefix_ids) - max_new_tokens
         later_room = 0
         if overflow == "refine" and sum(sizes) > room - len(query):
             # A later question carries an answer of up to `max_new_tokens` besides its own.
             again = self.renderer.query_ids(question, turns, "", arguments)
             later_room = room - len(again) - max_new_tokens
-        try:
-            rounds = split_rounds(
-                sizes,
-                room=room - len(query),
-                later_room=later_room,
-                overflow=overflow,
-                scores=scores,
-            )
-        except ContextTooLongError as error:
-            if not self.beyond:
-                raise
-            raise ContextTooLongError(f"{error}; {self.beyond}") from None
+        rounds = split_rounds(
+            sizes,
+            room=room - len(query),
+            later_room=later_room,
+            overflow=overflow,
+            scores=scores,
+            beyond=beyond,
+        )
         return Request(
             question=question,
             query=query,
@@ -234,9 +235,9 @@ class Planner:
             raise InvalidInputError("the prompt is empty; write something to continue")
         check_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
-        if len(ids) + max_new_tokens > self.window:
+        if len(ids) + max_new_tokens > self.longest:
             raise ContextTooLongError(
-                f"the prompt has {len(ids)} tokens and the context window is {self.window}, "
+                f"the prompt has {len(ids)} tokens and the context window is {self.longest}, "
                 "of which "
                 f"{max_new_tokens} are kept for the answer; shorten it or lower max_new_tokens"
             )
@@ -345,6 +346,7 @@ def split_rounds(
     later_room: int,
     overflow: Overflow,
     scores: Sequence[float] | None = None,
+    beyond: str = "",
 ) -> list[list[int]]:
     """Which chunks go into which round.
 
@@ -354,6 +356,7 @@ def split_rounds(
         later_room: The same in later rounds, whose query carries the answer so far.
         overflow: What to do.
         scores: Of each chunk, higher is better, where the order says nothing; None for best first.
+        beyond: Why the context window is no longer, at the end of what is raised.
 
     Returns:
         Indices of the chunks of each round; at least one round, which may be empty.
@@ -366,6 +369,7 @@ def split_rounds(
         raise ContextTooLongError(
             f"instruction, history, question and max_new_tokens alone are {-room} tokens over the "
             "model's context window; shorten the question or the history, or lower max_new_tokens"
+            f"{beyond}"
         )
     if sum(sizes) <= room:
         return [list(range(len(sizes)))]
@@ -373,17 +377,19 @@ def split_rounds(
         raise ContextTooLongError(
             f"the chunks have {sum(sizes)} tokens and the context window has room for {room}; "
             'retrieve fewer or smaller chunks, or use overflow="drop_lowest" or "refine"'
+            f"{beyond}"
         )
     if overflow == "drop_lowest":
         ranked = sorted(range(len(sizes)), key=lambda i: -scores[i] if scores else i)
         kept = _fitting(sizes, ranked, room)
         if not kept:
-            raise ContextTooLongError(_too_long(ranked[0], sizes[ranked[0]], room))
+            raise ContextTooLongError(_too_long(ranked[0], sizes[ranked[0]], room) + beyond)
         return [kept]
     if later_room < 0:
         raise ContextTooLongError(
             f"a later round, which carries the answer so far, is {-later_room} tokens over the "
             "context window; lower max_new_tokens or retrieve fewer chunks"
+            f"{beyond}"
         )
     rounds: list[list[int]] = [[]]
     used, space = 0, room
@@ -392,7 +398,7 @@ def split_rounds(
             rounds.append([])
             used, space = 0, later_room
         if used + size > space:
-            raise ContextTooLongError(_too_long(index, size, space))
+            raise ContextTooLongError(_too_long(index, size, space) + beyond)
         rounds[-1].append(index)
         used += size
     return rounds

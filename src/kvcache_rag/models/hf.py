@@ -140,21 +140,34 @@ class TransformersModel:
         names = ("max_position_embeddings", "n_positions", "max_seq_len")
         return [int(value) for name in names if (value := getattr(self.config, name, None))]
 
-    def why_no_longer(self, window: int) -> str:
-        """Why a context window is no longer, half a sentence; "" if it is the config's."""
-        is_limit = self.layout is not None and window == self.layout.limit
-        return self.layout.beyond if self.layout is not None and is_limit else ""
-
-    def window(self, wanted: int | None) -> int:
-        """Longest prompt plus answer in tokens: the model's, its frequencies', or less if wanted.
+    def longest(self, wanted: int | None) -> int:
+        """Longest prompt plus answer in tokens of a full prefill: the model's, or less if wanted.
 
         Raises:
             InvalidInputError: If `wanted` is not positive.
         """
         if wanted is not None and wanted < 1:
             raise InvalidInputError(f"context_window must be positive, not {wanted}")
-        limits = [*self._windows, wanted, self.layout.limit if self.layout else None]
-        return min([limit for limit in limits if limit], default=10**9)
+        return min([*self._windows, *([wanted] if wanted else [])], default=10**9)
+
+    def window(self, wanted: int | None) -> int:
+        """The same of a prompt with cached chunks, which may end where frequencies change.
+
+        Raises:
+            InvalidInputError: If `wanted` is not positive.
+        """
+        limit = self.layout.limit if self.layout else None
+        return min(self.longest(wanted), limit or 10**9)
+
+    def why_no_longer(self, window: int, longest: int) -> str:
+        """Why cached chunks have this context window, and a full prefill that: ends a sentence.
+
+        "" where nobody need be told.
+        """
+        if self.layout is None or window != self.layout.limit:
+            return ""
+        full = ", which FullRecompute() has no need to heed" if longest > window else ""
+        return f"; {self.layout.beyond}{full}"
 
     @property
     def measured(self) -> ModelLayout:

@@ -352,13 +352,17 @@ def _limit(module: nn.Module, kind: str, layer_type: str | None) -> tuple[int | 
             f"beyond {limit} tokens longrope has other frequencies; give the engine a larger "
             "context_window to have these at every length"
         )
+    config: Any = getattr(module, "config", None)
     if "dynamic" in kind:
-        config: Any = getattr(module, "config", None)
         limit = int(getattr(module, "original_max_seq_len", config.max_position_embeddings))
         return limit, (
             f"beyond {limit} tokens frequencies change with every token (dynamic NTK), and no "
             "cached key with them"
         )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("llama_4_scaling_beta"):
+        limit = int(parameters["original_max_position_embeddings"])
+        return limit, f"beyond {limit} tokens queries are scaled by position, in chunks, too"
     return None, ""
 
 
