@@ -198,4 +198,4 @@ def test_the_page_shows_what_was_measured_and_names_what_was_not(tmp_path: Path)
     )
     assert "| chunks | 2.0 | 20.0 | 100 | 50 |" in text
     (tmp_path / "shared_cache.json").write_text(json.dumps(found))
-    assert text.strip() in serving_report.page(None, None, None, found)
+    assert text.strip() in serving_report.page(None, None, one_engine=found)

@@ -11,7 +11,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from benchmarks import first_table, report, vllm_page
+from benchmarks import first_table, pruning_page, report, vllm_page
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
@@ -100,3 +100,9 @@ def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
     run = f"runpy.run_path({tool!r}, run_name='__main__')"
     status, _, errors = forks.run(f"import runpy, sys; sys.argv = ['', '--check']; {run}", tmp_path)
     assert status == 0, errors
+
+
+def test_the_figures_of_pruned_chunks_are_those_that_were_measured() -> None:
+    results = json.loads(pruning_page.RESULTS.read_text(encoding="utf-8"))
+    shown = pruning_page.PAGE.read_text(encoding="utf-8").partition(pruning_page.MARK)[2]
+    assert shown == pruning_page.text(results)

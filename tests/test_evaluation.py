@@ -111,11 +111,11 @@ def test_a_folder_of_results_takes_more_policies_and_more_k(
 def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     given = ("--task", "reader_single", "--n", "4", "--timed", "1", "--json", str(file))
-    clip = ("--policies", "cacheclip:0.2", "--auxiliary", "tiny")
+    clip = ("--policies", "cacheclip:0.4", "--auxiliary", "tiny")
     assert evaluate.run(arguments(*given, *clip)) == 0
     (group,) = groups(file)
     row, _ = group["rows"]
-    assert 0 < row["recomputed_share"] < 0.35
+    assert 0 < row["recomputed_share"] < 0.5
 
 
 def test_differences_are_printed_below_the_floor(

@@ -126,9 +126,9 @@ def test_law_the_recomputed_tokens_are_those_that_generate_computes(
     chosen: list[int] = []
     real = context.recompute
 
-    def recompute(row: Any, selected: Tensor) -> None:
+    def recompute(row: Any, selected: Tensor, policy: ReusePolicy) -> int:
         chosen.extend(selected.nonzero()[:, 0].tolist())
-        real(row, selected)
+        return real(row, selected, policy)
 
     found = engine.explain(QUESTION, TEXTS, policy=policy)
     monkeypatch.setattr(context, "recompute", recompute)

@@ -25,6 +25,7 @@ from kvcache_rag import (
     FingerprintMismatchError,
     FullRecompute,
     InvalidInputError,
+    Knorm,
     MemoryStore,
     PromptTemplate,
     RemoteStore,
@@ -586,6 +587,7 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
         "auxiliary": None,
         "gate": None,
         "rotation": "copied",
+        "press": Knorm(0.5),
     }
     assert options.keys() == signature(Engine).parameters.keys() - {"model", "tokenizer"}
     engine = Engine(make_model(), make_tokenizer(), **options)

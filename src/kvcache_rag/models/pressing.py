@@ -99,9 +99,11 @@ def press_refusal(model: TransformersModel, press: Press) -> str:
     if model.why_refused:
         return f"{model.why_refused}, and a pruned prompt moves every chunk"
     try:
+        # Its tokens would come nearer to each other, and the question to all of them.
+        model.ensure_takes_positions("a pruned chunk's tokens cannot keep their positions")
         pressed(model, None, [[3 + i % 2 for i in range(_PROBE_TOKENS)]], press)
     except UnsupportedModelError as error:
-        return f"{name}: {error}"
+        return str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
     return ""
 
 

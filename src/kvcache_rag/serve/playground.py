@@ -138,6 +138,7 @@ class Explanation(BaseModel):
     prefilled_tokens: int
     query_tokens: int
     choose: float = Field(description="Seconds for choosing tokens, where the policy does.")
+    pruned_tokens: int = Field(description="Of these, those that a press dropped.")
 
 
 def router(context: AppContext) -> APIRouter:

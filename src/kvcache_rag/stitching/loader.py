@@ -215,18 +215,19 @@ class ContextLoader:
 
         The key is the hash of the ids, so this holds even for a file that lies about itself.
         """
-        pruned = self.prefiller.press is not None
-        ids = self._unpruned(tokens) if pruned else tokens
-        if self.prefiller.key(ids.tolist()) == key:
+        if self._says(key, tokens):
             return True
         self.prefiller.store.delete(key)
         self.unusable[key] = CorruptChunkError
         return False
 
-    def _unpruned(self, tokens: Tensor) -> Tensor:
-        """All ids of a pruned chunk; as they are if another number of them was pruned."""
-        is_right = len(kept_places(tokens)) == self.prefiller.layout.kept(len(tokens))
-        return all_ids(tokens) if is_right else tokens
+    def _says(self, key: ChunkKey, tokens: Tensor) -> bool:
+        """Whether the ids of a chunk, as many marked as its press prunes, hash to a key."""
+        if self.prefiller.press is not None:
+            if len(kept_places(tokens)) != self.prefiller.layout.kept(len(tokens)):
+                return False
+            tokens = all_ids(tokens)
+        return self.prefiller.key(tokens.tolist()) == key
 
     # ------------------------------------------------------------------ where the chunks go
 
@@ -572,9 +573,7 @@ class ContextLoader:
             raise
         if reader is None:
             return None
-        pruned = self.prefiller.press is not None
-        ids = self._unpruned(reader.tokens) if pruned else reader.tokens
-        if self.prefiller.key(ids.tolist()) != key:
+        if not self._says(key, reader.tokens):
             reader.close()  # `get` finds out what is wrong with it
             return None
         return OpenChunk(key, reader, self.costs.clock() - started)
