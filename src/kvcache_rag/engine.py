@@ -7,6 +7,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -459,7 +460,8 @@ class Engine:
                 cannot be moved warns, once: a chunk helps only where it is the only one.
         """
         keys = self._add(texts, owner=owner, show_progress=show_progress, cancelled=cancelled)
-        self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)
+        if self.auxiliary is not None or self.policy.auxiliary is not None:
+            self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)
         return keys
 
     def _add(
@@ -471,7 +473,7 @@ class Engine:
         cancelled: threading.Event | None,
     ) -> list[ChunkKey]:
         """`add` without auxiliary models."""
-        prefiller = self._capturing
+        prefiller = self._prefiller or self._capturing  # which says why there is none
         if self._refusal:
             self._warn_refused()
         self._follow_weights()
@@ -480,7 +482,7 @@ class Engine:
             with self._lock:
                 prefiller.prefix()
         prefiller.fill(chunks, guard=self._lock, show_progress=show_progress, cancelled=cancelled)
-        keys = [chunk.key for chunk in chunks]
+        keys = list(map(attrgetter("key"), chunks))
         if owner:
             for key in dict.fromkeys(keys):
                 self.store.claim(key, owner)

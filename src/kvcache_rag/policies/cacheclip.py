@@ -31,7 +31,7 @@ class CacheClip(ReusePolicy):
     `window` tokens are computed again as a whole if more than `threshold` of them were chosen, and
     not at all otherwise, so that no number or name is computed again by halves.  Grouping changes
     how many tokens there are: `ratio` is the part chosen before it, as in the paper, so
-    `Metrics.recomputed_tokens` is smaller where chosen tokens are scattered (9 to 11 % for a ratio
+    `Metrics.recomputed_tokens` is smaller where chosen tokens are scattered (6 to 11 % for a ratio
     of 0.2 with SmolLM2 on real text, docs/experiments.md) and may be larger where they stand
     together (less than `window / threshold` times).  `ratio_of="recomputed"` keeps to the ratio.
 
