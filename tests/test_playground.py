@@ -209,7 +209,8 @@ async def test_the_reader_is_explained_as_its_engine_does(reader: LocalBackend) 
     expected = Engine.from_pretrained("tiny")
     expected.add(DOCUMENTS)
     found = expected.explain(question, DOCUMENTS, policy=LegoLink(4)).to_dict()
-    assert {**warm, "choose": 0} == {**json.loads(json.dumps(found)), "choose": 0}
+    assert min(warm["choose"], found["choose"]) > 0
+    assert warm == json.loads(json.dumps({**found, "choose": warm["choose"]}))
     assert Explanation.model_validate(warm, strict=True).model_dump(mode="json") == warm
     async with client(build_app(reader, settings())) as http:
         answered = (await http.post("/v1/chat/completions", json=body)).json()

@@ -7,7 +7,7 @@ and values, nothing is computed at all.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.prompt.alignment import token_offsets
@@ -102,7 +102,7 @@ class Explained:
     recomputed_tokens: int
     prefilled_tokens: int
     query_tokens: int
-    choose: float = 0.0
+    choose: float = field(default=0.0, compare=False)
     pruned_tokens: int = 0
 
     @property
