@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HINT = "python tools/work.py --write"
-# On a busy machine threads meet in another order and make a call or two more.
+# On a busy machine threads meet in another order, and what clocks said decides some calls.
 ATTEMPTS = 4
+SLACK = {"calls": 1.01}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +47,8 @@ def test_work_does_not_grow(name: str, golden: dict[str, Any]) -> None:
     for _ in range(ATTEMPTS):
         least, runs = work.measured(name)
         now = asdict(least)
-        grown = {key: (before[key], now[key]) for key in held if now[key] > before[key]}
+        most = {key: before[key] * SLACK.get(key, 1) for key in held}
+        grown = {key: (before[key], now[key]) for key in held if now[key] > most[key]}
         if not grown:
             break
     assert not grown, f"{name} does more than before (was, is): {grown}; runs: {runs}"
