@@ -34,7 +34,9 @@ loses what pruned loses.
 machine** (load {low:.0f} to {high:.0f}), so times are good for comparing forms of one row, which
 were asked in turns, and for nothing else. **Surprise** is how much the right answer surprises the
 model, in nats per token, less over whole chunks (95 % interval, paired by row; below 0 it is
-surprised less); **same first token** is said of the answer's, against whole chunks.
+surprised less); **same first token** is said of the answer's, against whole chunks. Answers end
+after {tokens} tokens, so scores are lower than those of [quality.md](quality.md) and good for
+comparing only.
 
 """
 
@@ -53,6 +55,7 @@ def text(results: Mapping[str, Any]) -> str:
         commit=about["commit"],
         low=min(group["load"][0] for *_, group in groups),
         high=max(group["load"][1] for *_, group in groups),
+        tokens=results["answer_tokens"],
     )
     return head + "\n".join(
         f"### {task}, {model} ({group['rows']} rows)\n\n{_table(group)}"

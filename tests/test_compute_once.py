@@ -36,7 +36,7 @@ class Meeting:
     def __init__(self, store: ChunkStore, meet: Callable[[ChunkKey], None]) -> None:
         self._get, self._meet = store.get, meet
         self._met: set[tuple[int, ChunkKey]] = set()
-        store.get = self.get  # type: ignore[method-assign]
+        store.get = self.get  # type: ignore[method-assign]  # waits for the others
 
     def get(self, key: ChunkKey, *given: Any, **named: Any) -> Any:
         try:
@@ -61,7 +61,7 @@ class Counts:
             self.puts[key.start] += 1
             return put(key, chunk)
 
-        store.put = counted  # type: ignore[method-assign]
+        store.put = counted  # type: ignore[method-assign]  # a spy
 
     def watch(self, engine: Engine) -> Engine:
         prefill = TransformersModel.prefill
@@ -71,7 +71,7 @@ class Counts:
             self.computed.update(map(tuple, chunks))
             return prefill(adapter, prefix, chunks)
 
-        adapter.prefill = counted  # type: ignore[method-assign]
+        adapter.prefill = counted  # type: ignore[method-assign]  # a spy
         return engine
 
 

@@ -116,9 +116,6 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def test_it_is_one_pass_in_which_dropped_tokens_are_overlaid(
     engine: Engine, scheme: PositionScheme, layers: tuple[int, ...]
 ) -> None:
-    kinds = access.adapter(engine).measured.kinds
-    if any(kinds[layer].shared for layer in layers):
-        pytest.skip("these layers share the keys and values of another one")
     policy = CacheBlend(RATIO, positions=scheme, check_layers=layers)
     if refused(engine, policy):
         return
