@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import webbrowser
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
 import pytest
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
+from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve import startup
 from kvcache_rag.serve.app import build_app
@@ -303,3 +304,10 @@ def test_the_command_serves_the_page_and_opens_it(tmp_path: Path) -> None:
         finally:
             process.kill()
             assert "Traceback" not in process.stderr.read()
+
+
+def test_the_page_knows_every_state_of_a_token() -> None:
+    script = TEXTS["prompt.js"].partition("const SPANS")[0]
+    for state in get_args(TokenState):
+        assert f"  {state}: {{ label:" in script
+        assert f"\n.{state} {{" in TEXTS["style.css"]

@@ -4,6 +4,7 @@ export const STATES = {
   reused: { label: "reused", note: "keys and values come from the cache" },
   prefilled: { label: "prefilled", note: "its chunk was not cached, so it was computed by itself first" },
   recomputed: { label: "recomputed", note: "computed again in the context of the whole prompt" },
+  pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was stored" },
   computed: { label: "computed", note: "the question, and everything in a full prefill" },
 };
 const SPANS = { prefix: "Instruction", chunk: "Document", query: "Question" };
