@@ -45,7 +45,8 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
     check_plot(file)
     figure = figure_class()(figsize=(11.4, 4.2), layout="constrained")
     slopes = {row["curve"]: row["exponent"] for row in report["exponents"]}
-    for panel, (sizes, curves) in zip(figure.subplots(1, 3), _PANELS.items(), strict=True):
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, (sizes, curves) in zip(panels, _PANELS.items(), strict=True):
         for curve, colour, marker in zip(curves, _COLOURS, _MARKERS, strict=False):
             points = sorted(
                 (size, 1e3 * seconds) for name, size, seconds in report["points"] if name == curve
@@ -56,11 +57,11 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_xlabel(sizes, fontsize=9)
-        low, high = panel.get_ylim()
-        panel.set_ylim(low, high * (high / low) ** 0.45)  # room for the legend
         panel.legend(
             loc="upper left", frameon=False, fontsize=7, title="exponent", title_fontsize=7
         )
         plain_panel(panel)
-    figure.axes[0].set_ylabel("milliseconds", fontsize=9)
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(low, high * (high / low) ** 0.45)  # room for the legends
+    panels[0].set_ylabel("milliseconds", fontsize=9)
     save_plot(figure, file, "growth")

@@ -22,10 +22,10 @@ turns, pass by pass. {papers_rate} requests per second are {beyond:.0f} times wh
 answered without a cache ({capacity:.2f} per second, measured right before), so they come at \
 {factor} times that capacity, {rate:.2f} per second, at which that arm's queue is long. All else \
 is as above ({machine}; {date}, commit {commit}; `python -m benchmarks.serving_passes`).
-**Other work ran on the machine**: {load_low:.1f} to {load_high:.1f} processes wanted its two \
-cores (the benchmark's own among them), and a full prefill with its answer took between \
-{full_low:.2f} and {full_high:.2f} s before the passes. Few requests, one run: read the order of \
-magnitude. An arm whose chunks are all cached answers as many as arrive, and could answer more.
+Meanwhile {load_low:.1f} to {load_high:.1f} processes wanted the two cores, the benchmark's own \
+among them, and a full prefill with its answer took between {full_low:.2f} and {full_high:.2f} s \
+before the passes. Few requests, one run: read the order of magnitude. An arm whose chunks are all \
+cached answers as many as arrive, and could answer more.
 
 """
 _PARTS: Final = """\

@@ -105,9 +105,12 @@ def _by_pass(report: Mapping[str, Any]) -> Any:
 
 
 def _parts(report: Mapping[str, Any]) -> Any:
-    """What the mean latency consists of, by rate, of every arm."""
+    """What the mean latency consists of, by rate, of every arm; arms with a cache on one scale."""
     arms = list(arms_of(report))
     figure, panels = _figure(len(arms), 3.0 * len(arms))
+    cached = [panel for panel, arm in zip(panels, arms, strict=True) if arm != NO_CACHE]
+    for panel in cached[1:]:
+        panel.sharey(cached[0])
     for panel, arm in zip(panels, arms, strict=True):
         runs = rates_of(report, arm)
         names = [f"{run['rate']:.1f}" for run in runs]

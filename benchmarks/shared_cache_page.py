@@ -25,8 +25,9 @@ documents "together" is the paper's way (the pair in its order is computed and k
 "stitched" keeps each by itself. Configuration B prefetches with a second copy of the model on the
 CPU; it can gain only where a core is idle. {missing}
 
-By the clock, arrangements one after the other, while {load} processes wanted to run: compare what
-is computed and found, and the processor's seconds (of all threads), rather than milliseconds.
+By the clock, arrangements one after the other, of few questions, while {load} processes wanted to
+run: what is computed and found, and the processor's seconds (of all threads), compare better than
+milliseconds.
 
 """
 _ACCURACY: Final = """\
@@ -59,7 +60,7 @@ def shared_cache(found: Mapping[str, Any]) -> str:
             for name, cell in found["cells"].items()
             if name.startswith(tuple(measured))
         ]
-        load = f"{min(loads):.0f} to {max(loads):.0f}"
+        load = f"{min(loads):.1f} to {max(loads):.1f}"
         parts.append(_PASSES.format(**asked, missing=missing, load=load) + _passes(found) + "\n\n")
     if "accuracy" in found:
         parts.append(_ACCURACY.format(**asked) + _accuracy(found) + "\n\n")

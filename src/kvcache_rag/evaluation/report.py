@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass, is_dataclass
+from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
@@ -351,6 +352,26 @@ def _legend(groups: Sequence[Group]) -> str:
     return "\n".join(f"- {line}" for line in lines) + "\n"
 
 
+# Colours of plots, and what they are on a dark page.
+_AT_NIGHT: Final = {
+    "#000000": "#e8e8e8",
+    "#ffffff": "#1e2129",
+    "#e5e5e5": "#3a3f4b",
+    "#0072b2": "#3d9be0",
+}
+_DARK: Final = "".join(
+    [
+        "@media (prefers-color-scheme: dark){svg{fill:#e8e8e8}",
+        *(
+            f'[style*="{kind}: {day}"]{{{kind}:{night} !important}}'
+            for day, night in _AT_NIGHT.items()
+            for kind in ("fill", "stroke")
+        ),
+        "}",
+    ]
+)
+
+
 def check_plot(file: Path) -> None:
     """Say before hours of work whether a plot could be written.
 
@@ -377,6 +398,8 @@ def plain_panel(panel: Any) -> None:
 def save_plot(figure: Any, file: Path, salt: str = "kvcache-rag") -> None:
     """Write a figure; the same figure gives the same bytes.
 
+    An SVG has a dark look of its own, for readers whose browser asks for one.
+
     Args:
         figure: Of matplotlib.
         file: Its suffix decides the format.
@@ -384,9 +407,13 @@ def save_plot(figure: Any, file: Path, salt: str = "kvcache-rag") -> None:
     """
     import matplotlib as mpl
 
+    if file.suffix.lower() != ".svg":
+        figure.savefig(file, dpi=150)
+        return
+    text = StringIO()
     with mpl.rc_context({"svg.hashsalt": salt}):
-        metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
-        figure.savefig(file, dpi=150, metadata=metadata)
+        figure.savefig(text, format="svg", dpi=150, metadata={"Date": None})
+    file.write_text(text.getvalue().replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
 
 
 def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> None:
@@ -410,7 +437,8 @@ def draw(groups: Sequence[Group], file: Path, baseline: str | None = None) -> No
     across = min(_ACROSS, len(timed))
     down = -(-len(timed) // across)
     figure = figure_class()(figsize=(4.4 * across, 3.4 * down + 0.8), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).ravel()
+    # One scale of scores, since they are there to be compared.
+    panels = figure.subplots(down, across, squeeze=False, sharey=True).ravel()
     names = list(dict.fromkeys(_name(row) for group in timed for row in group.rows))
     looks = _looks(names, baseline)
     for panel, group in zip(panels, timed, strict=False):
