@@ -1,4 +1,4 @@
-"""docs/peers.md and README's table of peers, written from benchmarks/results/peers.json.
+"""docs/peers.md, written from benchmarks/results/peers.json.
 
 python -m benchmarks.peers_page
 """
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.peers_figures import CASES, LENGTHS, Crossover
 from benchmarks.report_tables import markdown
-from tools.readme import put
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,16 +24,15 @@ PAGE: Final = Path(__file__).parent.parent / "docs" / "peers.md"
 _EQUAL: Final = 0.05
 # Processes more than cores before a machine is called busy with other work.
 _SPARE: Final = 0.5
-BEGIN: Final = "<!-- peers: written by python -m benchmarks.peers_page -->"
-END: Final = "<!-- end of peers -->"
-# Cases of README's table; the page has all.
-README_CASES: Final = {
+# Cases of the table in short; the page has all.
+SHORT_CASES: Final = {
     "new order": "Chunks known, in a new order",
     "same prefix": "The same chunks in the same order, another question",
 }
-_README: Final = """The same prompts and the same weights (SmolLM2-135M-Instruct, greedy),
-{threads}, {contexts} tokens of chunks ({machine}; {date}; medians). Who has the
-first token sooner need not end sooner, so the last column says from how many tokens on who does:
+_SHORT: Final = """## In short
+
+On {threads}, {contexts} tokens of chunks, medians. Who has the first token sooner need not end
+sooner, so the last column says from how many tokens on who does.
 
 """
 _HEAD: Final = """# Beside llama.cpp, KVBoost and stock transformers
@@ -130,6 +128,7 @@ def page(report: Mapping[str, Any]) -> str:
     parts = [
         _HEAD.format_map(told),
         _BUSY if _is_busy(report) else "",
+        _short(report),
         "## Who wins\n\n",
         verdicts(compared),
         _SIDES.format(flash=flash or "not measured", run=64),
@@ -146,11 +145,11 @@ def page(report: Mapping[str, Any]) -> str:
     return "".join(parts).rstrip() + "\n"
 
 
-def readme(report: Mapping[str, Any]) -> str:
-    """README's part: shortest and longest context on the fewest threads, and who ends sooner."""
+def _short(report: Mapping[str, Any]) -> str:
+    """Shortest and longest context on the fewest threads, and who ends sooner."""
     compared = [Crossover(**one) for one in report["crossovers"]]
     if not compared:
-        return "Nothing was compared.\n"
+        return ""
     threads = min(one.threads for one in compared)
     sizes = [one.context for one in compared if one.threads == threads]
     contexts = sorted({min(sizes), max(sizes)})
@@ -159,9 +158,8 @@ def readme(report: Mapping[str, Any]) -> str:
     }
     own_kinds = {case: kind for case, kind, _ in CASES}
     named = " and ".join(f"{context:,}" for context in contexts)
-    parts = [_README.format(**{**report, "threads": _threads(threads), "contexts": named})]
-    parts += [_BUSY] if _is_busy(report) else []
-    for case, title in README_CASES.items():
+    parts = [_SHORT.format(**{**report, "threads": _threads(threads), "contexts": named})]
+    for case, title in SHORT_CASES.items():
         lines = []
         for one in compared:
             if (one.case, one.threads) != (case, threads) or one.context not in contexts:
@@ -184,7 +182,6 @@ def readme(report: Mapping[str, Any]) -> str:
         header = ["context", "ours", "peer", "first token: ours / peer", "each further one"]
         header.append("who ends sooner")
         parts.append(f"{title}:\n\n{markdown(header, lines)}\n\n" if lines else "")
-    parts.append("All cases, p95, memory and how exact each is: [docs/peers.md](docs/peers.md).\n")
     return "".join(parts)
 
 
@@ -430,7 +427,7 @@ def _failed(failures: Mapping[str, str]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page and README's part; with a page elsewhere README is only compared."""
+    """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -440,8 +437,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     report = json.loads(parsed.json.read_text(encoding="utf-8"))
     parsed.page.write_text(page(report), encoding="utf-8")
-    command = "python -m benchmarks.peers_page"
-    return put(BEGIN, END, readme(report), command=command, check=parsed.page != PAGE)
+    return 0
 
 
 if __name__ == "__main__":

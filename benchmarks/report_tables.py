@@ -70,8 +70,8 @@ def contexts(report: Mapping[str, Any]) -> str:
     return markdown([*header, "ours TTFT ms", "speedup", "ours / TurboRAG's"], lines)
 
 
-def readme(report: Mapping[str, Any]) -> str:
-    """README's table: seconds to the first token of a short question, and how fast it goes on."""
+def seconds(report: Mapping[str, Any]) -> str:
+    """In short: seconds to the first token of a short question, and how fast it goes on."""
     rows = rows_of(report)
     sides = (NAIVE, TURBORAG, PAGES, RAM, DEFERRED, FLOOR)
     cases = [case for case in _cases(rows) if case[1:] == (QUERY, 1)]

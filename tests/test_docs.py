@@ -11,7 +11,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from benchmarks import first_table, pruning_page, report, vllm_page
+from benchmarks import front, pruning_page, vllm_page
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
@@ -43,18 +43,11 @@ def test_readme_has_blocks_that_run() -> None:
     assert sum(reason is None for reason, *_ in BLOCKS) >= 2
 
 
-def test_first_table_is_what_was_measured(
+def test_the_first_figures_are_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["", "--check"])
-    assert first_table.main() == 0, capsys.readouterr().err
-
-
-def test_the_table_beside_stock_transformers_is_what_was_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = json.loads((report.RESULTS / "ttft.json").read_text("utf-8"))
-    assert report.readme(found, check=True) == 0, capsys.readouterr().err
+    assert front.main() == 0, capsys.readouterr().err
 
 
 def test_the_table_of_vllm_is_what_was_measured(
@@ -64,10 +57,10 @@ def test_the_table_of_vllm_is_what_was_measured(
     assert vllm_page.main() == 0, capsys.readouterr().err
 
 
-def test_first_table_has_what_was_measured_and_no_more() -> None:
+def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
     case = {"context_tokens": 1000, "chunks": 4, "full": [2.0], "cached": [0.1], "add": [1.0]}
     times = {"facts": {"dtype": "bfloat16", "machine": "Z80, 1 cores"}, "cases": [case]}
-    text = first_table.table(times, None, None)
+    text = front.home(times, None, None)
     assert text.endswith("| 1,000 | 2.00 s | 100 ms | 20 x |\n")
     assert "(Z80)" in text
 
@@ -77,7 +70,7 @@ def test_first_table_has_what_was_measured_and_no_more() -> None:
         "summary": {"rows": rows, "counted": ["nq", "squad"]},
         "sets": {"nq": {"n": 20}, "squad": {"n": 200}},
     }
-    text = first_table.table(times, {"quality": quality}, None)
+    text = front.home(times, {"quality": quality}, None)
     assert "over 2 public question sets,\nup to 200 rows each" in text
     assert text.endswith("| full prefill | no documents |\n| --- | --- |\n| 50.0 | 50.0 |\n")
 
@@ -87,11 +80,11 @@ def test_first_table_has_what_was_measured_and_no_more() -> None:
         {"task": task, "model": model, "policy": policy, "n": 4143, "f1": [n / 10, 0.0, 1.0]}
         for n, (task, model, policy) in enumerate(ways)
     ]
-    text = first_table.table(times, None, {"bars": {"a": {}, "b": {}, "c": {}}, "scores": scores})
+    text = front.home(times, None, {"bars": {"a": {}, "b": {}, "c": {}}, "scores": scores})
     assert "on 4,143 questions" in text
     cells = ["10.0 (0.0-100.0)", "0.0 (0.0-100.0)", "20.0 (0.0-100.0)", "30.0 (0.0-100.0)"]
     assert text.endswith(f"| {' | '.join(cells)} |\n"), "base, block, control, closed"
-    missing = first_table.table(times, None, {"bars": {"a": {}}, "scores": scores[:2]})
+    missing = front.home(times, None, {"bars": {"a": {}}, "scores": scores[:2]})
     assert "4,143" not in missing
 
 

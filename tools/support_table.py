@@ -1,4 +1,4 @@
-"""Write the table of supported model families into README.md, from what the laws find.
+"""Write the table of supported model families into docs/models.md, from what the laws find.
 
     python tools/support_table.py            # rewrite the table
     python tools/support_table.py --check    # exit 1 if it is not what would be written
@@ -28,6 +28,7 @@ from tools.readme import put  # noqa: E402  # found by the line above
 
 BEGIN = "<!-- support table: written by tools/support_table.py -->"
 END = "<!-- end of support table -->"
+PAGE = ROOT / "docs" / "models.md"
 
 
 def rows() -> list[str]:
@@ -76,12 +77,12 @@ def _measured(layout: ModelLayout) -> str:
 
 def main() -> int:
     """Rewrite or check the table."""
-    parser = argparse.ArgumentParser(description="the table of supported families in README.md")
+    parser = argparse.ArgumentParser(description="the table of supported families")
     parser.add_argument("--check", action="store_true", help="only say whether it is right")
     arguments = parser.parse_args()
     text = "".join(f"{row}\n" for row in rows())
     command = "run tools/support_table.py"
-    return put(BEGIN, END, text, command=command, check=arguments.check)
+    return put(BEGIN, END, text, command=command, check=arguments.check, page=PAGE)
 
 
 if __name__ == "__main__":
