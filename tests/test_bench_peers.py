@@ -257,18 +257,18 @@ def test_the_page_says_who_wins_whoever_it_is() -> None:
     assert all(line.endswith("|") for line in tables)
 
 
-def test_readme_says_from_how_many_tokens_on_the_other_one_ends_sooner() -> None:
+def test_the_short_table_says_from_how_many_tokens_on_the_other_one_ends_sooner() -> None:
     made = report()
-    text = peers_page.readme(made)
-    assert "one thread, 1,024 tokens of chunks" in text
+    text = peers_page.short(made)
+    assert "On one thread, 1,024 tokens of chunks" in text
     shifted = "| ours auto | llama.cpp F16, --cache-reuse | 0.100 s / 3.00 s | 20 ms / 10 ms |"
     assert f"{shifted} ours up to 291 tokens, the peer from 292 on |" in text
     assert "| ours auto | KVBoost | 0.100 s / 1.00 s | 20 ms / 100 ms | ours, always |" in text
     assert "0.100 s / 0.050 s | 20 ms / 10 ms | the peer, always |" in text
     assert "nothing known" not in text.lower()
-    assert "rough" not in text
-    assert "rough" in peers_page.readme({**made, "load": 4.7})
-    assert peers_page.readme(report(("ours-auto",))) == "Nothing was compared.\n"
+    assert "rough" not in peers_page.page(made)
+    assert "rough" in peers_page.page({**made, "load": 4.7})
+    assert peers_page.short(report(("ours-auto",))) == ""
 
 
 def test_a_page_of_few_sides_is_a_page() -> None:
@@ -276,7 +276,7 @@ def test_a_page_of_few_sides_is_a_page() -> None:
     assert "Nothing was compared" in peers_page.page(report(("kvboost",)))
 
 
-def test_the_committed_page_and_readme_are_what_the_results_say(tmp_path: Path) -> None:
+def test_the_committed_page_is_what_the_results_say(tmp_path: Path) -> None:
     assert peers_page.main(["--page", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text("utf-8") == peers_page.PAGE.read_text("utf-8")
 

@@ -191,7 +191,7 @@ def test_the_page_shows_what_was_measured_and_names_what_was_not(tmp_path: Path)
     text = shared_cache(found)
     assert "Configuration A was not measured: it needs a second GPU" in text
     assert "|  |  | configuration A | not measured |" in text
-    assert "while 2 to 2 processes" in text
+    assert "while 2.0 to 2.0 processes" in text
     assert "| 2 | together | cache | memory | 2 | 3 | 0 | 0 | 20 of 300 | 12 | 1.50 |" in text
     assert (
         "| 2 | 75 % | 50.0 (25.0 to 75.0) | 50.0 (25.0 to 75.0) | -10.0 (-20.0 to +5.0) |" in text

@@ -1,4 +1,4 @@
-"""Every Python block of the README runs or says why not; its tables are what was found."""
+"""What pages say to run runs or says why not; links lead somewhere; tables are what was found."""
 
 from __future__ import annotations
 
@@ -15,18 +15,30 @@ from benchmarks import front, pruning_page, vllm_page
 from kvcache_rag.models.pretrained import PACKAGED
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+# docs/serving.md has a test of its own, in which snippets follow each other.
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("*/*/README.md")),
+]
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?```python\n(.*?)```(\n\n```text\n(.*?)```)?", re.S)
-BLOCKS = [match.groups() for match in BLOCK.finditer(README)]
+BLOCKS = [
+    (page.relative_to(ROOT).as_posix(), number, code, output)
+    for page in PAGES
+    if page.name not in ("serving.md", "CHANGELOG.md")
+    for number, (reason, code, _, output) in enumerate(BLOCK.findall(page.read_text("utf-8")))
+    if not reason
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.M)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
 
 @pytest.mark.parametrize(
     ("code", "output"),
-    [(code, output) for reason, code, _, output in BLOCKS if reason is None],
+    [pytest.param(code, output, id=f"{page}:{number}") for page, number, code, output in BLOCKS],
 )
-def test_readme_block_runs_and_prints_what_it_says(
-    code: str, output: str | None, tmp_path: Path
-) -> None:
+def test_a_block_runs_and_prints_what_it_says(code: str, output: str, tmp_path: Path) -> None:
     for name, model in PACKAGED.items():
         if f'"{name}"' in code:
             try:
@@ -35,12 +47,31 @@ def test_readme_block_runs_and_prints_what_it_says(
                 pytest.skip(model.install)
     status, printed, errors = forks.run(code, tmp_path)
     assert status == 0, errors
-    if output is not None:
+    if output:
         assert printed == output
 
 
-def test_readme_has_blocks_that_run() -> None:
-    assert sum(reason is None for reason, *_ in BLOCKS) >= 2
+def test_the_readme_has_blocks_that_run() -> None:
+    assert sum(page == "README.md" for page, *_ in BLOCKS) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub and the site write them."""
+    found = HEADING.findall(re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S))
+    plain = [re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in found]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
 
 
 def test_the_first_figures_are_what_was_measured(
@@ -99,3 +130,16 @@ def test_the_figures_of_pruned_chunks_are_those_that_were_measured() -> None:
     results = json.loads(pruning_page.RESULTS.read_text(encoding="utf-8"))
     shown = pruning_page.PAGE.read_text(encoding="utf-8").partition(pruning_page.MARK)[2]
     assert shown == pruning_page.text(results)
+
+
+def test_pages_count_the_configurations_that_were_found() -> None:
+    models = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    found = re.search(r"^(\d+) configurations are stitched, (\d+) refused:$", models, re.M)
+    assert found is not None
+    stitched, refused = found.groups()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{stitched} configurations" in readme
+    assert f"{refused} refused by name" in readme
+    assert f"over {stitched}\nconfigurations" in (ROOT / "docs" / "how-it-works.md").read_text(
+        "utf-8"
+    )

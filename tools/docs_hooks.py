@@ -1,0 +1,71 @@
+"""Hooks of the documentation site (`make docs`): links that leave `docs/`, and the notebooks.
+
+Pages link to files of the repository as they lie, so that they work where the repository is read;
+on the site such a link leads to the repository's page of that file, which has to exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from html import unescape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkdocs.plugins import event_priority
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parent.parent
+UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
+NOTEBOOKS = "notebooks"
+# A warning of mkdocs' loggers ends a strict build.
+_LOG = logging.getLogger("mkdocs.hooks")
+
+
+@event_priority(100)  # before the plugin that makes pages of notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the notebooks, which lie beside `docs/`."""
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
+        name = f"{NOTEBOOKS}/{path.name}"
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Lead links out of `docs/` to the repository, and those to notebooks to their pages."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def link(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, found[1]))
+        if not target.startswith("../"):
+            return found[0]
+        target, anchor = target.removeprefix("../"), found[2] or ""
+        if not (ROOT / target).exists():
+            _LOG.warning("%s links to %s, which is not there", page.file.src_uri, target)
+        if files.get_file_from_path(target) is not None:
+            return f"]({posixpath.relpath(target, folder)}{anchor})"
+        return f"]({config.repo_url}/blob/main/{target}{anchor})"
+
+    return UPWARDS.sub(link, markdown)
+
+
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Lead links of notebooks, which are no Markdown, from the files of pages to the pages."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return output
+    return re.sub(r'href="\.\./docs/([^"#]+)\.md(#[^"]*)?"', r'href="../\1.html\2"', output)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Look for links of finished pages that lead nowhere: of notebooks nobody else does."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r'(?:href|src)="([^"#?:]+)(?:#[^"]*)?"', text):
+            if not link.startswith("/") and not (page.parent / unescape(link)).exists():
+                _LOG.warning("%s links to %s, which is not there", page.name, link)
