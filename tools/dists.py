@@ -1,10 +1,11 @@
-"""Build every sdist and wheel, and run the tests that the sdists carry.
+"""Build every sdist and wheel, install them, and run the tests that the sdists carry.
 
     python tools/dists.py build dist               # what PyPI would refuse fails here
+    python tools/dists.py install dist PLACE       # an environment with all of them
     python tools/dists.py test dist [NAME ...]     # all tests of these sdists, or of every one
 
-Tests run in an environment that has our packages from the wheels of that folder, and everybody
-else's as they are installed here.
+Such an environment, in which tests run, too, has our packages from the wheels of that folder, and
+everybody else's as they are installed here.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ PROJECTS: Final = {
 
 
 def main() -> int:
-    """Build or test; returns the exit code."""
+    """Build, install or test; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("build", "test"))
-    parser.add_argument("folder", type=Path, help="where sdists and wheels are")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROJECTS))
+    actions = parser.add_subparsers(dest="action", required=True)
+    for action in ("build", "install", "test"):
+        actions.add_parser(action).add_argument("folder", type=Path, help="of sdists and wheels")
+    actions.choices["install"].add_argument("place", type=Path, help="of the environment")
+    actions.choices["test"].add_argument("names", nargs="*", metavar="NAME", help="of a dist")
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - PROJECTS.keys()
-    if unknown:
-        parser.error(f"there is no dist {min(unknown)}; there are {', '.join(PROJECTS)}")
     if arguments.action == "build":
         build(arguments.folder)
-        return 0
-    return test(arguments.folder, arguments.names or list(PROJECTS))
+    elif arguments.action == "install":
+        environment(arguments.place, arguments.folder, *PROJECTS)
+    else:
+        unknown = set(arguments.names) - PROJECTS.keys()
+        if unknown:
+            parser.error(f"there is no dist {min(unknown)}; there are {', '.join(PROJECTS)}")
+        return test(arguments.folder, arguments.names or list(PROJECTS))
+    return 0
 
 
 def build(folder: Path) -> None:
