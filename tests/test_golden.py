@@ -76,7 +76,7 @@ def accepted(name: str) -> str:
     part = folder or PARTS.get(file.removesuffix(".json"), file.partition(".")[0])
     return (
         "Users rely on it. If it is meant: keep what was there working as docs/versions.md says, "
-        f"run `python tools/freeze.py {part}`, and commit the difference with a line in CHANGELOG.md."
+        f"run `python tools/freeze.py {part}`, and commit what differs with a line in CHANGELOG.md."
     )
 
 

@@ -121,7 +121,7 @@ def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
 
 def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> None:
     """Pip would rather fail than put two versions together."""
-    pins = [one for one in metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])]
+    pins = metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])
     assert f"kvcache-rag[client]~={__version__}" in pins
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -1,7 +1,7 @@
 """Write one version everywhere it stands: all dists have the same one and ask for each other's.
 
-    python tools/bump.py 0.2.0              # also closes the changelog's "Unreleased", dated today
-    python tools/bump.py --check 0.2.0      # fails where another one stands
+python tools/bump.py 0.2.0              # also closes the changelog's "Unreleased", dated today
+python tools/bump.py --check 0.2.0      # fails where another one stands
 """
 
 from __future__ import annotations

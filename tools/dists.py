@@ -54,7 +54,7 @@ def build(folder: Path) -> None:
     for project in PROJECTS.values():
         _run("-m", "build", "--no-isolation", "--outdir", str(folder), str(project))
     for wheel in folder.glob("*-linux_*.whl"):
-        # PyPI takes no wheel that does not say which systems its kernels run on; nothing is patched.
+        # PyPI wants to know which systems its kernels run on; nothing in it is patched.
         words = ("--patcher", "none", "--wheel-dir", str(folder), str(wheel))
         _run("-m", "auditwheel", "repair", *words)
         wheel.unlink()
@@ -84,9 +84,9 @@ def environment(place: Path, wheels: Path, *dists: str) -> Path:
             (shared / entry.name).symlink_to(entry)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(f"{shared}\n", encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    install = ["install", "-qq", "--no-index", "--no-compile", "--find-links", wheels, *dists]
-    subprocess.run([*pip, *install], check=True)
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
+    install = ("install", "-qq", "--no-index", "--no-compile", "--find-links", str(wheels))
+    subprocess.run([*pip, *install, *dists], check=True)
     return python
 
 
