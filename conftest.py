@@ -26,11 +26,11 @@ pytest.register_assert_rewrite("tests.contracts")
 torch.set_num_threads(1)
 
 # These look at the whole repository; an sdist has one dist alone.
-_WHOLE = ("changes", "distribution", "golden", "packages", "project_files", "smollm2_package")
+_WHOLE = ("changes", "compare_commits", "distribution", "golden", "packages", "project_files")
 collect_ignore = (
     []
     if (Path(__file__).parent / "integrations").is_dir()
-    else [f"tests/test_{name}.py" for name in (*_WHOLE, "smollm2_shipped")]
+    else [f"tests/test_{name}.py" for name in (*_WHOLE, "smollm2_package", "smollm2_shipped")]
 )
 
 
