@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 # These look at the whole repository, or count what is done in `src`; an sdist has one dist alone,
 # and its tests run on the wheel.
 _WHOLE = (
-    *("changes", "compare_commits", "distribution", "golden", "packages", "project_files"),
+    *("changes", "compare_commits", "distribution", "docs", "golden", "packages", "project_files"),
     *("smollm2_package", "smollm2_shipped", "work"),
 )
 _IS_SDIST = not (Path(__file__).parent / "integrations").is_dir()
