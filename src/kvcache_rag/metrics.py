@@ -296,9 +296,9 @@ _RULES: Final[tuple[_Rule, ...]] = (
         " before the slow store (TieredStore).",
     ),
     _Rule(
-        lambda m: not m.rotation and m.prefilled_tokens > 0,
-        "{policy} computes every chunk for every answer: Reuse() loads them, unless Engine.refusal"
-        " says why this model cannot.",
+        lambda m: not m.rotation and m.prefilled_tokens > 0 and not m.misses,
+        "Every answer computes every chunk under {policy}: Reuse() loads them, unless"
+        " Engine.refusal says why this model cannot.",
     ),
     _Rule(
         lambda m: m.auxiliary_misses > 0 and _matters(m, "choose"),
