@@ -258,7 +258,7 @@ def _asked(model: str, request: Request) -> dict[str, Any]:
     sampling = {
         f"gen_ai.request.{name}": float(request.options[name])
         for name in _SAMPLING
-        if request.options.get(name) is not None
+        if isinstance(request.options.get(name), int | float)  # others are transformers' to refuse
     }
     return {
         "gen_ai.provider.name": PROVIDER,
