@@ -271,8 +271,15 @@ def test_the_first_sentence_says_where_the_time_went() -> None:
         "240 ms (19%), moving keys 200 ms (16%); tokens reused: 1200, computed: 31."
     )
     assert sentences(Metrics().summary())[0] == (
-        "It is not known where the time to the first token went; tokens reused: 0, computed: 0."
+        "The first token came and its parts were not timed; tokens reused: 0, computed: 0."
     )
+    of_vllm = Metrics(ttft=0.5, misses=2, prefilled_tokens=700, query_tokens=9)
+    assert sentences(of_vllm.summary()) == [
+        "The first token came after 500 ms and its parts were not timed; tokens reused: 0, "
+        "computed: 709.",
+        "700 tokens of chunks were computed because they were not cached: prefill them at "
+        "ingestion, and let the store keep them.",
+    ]
 
 
 seconds = st.floats(0.0, 1e4, allow_nan=False)

@@ -175,15 +175,17 @@ def _spent(metrics: Metrics) -> str:
         for name, at in sorted(seconds.items(), key=lambda part: -part[1])
     ]
     tokens = f"tokens reused: {metrics.reused_tokens}, computed: {metrics.computed_tokens}"
-    if not parts:
-        return f"It is not known where the time to the first token went; {tokens}."
+    if not parts:  # as of vLLM's servers
+        after = f"after {_time(metrics.ttft)} " if metrics.ttft > 0 else ""
+        return f"The first token came {after}and its parts were not timed; {tokens}."
     return f"The first token came after {_time(metrics.ttft)}: {', '.join(parts)}; {tokens}."
 
 
 def _seconds(metrics: Metrics) -> dict[str, float]:
-    """Seconds of the parts of `ttft`, with what none of them had."""
+    """Seconds of the parts of `ttft`, with what none of them had if they were timed."""
     seconds = {name: getattr(metrics, name) for name in _PARTS}
-    return {**seconds, "rest": max(metrics.ttft - sum(seconds.values()), 0.0)}
+    known = sum(seconds.values())
+    return {**seconds, "rest": max(metrics.ttft - known, 0.0) if known else 0.0}
 
 
 def _share(metrics: Metrics, *parts: str) -> float:
@@ -234,7 +236,8 @@ class _Rule:
 
 def _matters(metrics: Metrics, *parts: str) -> bool:
     """Whether parts took enough to be worth an advice, as far as that is known."""
-    return metrics.ttft <= 0 or _share(metrics, *parts) >= _NOTABLE
+    is_timed = metrics.ttft > 0 and any(_seconds(metrics).values())
+    return not is_timed or _share(metrics, *parts) >= _NOTABLE
 
 
 def _leads(metrics: Metrics, *parts: str) -> bool:
