@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
+import sys
+import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +23,7 @@ from kvcache_rag.errors import (
     check_name,
     check_settings,
 )
+from kvcache_rag.generation import telemetry
 from kvcache_rag.generation.answer import Answerer, Asked
 from kvcache_rag.generation.context import check_pruned, checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
@@ -193,6 +197,7 @@ class Engine:
                 auxiliary,
                 rotation,
             )
+        telemetry.opened(self._adapter, self.store, rotation)
 
     @classmethod
     def from_pretrained(
@@ -473,6 +478,7 @@ class Engine:
         cancelled: threading.Event | None,
     ) -> list[ChunkKey]:
         """`add` without auxiliary models."""
+        started = time.perf_counter()
         prefiller = self._prefiller or self._capturing  # which says why there is none
         if self._refusal:
             self._warn_refused()
@@ -481,7 +487,17 @@ class Engine:
         if chunks:
             with self._lock:
                 prefiller.prefix()
-        prefiller.fill(chunks, guard=self._lock, show_progress=show_progress, cancelled=cancelled)
+        fill = partial(
+            prefiller.fill,
+            chunks,
+            guard=self._lock,
+            show_progress=show_progress,
+            cancelled=cancelled,
+        )
+        if telemetry.API in sys.modules:
+            telemetry.added(self._adapter, chunks, fill, started)
+        else:
+            fill()
         keys = list(map(attrgetter("key"), chunks))
         if owner:
             for key in dict.fromkeys(keys):
@@ -875,6 +891,9 @@ class Engine:
         try:
             if has_waited and plan is not None and self._follow_weights():
                 planned = plan()
+            is_traced = telemetry.API in sys.modules and telemetry.tracer() is not None
+            if is_traced or telemetry.LOG.isEnabledFor(logging.INFO):
+                return telemetry.watched(self._answerer, planned, run)
             return run(planned)
         finally:
             self._lock.release()

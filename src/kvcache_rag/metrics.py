@@ -1,14 +1,15 @@
-"""What an answer cost, and the answer itself."""
+"""What an answer cost, what would make it cost less, and the answer itself."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+from kvcache_rag.errors import InvalidInputError
 
 MissReason: TypeAlias = Literal[
     "not prefilled", "evicted", "damaged", "not signed", "other model", "other text"
@@ -128,6 +129,242 @@ class Metrics:
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.computed_tokens,
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Metrics:
+        """Metrics out of what `to_dict` gave, wherever a framework put it.
+
+        Keys that are no attributes are left out, and attributes without a key have their defaults.
+
+        Raises:
+            InvalidInputError: If it is something else.
+        """
+        try:
+            if not isinstance(values, Mapping):
+                raise TypeError
+            known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
+            missed = tuple(
+                miss if isinstance(miss, Miss) else Miss(**miss) for miss in known.pop("missed", ())
+            )
+        except TypeError:
+            raise InvalidInputError(
+                "metrics are read out of what Metrics.to_dict() gave, as "
+                f'response.metadata["kv_cache"] is, not out of {values!r:.80}'
+            ) from None
+        return cls(**known, missed=missed)
+
+    def summary(self) -> str:
+        """Two sentences: where the time to the first token went, and what would help."""
+        advice = next(rule.advice for rule in _RULES if rule.applies(self))
+        told = {"m": self, "policy": _clause(self.policy), "gate": _clause(self.gate)}
+        return f"{_spent(self)} {advice.format(**told)}"
+
+
+# ---------------------------------------------------------------------- where the time went
+_PARTS: Final = ("load", "stitch", "choose", "recompute", "prefill")
+
+_TOLD: Final = 0.05  # of `ttft`: smaller parts are not told
+
+_NOTABLE: Final = 0.2  # of `ttft`: what smaller parts could save is not worth an advice
+
+
+def _spent(metrics: Metrics) -> str:
+    seconds = {name: at for name, at in _seconds(metrics).items() if _share(metrics, name) >= _TOLD}
+    parts = [
+        f"{_named(metrics, name)} {_time(at)} ({_share(metrics, name):.0%})"
+        for name, at in sorted(seconds.items(), key=lambda part: -part[1])
+    ]
+    tokens = f"tokens reused: {metrics.reused_tokens}, computed: {metrics.computed_tokens}"
+    if not parts:  # as of vLLM's servers
+        after = f"after {_time(metrics.ttft)} " if metrics.ttft > 0 else ""
+        return f"The first token came {after}and its parts were not timed; {tokens}."
+    return f"The first token came after {_time(metrics.ttft)}: {', '.join(parts)}; {tokens}."
+
+
+def _seconds(metrics: Metrics) -> dict[str, float]:
+    """Seconds of the parts of `ttft`, with what none of them had if they were timed."""
+    seconds = {name: getattr(metrics, name) for name in _PARTS}
+    known = sum(seconds.values())
+    return {**seconds, "rest": max(metrics.ttft - known, 0.0) if known else 0.0}
+
+
+def _share(metrics: Metrics, *parts: str) -> float:
+    seconds = _seconds(metrics)
+    return sum(seconds[part] for part in parts) / metrics.ttft if metrics.ttft > 0 else 0.0
+
+
+def _named(metrics: Metrics, part: str) -> str:
+    if part == "load":
+        done = {"loading": metrics.reused_tokens, "prefilling": metrics.prefilled_tokens}
+        return f"{' and '.join(verb for verb, tokens in done.items() if tokens) or part} chunks"
+    names = {
+        "stitch": "moving keys",
+        "choose": "choosing tokens",
+        "recompute": "computing tokens again",
+        "prefill": "computing the question" if metrics.rotation else "computing the whole prompt",
+        "rest": "waiting and tokenising",
+    }
+    return names[part]
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds * 1000:.{0 if seconds >= 0.01 else 1}f} ms"
+        if seconds < 1
+        else f"{seconds:.1f} s"
+    )
+
+
+def _clause(text: str) -> str:
+    """A text that ends no sentence where it stands."""
+    return re.sub(r"[.!?]+(?=\s|$)", ";", " ".join(text.split())).rstrip("; ")
+
+
+# ---------------------------------------------------------------------- what would help
+@dataclass(frozen=True)
+class _Rule:
+    """One piece of advice.
+
+    Attributes:
+        applies: Whether it is the one, if none before it was.
+        advice: One sentence, in which `m` are the metrics.
+    """
+
+    applies: Callable[[Metrics], bool]
+    advice: str
+
+
+def _matters(metrics: Metrics, *parts: str) -> bool:
+    """Whether parts took enough to be worth an advice, as far as that is known."""
+    is_timed = metrics.ttft > 0 and any(_seconds(metrics).values())
+    return not is_timed or _share(metrics, *parts) >= _NOTABLE
+
+
+def _leads(metrics: Metrics, *parts: str) -> bool:
+    """Whether parts took notably long, together longer than any other."""
+    others = [at for name, at in _seconds(metrics).items() if name not in parts]
+    return _share(metrics, *parts) >= max(_NOTABLE, max(others) / (metrics.ttft or 1.0))
+
+
+def _missed_by(reason: MissReason, metrics: Metrics) -> bool:
+    """Whether this is why most of the missing tokens were computed."""
+    tokens: Counter[MissReason] = Counter()
+    for miss in metrics.missed:
+        tokens[miss.reason] += miss.tokens
+    worst = tokens.most_common(1)
+    return bool(worst) and worst[0][0] == reason and _matters(metrics, "load")
+
+
+def _is_loaded_slowly(metrics: Metrics) -> bool:
+    return _leads(metrics, "load") and not metrics.hits.keys() <= _MEMORY
+
+
+_MEMORY: Final = {"memory", "device", "combinations"}  # tiers of this process
+
+_LONG_QUERY: Final = 256  # tokens from which a question is more than one
+
+_MISSED: Final = "{m.prefilled_tokens} tokens of chunks were computed"
+
+_BY_REASON: Final[Mapping[MissReason, str]] = {
+    "damaged": f"{_MISSED} because files were damaged: they are in quarantine and written anew, but"
+    " check the medium by `kvcache-rag store verify`.",
+    "not signed": f"{_MISSED} because the store's key did not sign what it holds: sign it by"
+    " `kvcache-rag store sign`, or give the store the key that did.",
+    "other model": f"{_MISSED} because their references are about another model, codec, instruction"
+    " or tenant: compute them for this one by `kvcache-rag rebuild`.",
+    "other text": f"{_MISSED} because their texts are not those that were prefilled: prefill a text"
+    " again when it is changed, and let no postprocessor rewrite it.",
+    "evicted": f"{_MISSED} because the store had dropped them: raise its max_bytes or ttl, or store"
+    " more in it with Int8().",
+    "not prefilled": f"{_MISSED} because nobody had prefilled them: do so at ingestion"
+    " (Engine.add), and the first question finds them.",
+}
+
+# The first that applies is given: what loses most, and is mended most surely, comes first.
+_RULES: Final[tuple[_Rule, ...]] = (
+    _Rule(
+        lambda m: bool(m.gate),
+        "Everything was computed because of the gate ({gate}): use a policy that passes it, or ask"
+        " `kvcache-rag verify` about this one.",
+    ),
+    *(_Rule(partial(_missed_by, reason), advice) for reason, advice in _BY_REASON.items()),
+    _Rule(  # of a server, which does not say why
+        lambda m: m.misses > len(m.missed) and _matters(m, "load"),
+        f"{_MISSED} because they were not cached: prefill them at ingestion, and let the store keep"
+        " them.",
+    ),
+    _Rule(
+        lambda m: bool(m.declined) and _matters(m, "load"),
+        f"{_MISSED} because that is sooner than loading them: put memory or a disk of this machine"
+        " before the slow store (TieredStore).",
+    ),
+    _Rule(
+        lambda m: not m.rotation and m.prefilled_tokens > 0 and not m.misses,
+        "Every answer computes every chunk under {policy}: Reuse() loads them, unless"
+        " Engine.refusal says why this model cannot.",
+    ),
+    _Rule(
+        lambda m: m.auxiliary_misses > 0 and _matters(m, "choose"),
+        "The auxiliary model had to prefill chunks of its own ({m.auxiliary_misses}): give it to"
+        " the engine that ingests, whose Engine.add prefills them, too.",
+    ),
+    _Rule(
+        lambda m: _leads(m, "choose"),
+        "Choosing tokens is most of it: Reuse() and LegoLink() need no pass over the context for"
+        " that, which {policy} does.",
+    ),
+    _Rule(
+        lambda m: _leads(m, "recompute"),
+        "Computing {m.recomputed_tokens} tokens again is most of it: lower the ratio of {policy},"
+        " or use Reuse() if `kvcache-rag verify` finds it good enough.",
+    ),
+    _Rule(
+        _is_loaded_slowly,
+        "Loading is most of it: keep what is asked often in memory"
+        " (TieredStore(MemoryStore(), store)), or store chunks in half the bytes (codec=Int8()).",
+    ),
+    _Rule(
+        lambda m: 'rotation="copied"' in m.not_deferred and _leads(m, "load", "stitch"),
+        'Copying chunks and moving their keys is most of it: rotation="auto" attends to them where'
+        " they lie if that is sooner.",
+    ),
+    _Rule(
+        lambda m: m.reused_tokens > 0 and _leads(m, "load", "stitch"),
+        "Copying chunks out of memory is most of it: retrieve fewer, prune them (press=), or keep"
+        " them with Int8(), which a CPU attends to as they lie.",
+    ),
+    _Rule(
+        lambda m: m.prefix_mismatch and _matters(m, "prefill"),
+        "The instruction of the prompt is not the engine's and was computed with the question: give"
+        " it to the engine (PromptTemplate(system=...)) and prefill the chunks behind it.",
+    ),
+    _Rule(
+        lambda m: m.dropped_chunks > 0,
+        "Chunks were left out because the prompt would not fit ({m.dropped_chunks}): retrieve fewer"
+        " or smaller ones.",
+    ),
+    _Rule(
+        lambda m: m.rounds > 1,
+        "{m.rounds} prompts were needed because the chunks do not fit into one: retrieve fewer or"
+        ' smaller ones, or leave out the last ones by overflow="drop_lowest".',
+    ),
+    _Rule(
+        lambda m: _leads(m, "rest"),
+        "Waiting for the model and tokenising is most of it: answer what waits in one batch"
+        " (Engine.generate_batch), and give chunks by reference (StoredChunk).",
+    ),
+    _Rule(
+        lambda m: m.query_tokens >= _LONG_QUERY and not m.reused_tokens,
+        "Nothing of the {m.query_tokens} tokens could be reused because the prompt has no chunks:"
+        " give documents as chunks.",
+    ),
+    _Rule(
+        lambda m: m.query_tokens >= _LONG_QUERY,
+        "History and question have {m.query_tokens} tokens, which every answer computes: shorten"
+        " the history, or give what comes again as chunks.",
+    ),
+    _Rule(lambda m: True, "No cache would help further: the question itself is what is left."),
+)
 
 
 def joined(first: Metrics, later: Metrics, before: float) -> Metrics:

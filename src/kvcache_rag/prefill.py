@@ -6,12 +6,14 @@ A kill loses at most these two; the next run skips what is stored.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +49,7 @@ REMEMBERED = 4096
 # Batches between their locks and their files: one that is computed, and one that is written.
 WRITERS = 2
 _NOTHING = nullcontext()
+_LOG = logging.getLogger(__name__)
 _Computed: TypeAlias = "dict[ChunkKey, ChunkKV]"
 
 
@@ -296,8 +299,9 @@ class Prefiller:
             {chunk.key: chunk for chunk in chunks if not self.store.contains(chunk.key)}.values()
         )
         work = [*batches(missing, len(self.prefix_ids))]
+        started = time.perf_counter()
         writing: deque[Future[None]] = deque()
-        done = computed = 0
+        done = computed = tokens = 0
         try:
             with ExitStack() as stack:
                 bar = stack.enter_context(_bar(missing)) if show_progress else None
@@ -309,7 +313,9 @@ class Prefiller:
                     if len(writing) == WRITERS:
                         writing.popleft().result()  # not under the guard
                     with guard:
-                        computed += len(self._fill_behind(pool, batch, writing))
+                        filled = self._fill_behind(pool, batch, writing)
+                    computed += len(filled)
+                    tokens += sum(map(attrgetter("tokens"), filled))
                     done += len(batch)
                     if bar is not None:
                         bar.set_postfix_str(f"{done}/{len(missing)} chunks", refresh=False)
@@ -319,6 +325,13 @@ class Prefiller:
                 one.result()
         finally:
             self.model.narrow()
+        if _LOG.isEnabledFor(logging.INFO):
+            nbytes, seconds = (
+                self.store.codec.nbytes(self.layout, tokens),
+                time.perf_counter() - started,
+            )
+            text = "computed %d of %d chunks: %d tokens, %d bytes, %.3f s"
+            _LOG.info(text, computed, len(chunks), tokens, nbytes, seconds)
         return computed
 
     def fill_batch(self, batch: Sequence[ContextChunk]) -> _Computed:

@@ -13,7 +13,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_qdrant import QdrantVectorStore
 from store_helpers import Geometry, memory_store
 
-from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, PromptTemplate
+from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, Metrics, PromptTemplate
 from kvcache_rag.integration import Reference
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, KVCacheVectorStore, prefill
 
@@ -250,6 +250,7 @@ def test_kv_cache_has_the_documented_fields_and_reasons(disk_llm: ChatKVCache) -
         disk_llm.engine.store.delete(key)
     second = ask(store, disk_llm)
     assert [one["reason"] for one in second["missed"]] == ["evicted", "evicted"]
+    assert {**Metrics.from_dict(second).to_dict(), "prompt": second["prompt"]} == second
     assert {*disk_llm.invoke("Hello").response_metadata["kv_cache"]} == FIELDS
 
 

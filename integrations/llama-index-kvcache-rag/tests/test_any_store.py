@@ -25,7 +25,7 @@ from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStor
 from llama_index.vector_stores.qdrant import QdrantVectorStore
 from qdrant_client import AsyncQdrantClient, QdrantClient
 
-from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError
+from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, Metrics
 from kvcache_rag.integration import REFERENCE_KEYS
 from kvcache_rag.integration.record import OwnerRecord
 from llama_index.kvcache_rag import (
@@ -447,6 +447,7 @@ def test_kv_cache_has_the_documented_fields_and_reasons(
         engine.store.delete(key)
     second = ask(index, disk_llm)
     assert [one["reason"] for one in second["missed"]] == ["evicted", "evicted"]
+    assert {**Metrics.from_dict(second).to_dict(), "prompt": second["prompt"]} == second
     assert {*disk_llm.complete("Hello").raw["kv_cache"]} == FIELDS
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.context import Context, RotationMode
     from kvcache_rag.generation.request import ChunkInput, Request
     from kvcache_rag.generation.stream import Emit
+    from kvcache_rag.generation.telemetry import AnswerWatch
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.renderer import PromptRenderer
@@ -56,6 +57,7 @@ class Answerer:
         buffer: Memory for prompts.
         filler: Brings their contexts; None for a model that keeps no keys and values.
         is_choosy: Whether there are chunks and policies that the model cannot answer by.
+        watch: Is told when what was done; None while nobody wants to know.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Answerer:
         self.loader, self.window, self.longest = loader, window, longest
         self.buffer = PromptBuffer(model)
         self.is_choosy = loader is None or model.measured.by_place
+        self.watch: AnswerWatch | None = None
         self.filler: ContextFiller | None = None
         if loader is not None:
             self.filler = ContextFiller(model, tokenizer, loader, self.buffer, auxiliary, rotation)
@@ -267,6 +270,8 @@ class Answerer:
             rest = decoder.finish()
             if rest and emit is not None:
                 emit(rest)
+        if self.watch is not None:
+            self.watch.took(context, before, generated, streams=emit is not None)
         times = (started, before + context.waited)
         return [
             self._answer(prompt, decoder, generated, context, times, row)

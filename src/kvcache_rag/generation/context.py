@@ -113,6 +113,11 @@ class ContextRow:
         return self.shape.tokens - self.shape.context_tokens
 
     @property
+    def steps(self) -> dict[str, float]:
+        """Seconds of what was done for it from `loaded.begun` on, one behind the other."""
+        return {"load": self.loaded.load, "stitch": self.loaded.stitch}
+
+    @property
     def costs(self) -> dict[str, Any]:
         """What it adds to `Metrics`."""
         loaded = self.loaded
@@ -148,6 +153,11 @@ class CopiedRow(ContextRow):
         """The query; its last token, once tokens were computed again and the query with them."""
         is_query = self.selected is None or self.is_copy
         return self.shape.tokens - self.shape.context_tokens if is_query else 1
+
+    @property
+    def steps(self) -> dict[str, float]:
+        """With choosing tokens and computing them again."""
+        return {**super().steps, "choose": self.choosing, "recompute": self.recomputing}
 
     @property
     def costs(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Otherwise the question is answered by `FullRecompute()`, with the reason in the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.stores import ChunkStore
 
+
+_LOG = logging.getLogger(__name__)
+
+_told: set[str] = set()
 
 # Written into the template to see how it writes; any text would do.
 _PROBES = ("Where is it?", "In the first place.")
@@ -139,6 +144,9 @@ class BoundGate:
         # Without chunks nothing is lost and there is nothing to report; the policy is replaced all
         # the same, because a batch is answered under one policy.
         note = f"fell back to FullRecompute(): {reason}" if reuses else ""
+        if note:
+            _LOG.log(logging.DEBUG if note in _told else logging.WARNING, "%s", note)
+            _told.add(note)
         return replace(request, policy=FullRecompute(), gate=note)
 
 

@@ -75,7 +75,11 @@ class AnswerStream(Iterator[str]):
             except BaseException as error:
                 pieces.put(error)
 
-        self._thread = threading.Thread(target=work, name="kvcache-rag-generate", daemon=True)
+        # In the caller's context, by which tracers and loggers know whose work it is.
+        within = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=within.run, args=(work,), name="kvcache-rag-generate", daemon=True
+        )
         _running[self._thread] = cancelled
         self._thread.start()
 

@@ -15,7 +15,7 @@ import weakref
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -67,8 +67,6 @@ _SENT: Final = {
 
 _STARTING: Final = threading.Lock()
 
-_METRICS: Final = frozenset(one.name for one in fields(Metrics))
-
 
 class Conversation(str):
     """Turns as a text to look at; the server writes the prompt of them.
@@ -118,8 +116,7 @@ class _Course:
             self.finish = choice.get("finish_reason") or self.finish
         cost = part.get("kvcache")
         if cost is not None:
-            known = {name: value for name, value in cost.items() if name in _METRICS}
-            self.metrics = Metrics(**known)
+            self.metrics = Metrics.from_dict(cost)
 
     def answer(self) -> Answer:
         """All of it, or what came until it was cut."""

@@ -42,6 +42,7 @@ class BackendRequest:
         streaming: Whether the answer is wanted piece by piece.
         query: What to retrieve chunks by; "" retrieves nothing.
         top_k: How many to retrieve.
+        trace: What its spans go on from (`telemetry.carried`).
     """
 
     id: str
@@ -59,6 +60,7 @@ class BackendRequest:
     streaming: bool = False
     query: str = ""
     top_k: int = 0
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

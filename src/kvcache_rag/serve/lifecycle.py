@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from kvcache_rag.generation.telemetry import carried
 from kvcache_rag.serve.backend import Failed, Finished, Piece, Started
 from kvcache_rag.serve.errors import ApiError, body, http_failure
 from kvcache_rag.serve.responses import DONE, HEARTBEAT, EventStream, frame
@@ -199,6 +200,7 @@ async def respond(
     Raises:
         ApiError: If there is no answer.
     """
+    work = replace(work, trace=carried(request.headers))
     exchange = _Exchange(context, request, caller, work, route)
     try:
         if not work.streaming:

@@ -14,6 +14,7 @@ from cachetools import LRUCache
 
 from kvcache_rag.errors import KVCacheRagError
 from kvcache_rag.generation.stream import cancellable, in_thread
+from kvcache_rag.generation.telemetry import attached
 from kvcache_rag.prefetch import Engines, Prefetcher, ensure_same_keys, twin
 from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Prefilled
 from kvcache_rag.serve.errors import SHUT_DOWN, ApiError, failure
@@ -204,7 +205,8 @@ class LocalBackend:
         """
         if self._scheduler.is_closed:
             raise ApiError.of(SHUT_DOWN)
-        return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
+        with attached(work.trace):
+            return await cancellable(_prefilled, self._engines.of(work.namespace), work.chunks)
 
     async def explain(self, work: BackendRequest) -> Mapping[str, Any]:
         """The prompt's spans and tokens; see `Backend.explain`.

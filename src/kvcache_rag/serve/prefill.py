@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from kvcache_rag.generation.telemetry import carried
 from kvcache_rag.serve.backend import BackendRequest
 from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
@@ -61,6 +62,7 @@ def router(context: AppContext) -> APIRouter:
             chunks=texts(body.documents),
             namespace=caller.namespace,
             max_new_tokens=1,
+            trace=carried(request.headers),
         )
         context.limits.check(work)
         try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.telemetry import continued
 from kvcache_rag.serve.backend import Finished, Piece, Started
 from kvcache_rag.serve.errors import USERS, failure
 
@@ -148,7 +149,8 @@ class Server:
         """
         started = time.perf_counter()
         try:
-            answer = self._answered(job, begun)
+            with continued(_traces([job], [begun])):
+                answer = self._answered(job, begun)
         except Exception as error:  # whatever it is, the next job has to be answered
             if not job.cancelled.is_set():
                 job.deliver(failure(error, f"request {job.work.id}"))
@@ -220,7 +222,8 @@ class Server:
         started = time.perf_counter()
         event = AllCancelled([job.cancelled for job in jobs])
         try:
-            answers = self._batch(jobs, event)
+            with continued(_traces(jobs, begun)):
+                answers = self._batch(jobs, event)
         except Exception as error:  # of one of them, or out of memory for all
             is_ours = not isinstance(error, USERS)
             if is_ours:
@@ -253,6 +256,10 @@ class Server:
             cancelled=cancelled,
             **_options(work),
         )
+
+
+def _traces(jobs: Sequence[Job], begun: Sequence[Started]) -> list[tuple[Mapping[str, str], float]]:
+    return [(job.work.trace, one.queue_wait) for job, one in zip(jobs, begun, strict=True)]
 
 
 class AllCancelled(threading.Event):

@@ -88,6 +88,7 @@ class LoadedContext:
             lies in its place.
         missed: The chunks computed because they were not cached, and why.
         pruned_tokens: Tokens of the chunks whose keys and values a press dropped.
+        begun: `time.perf_counter()` when it began; `load` and then `stitch` follow.
     """
 
     ids: tuple[int, ...]
@@ -101,6 +102,7 @@ class LoadedContext:
     ahead: Loading | None = None
     missed: tuple[Miss, ...] = ()
     pruned_tokens: int = 0
+    begun: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +281,7 @@ class ContextLoader:
             cross(layout, kept, parts, scheme, position, adjacent=adjacent).close()
         rotating = time.perf_counter() - loaded
         self.costs.rotated(sum(part.nbytes for part in parts), rotating)
-        return replace(context, load=loaded - started, stitch=rotating)
+        return replace(context, load=loaded - started, stitch=rotating, begun=started)
 
     def hold(
         self, chunks: Sequence[ContextChunk], shared: SharedChunks
@@ -302,7 +304,7 @@ class ContextLoader:
         context = self._bring(chunks, _InPlace(self, shared), self._declined(fresh))
         members = [] if prefix is None else [moved(prefix, self.prefiller.model.device)]
         members += [shared[chunk.key][0] for chunk in chunks]
-        return replace(context, load=time.perf_counter() - started), members
+        return replace(context, load=time.perf_counter() - started, begun=started), members
 
     def hold_encoded(
         self, chunks: Sequence[ContextChunk], shared: SharedEncoded, room: Room
@@ -324,7 +326,7 @@ class ContextLoader:
         context = self._bring(chunks, _Encoded(self, shared, room), self._declined(fresh))
         members = [] if prefix is None else [prefix]
         members += [shared[chunk.key][0] for chunk in chunks]
-        return replace(context, load=time.perf_counter() - started), members
+        return replace(context, load=time.perf_counter() - started, begun=started), members
 
     def _bring(
         self,
@@ -704,7 +706,7 @@ class ContextLoader:
         hits = Counter(chunk.reader.tier for chunk in chunks)
         context = self._context([chunk.reader.tokens for chunk in chunks], hits)
         load = time.perf_counter() - started
-        return replace(context, load=load, ahead=arriving if ahead else None)
+        return replace(context, load=load, ahead=arriving if ahead else None, begun=started)
 
     def _placed(self, opened: Sequence[OpenChunk], placing: Placing) -> None:
         """Note what a finished placing of these chunks (the last of its parts) took."""

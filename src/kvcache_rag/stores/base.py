@@ -7,8 +7,10 @@ in as a `ChunkLayout`.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
+
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -456,10 +461,27 @@ def size_in_memory(chunk: ChunkKV | EncodedChunk) -> int:
 Number = TypeVar("Number", int, float)
 
 
-class Counters:
-    """The numbers behind `StoreStats`."""
+# Of one failure that comes again and again, as on a full disk; others are told at DEBUG.
+_PAUSE = 60.0  # seconds between two warnings
 
-    def __init__(self) -> None:
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
+
+
+def shortened(text: str) -> str:
+    """A text with hashes as short as they can be told apart by a person."""
+    return _HASH.sub(r"\1", text)
+
+
+class Counters:
+    """The numbers behind `StoreStats`, and the log of what happens to chunks.
+
+    A record names a chunk by the beginning of its hash; nothing of its text is known here.
+    """
+
+    def __init__(self, tier: str) -> None:
+        """Count for a tier, by whose name it is told."""
+        self._tier = tier
+        self._due: dict[str, float] = {}  # when a failure is a warning again
         self._lock = threading.Lock()
         self._hits: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -486,6 +508,16 @@ class Counters:
         with self._lock:
             self._counts[name] += count
 
+    def evicted(self, count: int) -> None:
+        """Count chunks that were dropped by a limit, a release or their age."""
+        if count:
+            self.add("evictions", count)
+            _LOG.debug("%s: %d chunks were evicted", self._tier, count)
+
+    def deleted(self, count: int) -> None:
+        """Tell that a namespace was deleted, with so many chunks; they count as no evictions."""
+        _LOG.info("%s: a namespace was deleted, with %d chunks", self._tier, count)
+
     @contextmanager
     def reading(self, damaged: str, absent: str) -> Iterator[None]:
         """Count what fails within, and say it as every store does.
@@ -503,19 +535,43 @@ class Counters:
             yield
         except CorruptChunkError as error:
             self.add("corrupt")
+            _LOG.warning("%s: %s", self._tier, shortened(f"{damaged}: {error}"))
             raise CorruptChunkError(f"{damaged}, prefill it: {error}") from None
         except UntrustedChunkError as error:
             self.add("untrusted")
+            self._warn("a chunk is not used", str(error))
             raise UntrustedChunkError(f"{absent}, prefill it: {error}") from None
         except OSError as error:
             self.add("misses")
             raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
 
-    def failed(self, reason: str) -> None:
-        """Count a chunk that could not be written."""
+    def failed(self, reason: str, *, is_news: bool = True) -> None:
+        """Count a chunk that could not be written.
+
+        Args:
+            reason: Why.
+            is_news: Whether it is logged: it was not so far, and nobody wants it so.
+        """
         with self._lock:
             self._counts["put_failures"] += 1
             self._last_failure = reason
+        if is_news:
+            self._warn("a chunk could not be written", reason)
+
+    def unreachable(self, reason: str) -> None:
+        """Count an operation of a remote that failed."""
+        with self._lock:
+            self._counts["failures"] += 1
+            self._last_failure = reason
+        self._warn("the remote failed", reason)
+
+    def _warn(self, what: str, why: str) -> None:
+        """Log what failed, as a warning once in a while."""
+        now, level = time.monotonic(), logging.DEBUG
+        with self._lock:
+            if now >= self._due.get(what, 0.0):
+                self._due[what], level = now + _PAUSE, logging.WARNING
+        _LOG.log(level, "%s: %s: %s", self._tier, what, shortened(why))
 
     def declined(self, reason: str) -> None:
         """Count a chunk for which there was no room in time."""

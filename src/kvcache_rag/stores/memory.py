@@ -139,7 +139,7 @@ class MemoryStore(ChunkStore):
         # Per key and owner the time of the release, None while claimed.
         self._owners: dict[ChunkKey, dict[str, float | None]] = {}
         self._epochs: Counter[str] = Counter()
-        self._counters = Counters()
+        self._counters = Counters(self.tier)
         self._stripes = ThreadLocks()
         self._pause = sweep_pause(release_grace, self.ttl)
         self._due = time.monotonic() + self._pause
@@ -224,7 +224,8 @@ class MemoryStore(ChunkStore):
 
     def _keep(self, key: ChunkKey, make: Callable[[], ChunkKV | EncodedChunk], size: int) -> bool:
         if size > self.max_bytes:
-            self._counters.failed(f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}")
+            reason = f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}"
+            self._counters.failed(reason, is_news=self.max_bytes > 0)
             return False
         epoch = self.epoch(key.namespace)
         try:
@@ -245,7 +246,7 @@ class MemoryStore(ChunkStore):
             self._chunks.put_at[key] = time.monotonic()
             evicted = before + 1 - len(self._chunks)
         self._counters.kept(self.tier, size)
-        self._counters.add("evictions", evicted)
+        self._counters.evicted(evicted)
         if self.ttl is not None:
             self._sweep_when_due()
         return True
@@ -279,6 +280,7 @@ class MemoryStore(ChunkStore):
                 del self._chunks[key]
             for key in [key for key in self._owners if key.namespace == namespace]:
                 del self._owners[key]
+        self._counters.deleted(len(gone))
         return len(gone)
 
     def epoch(self, namespace: str) -> int:
@@ -319,7 +321,7 @@ class MemoryStore(ChunkStore):
                 del self._owners[key]
             over += [key for key in self._chunks if self._is_expired(key)]
             dropped = sum(self._chunks.pop(key, None) is not None for key in over)
-        self._counters.add("evictions", dropped)
+        self._counters.evicted(dropped)
         return dropped
 
     @property

@@ -95,7 +95,7 @@ class TieredStore(ChunkStore):
         self._locks = next((tier for tier in stores[::-1] if tier.excludes_processes), stores[-1])
         self._held: HeldEpochs[list[int]] = HeldEpochs()
         self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
-        self._counters = Counters()
+        self._counters = Counters(self.tier)
 
     def __repr__(self) -> str:
         """The call that made it."""

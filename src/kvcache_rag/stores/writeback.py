@@ -73,7 +73,7 @@ class WriteBack(ChunkStore):
         self.tier = self.store.tier
         self.excludes_processes = self.store.excludes_processes
         self._watch = watch
-        self._counters = Counters()
+        self._counters = Counters(self.tier)
         self._forget()
         _ALL.add(self)
 
@@ -290,8 +290,8 @@ class WriteBack(ChunkStore):
     def _do(self, write: _Write) -> None:
         if self.store.epoch(write.key.namespace) != write.epoch:
             return  # the namespace was deleted meanwhile, here or elsewhere
-        if write.do() is False:
-            self._counters.failed(self.store.stats().last_failure)
+        if write.do() is False:  # which the store has logged
+            self._counters.failed(self.store.stats().last_failure, is_news=False)
 
 
 _ALL: weakref.WeakSet[WriteBack] = weakref.WeakSet()

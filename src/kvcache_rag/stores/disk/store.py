@@ -5,6 +5,7 @@ The file system is the truth: there is no index, and nothing in memory but count
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import threading
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
+
+_LOG = logging.getLogger(__name__)
 
 _UNLIMITED = nullcontext(True)
 
@@ -151,13 +154,11 @@ class DiskStore(ChunkStore):
         self.signing_key = SigningKey.of(signing_key)
         self._codec = codec or Native()
         self._root = str(self.root)
-        self._counters = Counters()
+        self._counters = Counters(tier)
         self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
         self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
-        self._reservations = Reservations(
-            self._root, self._limits, partial(self._counters.add, "evictions")
-        )
+        self._reservations = Reservations(self._root, self._limits, self._counters.evicted)
         self._sizes: dict[tuple[ChunkLayout, int, int], int] = {}  # of files
         self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
@@ -172,6 +173,7 @@ class DiskStore(ChunkStore):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
             self._counters.note(str(error))
+        _LOG.info("%s: opened %s, codec %s", tier, self._root, self._codec.name)
 
     def __repr__(self) -> str:
         """The call that made it."""
@@ -324,6 +326,7 @@ class DiskStore(ChunkStore):
         folder = self._folder(namespace)
         folders.make_folder(self._root, folder)
         dropped = delete_namespace(folder, durable=self.durable)
+        self._counters.deleted(dropped)
         wipe()
         return dropped
 
@@ -366,7 +369,7 @@ class DiskStore(ChunkStore):
     def sweep(self) -> int:
         """Drop what is released, too old, unfinished or above a limit; one at a time each."""
         dropped = self._sweeper.sweep()
-        self._counters.add("evictions", dropped)
+        self._counters.evicted(dropped)
         return dropped
 
     def stats(self) -> StoreStats:
@@ -524,7 +527,7 @@ class DiskStore(ChunkStore):
             self._dues[namespace] = now + self._limits.pause()
 
         def sweep() -> None:
-            self._counters.add("evictions", self._sweeper.sweep_one(namespace))
+            self._counters.evicted(self._sweeper.sweep_one(namespace))
 
         with suppress(RuntimeError):  # no more threads: another time
             threading.Thread(target=sweep, name="kvcache-rag-sweep", daemon=True).start()

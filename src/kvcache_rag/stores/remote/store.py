@@ -5,6 +5,7 @@ fsspec moves the bytes and nothing else; what they are is checked here, as on di
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 import time
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 _LONG = 600.0  # seconds for what lists everything and is not part of a question
 
@@ -143,10 +146,11 @@ class RemoteStore(ChunkStore):
         self.signing_key = SigningKey.of(signing_key)
         self._codec = codec or Native()
         self._option_names = sorted(options)
-        self._counters = Counters()
+        self._counters = Counters(tier)
         self._stripes = ThreadLocks()
         self._sweeping = threading.Lock()
         self._epochs: dict[str, int] = {}  # as last seen, for when the remote is down
+        _LOG.info("%s: opened %s, codec %s", tier, self.url, self._codec.name)
 
     def __repr__(self) -> str:
         """The call that made it, with stars for what may be secret."""
@@ -260,6 +264,7 @@ class RemoteStore(ChunkStore):
         check_name("namespace", namespace)
         call = partial(self._objects.delete_namespace, namespace=namespace)
         dropped = self._run(call, timeout=_LONG)
+        self._counters.deleted(dropped)
         wipe()
         return dropped
 
@@ -293,7 +298,7 @@ class RemoteStore(ChunkStore):
             dropped = self._tried(partial(self._objects.sweep, released=released), 0, timeout=_LONG)
         finally:
             self._sweeping.release()
-        self._counters.add("evictions", dropped)
+        self._counters.evicted(dropped)
         return dropped
 
     def stats(self) -> StoreStats:
@@ -307,8 +312,7 @@ class RemoteStore(ChunkStore):
         except FileNotFoundError:
             raise
         except OSError as error:
-            self._counters.add("failures")
-            self._counters.note(str(error))
+            self._counters.unreachable(str(error))
             raise
 
     def _tried(self, call: Callable[[Any], T], otherwise: T, timeout: float | None = None) -> T:

@@ -1,0 +1,394 @@
+"""What an operator sees of an engine: log records, and OpenTelemetry spans where there is a tracer.
+
+Spans follow the conventions for generative AI (`gen_ai.*`); what those have no name for is
+`kvcache_rag.*`.  No record and no span has a text of a document, a question or an answer in it, nor
+token ids, nor the name of a tenant; errors are told by their types, as messages may quote.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from opentelemetry.context import Context as TraceContext
+    from opentelemetry.trace import Span, Tracer
+
+    from kvcache_rag.generation.answer import Answerer
+    from kvcache_rag.generation.context import Context
+    from kvcache_rag.generation.request import Request
+    from kvcache_rag.metrics import Answer, Metrics
+    from kvcache_rag.models.generate import Generated
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.prefill import ContextChunk
+    from kvcache_rag.stores import ChunkStore
+
+_Planned = TypeVar("_Planned")
+_Result = TypeVar("_Result")
+
+LOG: Final = logging.getLogger(__name__)
+
+API: Final = "opentelemetry.trace"
+"""While this is not in `sys.modules` nobody configured a tracer, and nothing here imports it."""
+
+PROVIDER: Final = "kvcache_rag"
+"""Of `gen_ai.provider.name`, whose well-known values are services."""
+
+# Of the caller's, which were given to transformers' `generate()`.
+_SAMPLING: Final = ("temperature", "top_p", "top_k")
+
+_CARRIED: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("kvcache_rag_carried", default=())
+
+
+def opened(model: TransformersModel, store: ChunkStore, rotation: str) -> None:
+    """Log what an engine was made of, and how keys of its model are moved."""
+    if LOG.isEnabledFor(logging.INFO):
+        groups = () if model.layout is None else model.layout.groups
+        rotations = {f"{len(one.layout.layers)} layers {one.key_rotation}" for one in groups}
+        LOG.info(
+            "opened %s (%s, %s on %s) over the tier %s: rotation=%r, %s",
+            *(name_of(model), model.config.model_type, model.dtype, model.device, store.tier),
+            *(rotation, model.why_refused or ", ".join(sorted(rotations))),
+        )
+
+
+def name_of(model: TransformersModel) -> str:
+    """The name under which a model was loaded, of a folder the last one; else its type."""
+    name = str(getattr(model.model.config, "_name_or_path", ""))
+    return (os.path.basename(name) if os.path.isabs(name) else name) or model.config.model_type
+
+
+def tracer() -> Tracer | None:
+    """Makes spans; None where nobody configured any."""
+    from opentelemetry import trace
+
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return None
+    return trace.get_tracer("kvcache_rag", _version())
+
+
+@cache
+def _version() -> str:
+    return version("kvcache-rag")  # reads a file
+
+
+def _traced() -> Tracer | None:
+    return tracer() if API in sys.modules else None
+
+
+# ---------------------------------------------------------------------- answers
+@dataclass(frozen=True)
+class Timeline:
+    """What became of one prompt and when, by `time.perf_counter()`.
+
+    Attributes:
+        begun: When its context began to be brought.
+        steps: Seconds of what was done for that, one behind the other.
+        forward: When generating began.
+        waited: Seconds for which it then waited for what was still being loaded.
+        first_at: When the first token was there.
+        ended_at: When the last one was.
+    """
+
+    begun: float
+    steps: Mapping[str, float]
+    forward: float
+    waited: float
+    first_at: float
+    ended_at: float
+
+    @property
+    def parts(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end of all that took any time."""
+        found, at = [], self.begun
+        for name, seconds in self.steps.items():
+            found.append((name, at, at + seconds))
+            at += seconds
+        found.append(("prefill", self.forward, self.first_at))
+        found.append(("decode", self.first_at, self.ended_at))
+        return [part for part in found if part[2] > part[1]]
+
+
+@dataclass
+class AnswerWatch:
+    """Is told by the answerer what it does.
+
+    Attributes:
+        timelines: Of each prompt that was answered: of the rounds of one request, or of a batch.
+        streams: Whether text was handed on as it came.
+    """
+
+    timelines: list[Timeline] = field(default_factory=list)
+    streams: bool = False
+
+    def took(
+        self, context: Context, forward: float, generated: Generated, *, streams: bool
+    ) -> None:
+        """Note when the prompts of one forward pass and their answers were what."""
+        self.streams |= streams
+        times = forward, context.waited, generated.first_at, generated.ended_at
+        self.timelines += [Timeline(row.loaded.begun, row.steps, *times) for row in context.rows]
+
+
+def watched(answerer: Answerer, planned: _Planned, run: Callable[[_Planned], _Result]) -> _Result:
+    """`run(planned)`, logged and within spans: one for each request, open from its call on.
+
+    Args:
+        answerer: Whose lock is held.
+        planned: A request, or several that are answered together.
+        run: Gives its answer, or theirs.
+    """
+    requests: Sequence[Request] = planned if isinstance(planned, list) else [planned]  # type: ignore[list-item]
+    made = _traced()
+    spans = None if made is None else _Spans(made, answerer.model, requests)
+    answerer.watch = watch = AnswerWatch()
+    try:
+        with nullcontext() if spans is None else spans.current():
+            result = run(planned)
+        answers: Sequence[Answer] = result if isinstance(result, list) else [result]  # type: ignore[list-item]
+        if spans is not None:
+            spans.end(answers, watch)
+    finally:
+        answerer.watch = None
+    for answer in answers:
+        _log(answer.metrics)
+    return result
+
+
+def _log(metrics: Metrics) -> None:
+    LOG.info(
+        "answered by %s: %d tokens reused, %d computed, %d generated, first after %.3f s of %.3f s",
+        *(metrics.policy, metrics.reused_tokens, metrics.computed_tokens, metrics.generated_tokens),
+        *(metrics.ttft, metrics.total),
+    )
+    if metrics.missed and LOG.isEnabledFor(logging.DEBUG):
+        missed = (f"{one.chunk} ({one.tokens} tokens, {one.reason})" for one in metrics.missed)
+        LOG.debug("chunks that were missing: %s", ", ".join(missed))
+    for why, chunks in metrics.declined.items():
+        LOG.debug("chunks that were rather computed: %d (%s)", chunks, why)
+
+
+class _Spans:
+    """The spans of requests that are answered together."""
+
+    def __init__(
+        self, tracer: Tracer, model: TransformersModel, requests: Sequence[Request]
+    ) -> None:
+        """Open one for each, as of its call."""
+        self._tracer, self._clock = tracer, _Clock()
+        self._size = len(requests)
+        name, carried = name_of(model), _CARRIED.get()
+        self._spans: list[Span] = []
+        for number, request in enumerate(requests):
+            operation = "text_completion" if request.is_plain else "chat"
+            span = tracer.start_span(
+                f"{operation} {name}",
+                _extracted(carried[number]) if number < len(carried) else None,
+                attributes={"gen_ai.operation.name": operation, **_asked(name, request)},
+                start_time=self._clock.at(request.started),
+            )
+            self._spans.append(span)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The span of a single request is the current one; of an error all tell the type."""
+        from opentelemetry import trace
+
+        single = self._spans[0] if self._size == 1 else trace.get_current_span()
+        try:
+            with trace.use_span(single, record_exception=False, set_status_on_exception=False):
+                yield
+        except BaseException as error:
+            for span in self._spans:
+                _fail(span, error)
+            raise
+
+    def end(self, answers: Sequence[Answer], watch: AnswerWatch) -> None:
+        """Tell what each answer was and cost, and what was done for it when."""
+        for number, (span, answer) in enumerate(zip(self._spans, answers, strict=True)):
+            if span.is_recording():
+                span.set_attributes(_answered(answer, watch, self._size))
+                mine = slice(None) if self._size == 1 else slice(number, number + 1)
+                for timeline in watch.timelines[mine]:
+                    self._tell(span, timeline)
+            span.end()
+
+    def _tell(self, span: Span, timeline: Timeline) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        within = set_span_in_context(span)
+        for name, begin, end in timeline.parts:
+            part = self._tracer.start_span(
+                f"kvcache_rag.{name}", within, start_time=self._clock.at(begin)
+            )
+            if name == "prefill" and timeline.waited:
+                part.set_attribute("kvcache_rag.load_wait", timeline.waited)
+            part.end(self._clock.at(end))
+
+
+class _Clock:
+    """`time.perf_counter()` as nanoseconds since the epoch, of which spans are."""
+
+    def __init__(self) -> None:
+        self._begin = time.time_ns() - round(time.perf_counter() * 1e9)
+
+    def at(self, moment: float) -> int:
+        return self._begin + round(moment * 1e9)
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    from opentelemetry.trace import StatusCode
+
+    span.set_attribute("error.type", type(error).__qualname__)
+    span.set_status(StatusCode.ERROR)
+    span.end()
+
+
+def _asked(model: str, request: Request) -> dict[str, Any]:
+    sampling = {
+        f"gen_ai.request.{name}": float(request.options[name])
+        for name in _SAMPLING
+        if isinstance(request.options.get(name), int | float)  # others are transformers' to refuse
+    }
+    return {
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": request.max_new_tokens,
+        **sampling,
+    }
+
+
+def _answered(answer: Answer, watch: AnswerWatch, size: int) -> dict[str, Any]:
+    metrics = answer.metrics
+    streamed = {
+        "gen_ai.request.stream": True,
+        "gen_ai.response.time_to_first_chunk": metrics.ttft,
+    }
+    told = {
+        f"kvcache_rag.{name}": value
+        for name, value in metrics.to_dict().items()
+        if isinstance(value, str | int | float) and value != ""
+    }
+    hits = {f"kvcache_rag.hits.{tier}": chunks for tier, chunks in metrics.hits.items()}
+    return {
+        "gen_ai.usage.input_tokens": metrics.prompt_tokens,
+        "gen_ai.usage.output_tokens": metrics.generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.reused_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": sum(miss.tokens for miss in metrics.missed),
+        "gen_ai.response.finish_reasons": [answer.finish_reason],
+        **(streamed if watch.streams else {}),
+        **told,
+        **hits,
+        "kvcache_rag.miss_reasons": list(dict.fromkeys(miss.reason for miss in metrics.missed)),
+        "kvcache_rag.declined": sum(metrics.declined.values()),
+        "kvcache_rag.batch": size,
+    }
+
+
+# ---------------------------------------------------------------------- ingestion
+def added(
+    model: TransformersModel,
+    chunks: Sequence[ContextChunk],
+    fill: Callable[[], int],
+    started: float,
+) -> int:
+    """`fill()`, which computes what of `chunks` is missing, within a span since `started`."""
+    made = _traced()
+    if made is None:
+        return fill()
+    from opentelemetry.trace import use_span
+
+    clock = _Clock()
+    told: dict[str, Any] = {
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": name_of(model),
+        "kvcache_rag.chunks": len(chunks),
+        "kvcache_rag.tokens": sum(map(len, chunks)),
+    }
+    span = made.start_span("kvcache_rag.add", attributes=told, start_time=clock.at(started))
+    try:
+        with use_span(span, record_exception=False, set_status_on_exception=False):
+            computed = fill()
+    except BaseException as error:
+        _fail(span, error)
+        raise
+    span.set_attribute("kvcache_rag.computed_chunks", computed)
+    span.end()
+    return computed
+
+
+# ---------------------------------------------------------------------- between processes
+def carried(headers: Mapping[str, str]) -> dict[str, str]:
+    """What of a request its spans go on from, as plain values; {} where nobody makes spans.
+
+    A span that is current, as of an instrumented HTTP server, comes before the request's headers.
+    """
+    if API not in sys.modules:
+        return {}
+    from opentelemetry import propagate, trace
+
+    if trace.get_current_span().get_span_context().is_valid:
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        return carrier
+    names = sorted(propagate.get_global_textmap().fields)
+    return {name: headers[name] for name in names if name in headers}
+
+
+@contextmanager
+def continued(requests: Sequence[tuple[Mapping[str, str], float]]) -> Iterator[None]:
+    """Spans of answers go on from where their requests come from.
+
+    Args:
+        requests: Of each that is answered within, in order, what `carried` gave, and the seconds
+            for which it waited until now.
+    """
+    made = _traced() if any(carrier for carrier, _ in requests) else None
+    if made is None:
+        yield
+        return
+    clock, now = _Clock(), time.perf_counter()
+    for carrier, waited in requests:
+        if carrier:
+            begin = clock.at(now - waited)
+            made.start_span("kvcache_rag.queue", _extracted(carrier), start_time=begin).end()
+    token = _CARRIED.set([carrier for carrier, _ in requests])
+    try:
+        yield
+    finally:
+        _CARRIED.reset(token)
+
+
+@contextmanager
+def attached(carrier: Mapping[str, str]) -> Iterator[None]:
+    """Spans that begin within go on from where a request comes from.
+
+    Args:
+        carrier: What `carried` gave.
+    """
+    if not carrier:
+        yield
+        return
+    from opentelemetry import context
+
+    token = context.attach(_extracted(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def _extracted(carrier: Mapping[str, str]) -> TraceContext:
+    from opentelemetry import propagate
+
+    return propagate.extract(carrier)

@@ -1,0 +1,408 @@
+"""OpenTelemetry spans of answers and ingestions: what they say, when they were, whose they are."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import CancelledError
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode
+from serve_fakes import chat, client, settings, tiny_backend
+from serve_works import answer_of, held, loaded, make_work, reader
+
+from kvcache_rag import CacheBlend, Engine, FullRecompute, InvalidInputError, PromptTemplate
+from kvcache_rag.generation import telemetry
+from kvcache_rag.serve.app import build_app
+from kvcache_rag.serve.local import LocalBackend
+from tools.scripted import Ear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from fastapi import FastAPI
+    from opentelemetry.sdk.trace import ReadableSpan
+
+SECRET = "Quilvane"
+TEXTS = [f"{SECRET} keeps the red lamp in the hall.", "Sorin keeps the old map in the cellar."]
+QUESTION = f"Where does {SECRET} keep the red lamp?"
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+OTHER = "00-1af7651916cd43dd8448eb211c80319d-c7ad6b7169203332-01"
+
+
+def provide(patch: pytest.MonkeyPatch, provider: Any) -> None:
+    patch.setattr(trace, "get_tracer_provider", lambda: provider)
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """What a configured application would send."""
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    provide(monkeypatch, provider)
+    yield spans
+    provider.shutdown()
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+def children(exporter: InMemorySpanExporter, parent: ReadableSpan) -> list[ReadableSpan]:
+    """In the order of their begins."""
+    spans = [
+        span
+        for span in exporter.get_finished_spans()
+        if span.parent and span.parent.span_id == parent.context.span_id
+    ]
+    return sorted(spans, key=lambda span: span.start_time or 0)
+
+
+def names(spans: list[ReadableSpan]) -> list[str]:
+    return [span.name.removeprefix("kvcache_rag.") for span in spans]
+
+
+# ---------------------------------------------------------------------- one answer
+def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    engine.add(TEXTS[:1])
+    with trace.get_tracer("app").start_as_current_span("app") as app:
+        answer = engine.generate(QUESTION, TEXTS, max_new_tokens=8, temperature=0.5, top_k=3)
+    metrics = answer.metrics
+    (span,) = named(exporter, "chat model")
+    assert span.kind == SpanKind.INTERNAL
+    assert span.status.status_code == StatusCode.UNSET
+    assert span.parent is not None
+    assert span.parent.span_id == app.get_span_context().span_id
+    assert span.instrumentation_scope is not None
+    assert span.instrumentation_scope.name == "kvcache_rag"
+    said = dict(span.attributes or {})
+    assert {name: value for name, value in said.items() if name.startswith("gen_ai.")} == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "kvcache_rag",
+        "gen_ai.request.model": "model",
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_k": 3.0,
+        "gen_ai.response.finish_reasons": (answer.finish_reason,),
+        "gen_ai.usage.input_tokens": metrics.prompt_tokens,
+        "gen_ai.usage.output_tokens": metrics.generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.reused_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": metrics.missed[0].tokens,
+    }
+    expected = {
+        "policy": metrics.policy,
+        "rotation": "copied",
+        "reused_tokens": metrics.reused_tokens,
+        "computed_tokens": metrics.computed_tokens,
+        "misses": 1,
+        "miss_reasons": ("not prefilled",),
+        "hits.memory": 1,
+        "ttft": metrics.ttft,
+        "declined": 0,
+        "batch": 1,
+    }
+    assert {name: said[f"kvcache_rag.{name}"] for name in expected} == expected
+    assert "kvcache_rag.gate" not in said, "there is nothing to tell"
+
+
+def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    engine.add(TEXTS)
+    metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=4, policy=CacheBlend(0.5)).metrics
+    (span,) = named(exporter, "chat model")
+    parts = children(exporter, span)
+    assert names(parts) == ["load", "stitch", "choose", "recompute", "prefill", "decode"]
+    edges = [(part.start_time or 0, part.end_time or 0) for part in parts]
+    begin, end = span.start_time or 0, span.end_time or 0
+    assert begin <= edges[0][0]
+    assert edges[-1][1] <= end
+    for (_, stop), (start, _) in pairwise(edges):
+        assert stop <= start + 1000, "one behind the other"
+    for name, (start, stop) in zip(names(parts)[:5], edges, strict=False):
+        assert (stop - start) / 1e9 == pytest.approx(getattr(metrics, name), abs=1e-5)
+    assert (edges[4][1] - begin) / 1e9 == pytest.approx(metrics.ttft, abs=1e-5)
+    assert (edges[5][1] - begin) / 1e9 == pytest.approx(metrics.total, abs=1e-5)
+
+
+def test_a_full_prefill_loads_nothing(exporter: InMemorySpanExporter) -> None:
+    reader().generate(QUESTION, TEXTS, max_new_tokens=4, policy=FullRecompute())
+    (span,) = named(exporter, "chat model")
+    assert names(children(exporter, span)) == ["prefill", "decode"]
+
+
+def test_rounds_are_parts_of_one_answer(exporter: InMemorySpanExporter) -> None:
+    engine = reader(context_window=120)
+    answer = engine.generate(QUESTION, TEXTS * 2, max_new_tokens=4, overflow="refine")
+    assert answer.metrics.rounds > 1
+    (span,) = named(exporter, "chat model")
+    assert names(children(exporter, span)).count("prefill") == answer.metrics.rounds
+
+
+def test_a_text_that_is_continued_is_a_completion(exporter: InMemorySpanExporter) -> None:
+    reader().complete("The red lamp", max_new_tokens=2)
+    (span,) = named(exporter, "text_completion model")
+    assert (span.attributes or {})["gen_ai.operation.name"] == "text_completion"
+
+
+def test_nothing_of_a_text_is_in_a_span(exporter: InMemorySpanExporter) -> None:
+    model, tokenizer, _ = loaded()
+    template = PromptTemplate(system=f"Help {SECRET}.\n")
+    engine = Engine(model, tokenizer, template=template, namespace=SECRET)
+    engine.add(TEXTS)
+    engine.generate(QUESTION, TEXTS, stop=[SECRET], max_new_tokens=4)
+    engine.generate_batch([(QUESTION, TEXTS)], max_new_tokens=4)
+    engine.complete(SECRET, max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=SECRET):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
+    spans = exporter.get_finished_spans()
+    assert len(spans) > 10
+    assert SECRET not in "".join(span.to_json() for span in spans)
+
+
+def failing(piece: str) -> None:
+    raise RuntimeError(f"no room for {piece!r} of {SECRET}")
+
+
+# ---------------------------------------------------------------------- every way to ask
+def test_a_stream_belongs_to_who_asked_for_it(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    with trace.get_tracer("app").start_as_current_span("app") as app:
+        stream = engine.stream(QUESTION, TEXTS, max_new_tokens=4)
+    list(stream)
+    (span,) = named(exporter, "chat model")
+    assert span.parent is not None
+    assert span.parent.span_id == app.get_span_context().span_id
+    said = span.attributes or {}
+    assert said["gen_ai.request.stream"] is True
+    assert said["gen_ai.response.time_to_first_chunk"] == stream.metrics.ttft
+
+
+async def test_async_answers_belong_to_who_awaits_them(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    with trace.get_tracer("app").start_as_current_span("app") as app:
+        await engine.agenerate(QUESTION, TEXTS, max_new_tokens=2)
+        await engine.acomplete("The red lamp", max_new_tokens=2)
+        assert [piece async for piece in engine.astream(QUESTION, TEXTS, max_new_tokens=2)]
+    spans = [*named(exporter, "chat model"), *named(exporter, "text_completion model")]
+    assert len(spans) == 3
+    assert {span.parent and span.parent.span_id for span in spans} == {
+        app.get_span_context().span_id
+    }
+
+
+def test_each_of_a_batch_has_a_span_and_parts_of_its_own(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    engine.add(TEXTS)
+    asked = [(QUESTION, TEXTS), (QUESTION, TEXTS[1:]), (QUESTION, TEXTS)]
+    answers = engine.generate_batch(asked, max_new_tokens=3)
+    spans = named(exporter, "chat model")
+    assert len(spans) == 3
+    for span, answer in zip(spans, answers, strict=True):
+        said = span.attributes or {}
+        assert said["kvcache_rag.batch"] == 3
+        assert said["gen_ai.usage.input_tokens"] == answer.metrics.prompt_tokens
+    assert [names(children(exporter, span)) for span in spans] == [
+        ["load", "stitch", "prefill", "decode"],
+        ["load", "stitch", "prefill", "decode"],
+        ["prefill", "decode"],  # its context is a copy of the first one's
+    ]
+    passes = {child.start_time for span in spans for child in children(exporter, span)[-2:-1]}
+    assert len(passes) == 1, "one forward pass"
+
+
+def test_an_error_ends_the_span_with_its_type(exporter: InMemorySpanExporter) -> None:
+    with pytest.raises(RuntimeError, match="no room"):
+        reader().generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
+    (span,) = named(exporter, "chat model")
+    assert span.status.status_code == StatusCode.ERROR
+    assert (span.attributes or {})["error.type"] == "RuntimeError"
+    assert (span.status.description, span.events) == (None, ())
+
+
+def test_an_engine_goes_on_after_an_error(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
+    exporter.clear()
+    engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+    (span,) = named(exporter, "chat model")
+    assert span.status.status_code == StatusCode.UNSET
+
+
+def test_what_is_refused_before_the_model_has_no_span(exporter: InMemorySpanExporter) -> None:
+    with pytest.raises(InvalidInputError):
+        reader().generate("", TEXTS)
+    assert exporter.get_finished_spans() == ()
+
+
+# ---------------------------------------------------------------------- ingestion
+def test_an_ingestion_is_a_span(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    first = engine.add(TEXTS[:1])
+    keys = engine.add(TEXTS)
+    spans = named(exporter, "kvcache_rag.add")
+    said = [dict(span.attributes or {}) for span in spans]
+    names = ("chunks", "tokens", "computed_chunks")
+    assert [[one[f"kvcache_rag.{name}"] for name in names] for one in said] == [
+        [1, first[0].tokens, 1],
+        [2, sum(key.tokens for key in keys), 1],
+    ]
+    assert {one["gen_ai.request.model"] for one in said} == {"model"}
+
+
+def test_an_ingestion_that_was_stopped_says_so(exporter: InMemorySpanExporter) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        reader().add(TEXTS, cancelled=cancelled)
+    (span,) = named(exporter, "kvcache_rag.add")
+    assert span.status.status_code == StatusCode.ERROR
+    assert (span.attributes or {})["error.type"] == "CancelledError"
+
+
+# ---------------------------------------------------------------------- a server
+@pytest.fixture
+def server(exporter: InMemorySpanExporter) -> Iterator[FastAPI]:
+    with tiny_backend() as backend:
+        yield build_app(backend, settings())
+
+
+def traced_by(exporter: InMemorySpanExporter, span: ReadableSpan, header: str) -> bool:
+    """Whether a span came of the one that a header names; FastAPI may have spans between."""
+    known = {one.context.span_id: one for one in exporter.get_finished_spans()}
+    _, trace_id, ancestor, _ = header.split("-")
+    while span.parent is not None and span.parent.span_id in known:
+        span = known[span.parent.span_id]
+    assert span.parent is not None
+    found = (span.context.trace_id, span.parent.span_id)
+    return found == (int(trace_id, 16), int(ancestor, 16))
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_a_server_goes_on_with_the_trace_of_its_client(
+    exporter: InMemorySpanExporter, server: FastAPI, *, streamed: bool
+) -> None:
+    body = chat(QUESTION, documents=TEXTS, stream=streamed)
+    async with client(server) as http:
+        reply = await http.post("/v1/chat/completions", json=body, headers={"traceparent": CALLER})
+    assert reply.status_code == 200, reply.text
+    (span,) = named(exporter, "chat model")
+    assert traced_by(exporter, span, CALLER)
+    assert ("gen_ai.request.stream" in (span.attributes or {})) == streamed
+    (queue,) = named(exporter, "kvcache_rag.queue")
+    assert traced_by(exporter, queue, CALLER)
+    assert (queue.start_time or 0) <= (queue.end_time or 0) <= (span.end_time or 0)
+
+
+async def test_documents_of_a_client_are_its_trace_too(
+    exporter: InMemorySpanExporter, server: FastAPI
+) -> None:
+    body, headers = {"documents": TEXTS}, {"traceparent": CALLER}
+    async with client(server) as http:
+        reply = await http.post("/v1/prefill", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    (span,) = named(exporter, "kvcache_rag.add")
+    assert traced_by(exporter, span, CALLER)
+
+
+async def test_requests_of_a_batch_stay_in_traces_of_their_own(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(reader(), max_batch=2)
+    try:
+        for _ in range(3):  # until it knows what single answers take
+            await answer_of(backend, make_work())
+        exporter.clear()
+        valve, front = await held(backend, monkeypatch)
+        works = [make_work(1, trace={"traceparent": CALLER}), make_work(2)]
+        works.append(make_work(3, trace={"traceparent": OTHER}))
+        works.append(make_work(4, trace={"traceparent": CALLER}))
+        tasks = [asyncio.create_task(answer_of(backend, work)) for work in works]
+        while (await backend.stats())["replicas"][0]["waiting"] < len(works):
+            await asyncio.sleep(0.002)
+        valve.open.set()
+        await asyncio.gather(front, *tasks)
+    finally:
+        await backend.close()
+    spans = named(exporter, "chat model")
+    batches = Counter((span.attributes or {})["kvcache_rag.batch"] for span in spans)
+    assert batches[2] >= 2
+    parents = [span.parent and f"{span.context.trace_id:032x}" for span in spans]
+    assert parents == [CALLER.split("-")[1], None, OTHER.split("-")[1], CALLER.split("-")[1]]
+
+
+async def test_a_span_of_the_server_comes_before_the_headers(
+    exporter: InMemorySpanExporter,
+) -> None:
+    with trace.get_tracer("asgi").start_as_current_span("POST") as post:
+        carrier = telemetry.carried({"traceparent": CALLER, "authorization": "secret"})
+    assert f"{post.get_span_context().span_id:016x}" in carrier["traceparent"]
+    assert telemetry.carried({"traceparent": CALLER, "authorization": "secret"}) == {
+        "traceparent": CALLER
+    }
+
+
+# ---------------------------------------------------------------------- nobody traces
+def test_what_is_not_sampled_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    provide(monkeypatch, provider)
+    engine = reader()
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=2).metrics.generated_tokens == 2
+    engine.add(TEXTS)
+    assert spans.get_finished_spans() == ()
+    provider.shutdown()
+
+
+def calls(engine: Engine) -> int:
+    """Functions of `telemetry.py` that answering calls."""
+    ear, heard = Ear(), Counter[str]()
+
+    def hear(frame: FrameType) -> None:
+        heard[Path(frame.f_code.co_filename).name] += 1
+
+    with ear.hearing(hear):
+        engine.generate(QUESTION, TEXTS, max_new_tokens=2)
+        engine.generate_batch([(QUESTION, TEXTS), (QUESTION, TEXTS)], max_new_tokens=2)
+        engine.complete("The red lamp", max_new_tokens=1)
+    assert heard["engine.py"]
+    return heard["telemetry.py"]
+
+
+def test_without_a_tracer_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = reader()
+    provide(monkeypatch, trace.ProxyTracerProvider())
+    assert calls(engine) == 3, "one look for each call, as the application has the package"
+    monkeypatch.delitem(sys.modules, telemetry.API)
+    assert calls(engine) == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["installed", "missing"])
+def test_opentelemetry_is_never_imported_for_the_application(*, is_there: bool) -> None:
+    script = f"""
+import sys
+if not {is_there}:
+    sys.modules["opentelemetry"] = None  # as if it were not installed
+from kvcache_rag import Engine
+from kvcache_rag.generation import telemetry
+engine = Engine.from_pretrained("tiny", device="cpu")
+engine.add(["The red lamp is in the hall."])
+engine.generate("Where is the lamp?", ["The red lamp is in the hall."], max_new_tokens=2)
+assert telemetry.carried({{"traceparent": "{CALLER}"}}) == {{}}
+print([name for name in sys.modules if name.startswith("opentelemetry.")])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
