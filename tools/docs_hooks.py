@@ -26,7 +26,7 @@ NOTEBOOKS = "notebooks"
 _LOG = logging.getLogger("mkdocs.hooks")
 
 
-@event_priority(100)  # before the plugin that makes pages of notebooks
+@event_priority(100)  # type: ignore[untyped-decorator]  # before the plugin of notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the notebooks, which lie beside `docs/`."""
     from mkdocs.structure.files import File
