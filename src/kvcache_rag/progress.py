@@ -29,7 +29,14 @@ def console(stream: TextIO) -> Console:
     """Writes to a stream for which `is_rich` holds; what it is given is text, never markup."""
     from rich.console import Console
 
-    return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    return Console(
+        file=stream,
+        force_terminal=True,
+        no_color=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def dimmed(text: str, stream: TextIO) -> str:

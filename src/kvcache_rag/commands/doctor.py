@@ -18,7 +18,7 @@ from kvcache_rag.progress import plain, table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from packaging.requirements import Requirement
 
@@ -281,7 +281,7 @@ def _how(extra: dict[str, Any]) -> str:
     return f"{extra['adds']}: pip install '{extra['name']}'" if extra["missing"] else extra["adds"]
 
 
-def _section(title: str, rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _section(title: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
     if rows:
         yield f"\n{title}"
         yield from (f"  {line}" for line in table(rows, heads=False))

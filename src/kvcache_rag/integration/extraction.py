@@ -214,7 +214,8 @@ def _silent(name: str) -> Iterator[None]:
 
 def _html(data: bytes) -> str:
     """As a browser breaks lines: around blocks, and where it is told to."""
-    from bs4 import BeautifulSoup, NavigableString
+    from bs4 import BeautifulSoup
+    from bs4.element import NavigableString
 
     with _silent("bs4"):
         page = BeautifulSoup(data, "html.parser")
