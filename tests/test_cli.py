@@ -134,11 +134,14 @@ def test_a_command_that_cannot_be_loaded_is_one_line(
     [
         ("ehco", "there is no command 'ehco'; did you mean 'echo'? Commands: absent, broken, echo"),
         ("xyzzy", "there is no command 'xyzzy'; commands: absent, broken, echo, empty"),
-        ("ingset", "did you mean 'ingest'? (in llama-index-kvcache-rag: pip install '"),
+        (
+            "ingset",
+            "did you mean 'ingest'? It is not installed; llama-index-kvcache-rag brings it: pip",
+        ),
         *(
             (
                 name,
-                f"the command {name!r} is not installed: in llama-index-kvcache-rag: "
+                f"the command {name!r} is not installed; llama-index-kvcache-rag brings it: "
                 "pip install 'llama-index-kvcache-rag[demo]'",
             )
             for name in ("ask", "chat", "demo", "ingest")
@@ -158,7 +161,9 @@ def test_help_names_the_commands_that_are_not_installed(
 ) -> None:
     cli.main(["--help"])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("not installed: ask, chat, demo, ingest (in llama-index-kvcache-rag: ")
+    assert last.startswith(
+        "not installed: ask, chat, demo, ingest; llama-index-kvcache-rag brings it: "
+    )
 
 
 def test_every_command_of_another_distribution_is_known() -> None:

@@ -100,7 +100,7 @@ def _list_commands() -> str:
             text = f"(not available: {error})"
         lines.append(f"  {name:<12} {text}")
     if absent := [name for name in ELSEWHERE if name not in commands]:
-        lines += ["", f"not installed: {', '.join(absent)} ({_addition(absent[0])})"]
+        lines += ["", f"not installed: {', '.join(absent)}; {_origin(absent[0])}"]
     return "\n".join(lines)
 
 
@@ -114,19 +114,19 @@ def _find(name: str) -> Command:
 def _unknown(name: str, commands: Collection[str]) -> str:
     """Why there is no such command, what was probably meant, and what there is."""
     if name in ELSEWHERE:
-        return f"the command {name!r} is not installed: {_addition(name)}"
+        return f"the command {name!r} is not installed; {_origin(name)}"
     known = ", ".join(commands) or "none is installed"
     close = close_to(name, [*commands, *ELSEWHERE])
     if not close:
         return f"there is no command {name!r}; commands: {known}"
-    origin = "" if close in commands else f" ({_addition(close)})"
+    origin = "" if close in commands else f" It is not installed; {_origin(close)}."
     return f"there is no command {name!r}; did you mean {close!r}?{origin} Commands: {known}"
 
 
-def _addition(name: str) -> str:
-    """How to get a command that another distribution brings."""
+def _origin(name: str) -> str:
+    """Who brings a command that is not installed, and how to get it."""
     dist = ELSEWHERE[name].partition("[")[0]
-    return f"in {dist}: pip install '{ELSEWHERE[name]}'"
+    return f"{dist} brings it: pip install '{ELSEWHERE[name]}'"
 
 
 def _load(point: EntryPoint) -> Command:
