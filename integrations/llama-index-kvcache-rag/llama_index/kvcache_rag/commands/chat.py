@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--condense",
         action=argparse.BooleanOptionalAction,
         help="let the model write each question anew, with what was said, before chunks are "
-        "searched (default: but for tiny)",
+        "searched (default: yes, unless the model is tiny)",
     )
 
 
@@ -164,7 +164,7 @@ def _cost(metadata: dict[str, Any], sources: list[dict[str, Any]], *, stopped: b
     """What an answer cost and where it came from, in a line."""
     parts = []
     metrics = metadata.get("kv_cache")
-    if metrics is not None:
+    if metrics:  # none of an answer that was stopped
         reused = plural(metrics["reused_tokens"], "token")
         parts.append(
             f"first token after {milliseconds(metrics['ttft'])}, {reused} reused, "
