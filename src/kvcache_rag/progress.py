@@ -93,6 +93,7 @@ def _rich_table(rows: Sequence[Sequence[str]], right: frozenset[int], heads: boo
         box=box.SIMPLE_HEAD if heads else None,
         show_header=heads,
         header_style="bold",
+        padding=(0, 1, 0, 0 if heads else 1),  # two columns between cells, as in plain ones
         pad_edge=False,
         show_edge=False,
     )
