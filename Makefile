@@ -39,12 +39,12 @@ NEWEST := $(VENV)-newest
 
 # The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
 LOWEST := $(VENV)-lowest
-LOWEST_EXTRAS := auth,chroma,finetune,gguf,s3,serve,structured
+LOWEST_EXTRAS := auth,chroma,documents,finetune,gguf,s3,serve,structured
 LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-timeout|pytest-xdist
 # What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
 # not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
 LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	adapters equivalence gguf grammar integration models prefill prompt prompt_dates prompt_tokens rebuild_command serve_auth serve_http \
+	adapters equivalence extraction gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens rebuild_command serve_auth serve_http \
 	serve_metrics stores stores_disk stores_remote stores_signing)) \
 	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
 	any_store articles chat_async commands demo embeddings policy_of_a_call standard_chat_model tools)),$(wildcard integrations/*/tests/test_*.py))

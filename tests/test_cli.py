@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, EntryPoints, version
+from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,6 +126,53 @@ def test_a_command_that_cannot_be_loaded_is_one_line(
 ) -> None:
     assert cli.main(words) == 2
     assert says in one_error(capsys)
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("ehco", "there is no command 'ehco'; did you mean 'echo'? Commands: absent, broken, echo"),
+        ("xyzzy", "there is no command 'xyzzy'; commands: absent, broken, echo, empty"),
+        (
+            "ingset",
+            "did you mean 'ingest'? It is not installed; llama-index-kvcache-rag brings it: pip",
+        ),
+        *(
+            (
+                name,
+                f"the command {name!r} is not installed; llama-index-kvcache-rag brings it: "
+                "pip install 'llama-index-kvcache-rag[demo]'",
+            )
+            for name in ("ask", "chat", "demo", "ingest")
+        ),
+    ],
+)
+def test_an_unknown_command_says_what_was_meant_or_who_brings_it(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word]) == 2
+    assert says in one_error(capsys)
+
+
+@pytest.mark.usefixtures("commands")
+def test_help_names_the_commands_that_are_not_installed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli.main(["--help"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "not installed: ask, chat, demo, ingest; llama-index-kvcache-rag brings it: "
+    )
+
+
+def test_every_command_of_another_distribution_is_known() -> None:
+    found = {
+        point.name: point.dist.name
+        for point in entry_points(group=cli.GROUP)
+        if point.dist is not None and point.dist.name != "kvcache-rag"
+    }
+    assert {name: dist.partition("[")[0] for name, dist in cli.ELSEWHERE.items()} == found
 
 
 @pytest.mark.usefixtures("commands")

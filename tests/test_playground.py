@@ -254,7 +254,7 @@ def test_a_browser_is_opened(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(webbrowser, "open", visit)
-    assert cli.main(["playground", "--port", "9", "--policy", "reuse"]) == 0
+    assert cli.main(["playground", "tiny", "--port", "9", "--policy", "reuse"]) == 0
     threads[-1].join(DEADLINE)
     assert visits == ["http://127.0.0.1:9/"]
     told = capfd.readouterr()
@@ -276,6 +276,42 @@ def test_no_browser_is_opened_where_none_is_wanted(
     assert served[0].model == "folder"
 
 
+@pytest.mark.parametrize(
+    ("words", "example"),
+    [
+        (["playground"], "kvcache-rag playground tiny"),
+        (["playground", "--no-browser", "--port", "9"], "kvcache-rag playground tiny"),
+        (["serve"], "kvcache-rag serve tiny --store kv"),
+        (["serve", "--store", "kv"], "kvcache-rag serve tiny --store kv"),
+    ],
+)
+def test_without_a_model_it_says_which_there_are(
+    served: list[ServerSettings],
+    words: list[str],
+    example: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert cli.main(words) == 2
+    told = capfd.readouterr()
+    assert told.out == ""
+    paragraph, _, last = told.err.partition("\n\n")
+    assert last.strip() == example
+    assert max(map(len, paragraph.splitlines())) <= 70
+    text = " ".join(paragraph.split())
+    assert text.startswith("kvcache-rag: error: say which model. ")
+    for kind in ("Hugging Face hub", "the folder of a model", "GGUF", '"smollm2"', '"tiny"'):
+        assert kind in text
+    assert served == []
+
+
+@pytest.mark.parametrize("words", [["tiny"], ["--model", "tiny"]])
+def test_a_model_is_named_either_way(served: list[ServerSettings], words: list[str]) -> None:
+    assert cli.main(["serve", *words]) == 0
+    assert served[0].model == "tiny"
+
+
 def test_it_serves_no_other_machine(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["playground", "--host", "0.0.0.0"])
@@ -287,7 +323,7 @@ def test_the_command_serves_the_page_and_opens_it(tmp_path: Path) -> None:
     os.mkfifo(opened)  # whoever reads it waits until the browser is told where to go
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(browser.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "-m", "kvcache_rag.cli", "playground", "--port", "0"]
+    command = [sys.executable, "-m", "kvcache_rag.cli", "playground", "tiny", "--port", "0"]
     environment = {**os.environ, "BROWSER": f"{browser} %s"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:

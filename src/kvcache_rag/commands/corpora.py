@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.corpus.texts import Item
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.extraction import TEXT_SUFFIXES, extract_text, visible_files
 from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.corpus.worker import BuildSettings
 
-
-EXTENSIONS: Final = (".md", ".txt")
 
 _PAGE: Final = 500  # rows held at a time
 
@@ -57,29 +56,19 @@ def read_texts(folder: str) -> dict[str, str]:
     Raises:
         InvalidInputError: If there is none, or one is not UTF-8 text.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise InvalidInputError(f"there is no folder {folder}")
-    contents = {
-        path.relative_to(root).as_posix(): _read(path)
-        for path in sorted(root.rglob("*"))
-        if path.suffix.lower() in EXTENSIONS and path.is_file() and not _is_hidden(path, root)
-    }
-    texts = {name: text for name, text in contents.items() if text.strip()}
+    root, texts = Path(folder), {}
+    for path in visible_files(root):
+        if path.suffix.lower() in TEXT_SUFFIXES:
+            try:
+                text = extract_text(path.name, path.read_bytes())
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{path}: {error}") from error
+            if text.strip():
+                texts[path.relative_to(root).as_posix()] = text
     if not texts:
-        raise InvalidInputError(f"there is no {' or '.join(EXTENSIONS)} file with text in {folder}")
+        kinds = " or ".join(TEXT_SUFFIXES)
+        raise InvalidInputError(f"there is no {kinds} file with text in {folder}")
     return texts
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8 text") from error
 
 
 def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache_rag.commands.listing import add_weight_format
+from kvcache_rag.progress import markdown
 
 if TYPE_CHECKING:
     import argparse
@@ -279,7 +280,7 @@ def _report(arguments: argparse.Namespace, records: Records) -> None:
 
     groups = summarise(records, seed=arguments.seed)
     table = to_markdown(groups)
-    print(table, end="")
+    print(markdown(table), end="")
     values = json.dumps(to_json(groups, records), indent=1, allow_nan=False) + "\n"
     if arguments.out is not None:
         (arguments.out / "report.json").write_text(values, encoding="utf-8")

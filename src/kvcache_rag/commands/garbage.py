@@ -22,8 +22,9 @@ from kvcache_rag.commands.collections import (
     open_collections,
     referenced,
 )
-from kvcache_rag.commands.listing import model_name, plain, plural, size
+from kvcache_rag.commands.listing import model_name, plural, size
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
     import argparse

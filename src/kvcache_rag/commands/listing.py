@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
@@ -122,29 +123,3 @@ def model_name(manifest: Mapping[str, Any]) -> str:
     name = str(manifest.get("model") or "unknown model")
     revision = manifest.get("revision")
     return plain(f"{name}@{str(revision)[:8]}" if revision else name)
-
-
-def plain(text: str) -> str:
-    r"""A text that may come from anywhere, on one line and harmless to a terminal.
-
-    What cannot be printed, such as control characters and marks of direction, becomes an escape
-    like `\x1b`.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
-        for letter in text
-    )
-
-
-def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Lines of columns of `plain` texts, first the heads; `right` are columns of numbers."""
-    rows = [[plain(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()

@@ -15,8 +15,8 @@ from kvcache_rag.commands.listing import (
     plural,
     quiet,
     size,
-    table,
 )
+from kvcache_rag.progress import table
 
 if TYPE_CHECKING:
     import argparse

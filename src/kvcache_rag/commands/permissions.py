@@ -7,8 +7,8 @@ import stat
 from typing import TYPE_CHECKING
 
 from kvcache_rag.commands.garbage import chosen
-from kvcache_rag.commands.listing import plain
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
     import argparse

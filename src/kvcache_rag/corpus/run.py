@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from tqdm.auto import tqdm
-
 from kvcache_rag.corpus.processes import Processes
 from kvcache_rag.corpus.texts import NAMED, Reading, Text
 from kvcache_rag.corpus.worker import BatchReport, Worker
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
+from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores import DiskStore
 from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
 
@@ -152,7 +151,7 @@ class Progress:
         self.tally = tally
         self._is_terminal = sys.stderr.isatty()
         self._said = time.monotonic()
-        self._bar: Any = tqdm(desc="build", unit=" chunks", disable=not self._is_terminal)
+        self._bar: Any = progress_bar(None, "build", " chunks", show=self._is_terminal)
 
     def update(self) -> None:
         """Show what the tally says now."""

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
     from kvcache_rag.integration.engine import remote_engine as remote_engine
+    from kvcache_rag.integration.extraction import FolderTexts as FolderTexts
+    from kvcache_rag.integration.extraction import LeftOut as LeftOut
+    from kvcache_rag.integration.extraction import extract_text as extract_text
+    from kvcache_rag.integration.extraction import read_folder as read_folder
+    from kvcache_rag.integration.extraction import suffixes as suffixes
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
     from kvcache_rag.integration.prefiller import IngestedText as IngestedText
@@ -52,6 +57,9 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.watch import Shown as Shown
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
     from kvcache_rag.models.linears import parameter_count as parameter_count
+    from kvcache_rag.progress import dimmed as dimmed
+    from kvcache_rag.progress import is_rich as is_rich
+    from kvcache_rag.progress import plain as plain
 else:
     from kvcache_rag.exports import lazy_names
 

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Final
+
+KERNELS: Final = {
+    "attention": "attention/libfew_queries.so",
+    "linear layers": "libfew_rows.so",
+    "rounded weights": "librounded_weights.so",
+}
+"""What is compiled, and where it lies."""
+
+_HERE: Final = Path(__file__).parent
 
 
 def compiled(name: str) -> ctypes.CDLL | None:
     """A library, by its path from here; None where it was not built or is not for this CPU."""
     try:
-        found = ctypes.CDLL(str(Path(__file__).parent / name))
+        found = ctypes.CDLL(str(_HERE / name))
         return found if found.kvcache_rag_supported() else None
     except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
         return None
+
+
+def why_missing(kernel: str) -> str:
+    """Why one of `KERNELS` does not run, for people; "" if it does."""
+    name = KERNELS[kernel]
+    if compiled(name) is not None:
+        return ""
+    if not (_HERE / name).is_file():
+        return "not compiled: there was no C compiler when kvcache-rag was installed"
+    return "not for this CPU, which lacks AVX-512 with bfloat16"

@@ -18,7 +18,7 @@ def described(device: str, threads: int) -> dict[str, str]:
         device: "cpu" or "cuda".
         threads: Of torch.
     """
-    machine = f"{_processor()}, {os.cpu_count()} cores, {threads} thread(s)"
+    machine = f"{processor()}, {os.cpu_count()} cores, {threads} thread(s)"
     if device == "cuda":
         machine = f"{torch.cuda.get_device_name()}; {machine}"
     return {
@@ -34,7 +34,8 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU, or its kind where nobody tells."""
     known = Path("/proc/cpuinfo")
     if known.is_file():
         for line in known.read_text(encoding="utf-8").splitlines():

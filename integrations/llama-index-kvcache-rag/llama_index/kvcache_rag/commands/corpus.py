@@ -1,6 +1,6 @@
-"""What `ingest` and `ask` share: where things are, which embedding, which text files.
+"""What `ingest`, `ask` and `chat` share: where things are, which embedding, which files.
 
-`ingest` notes its settings in a small file beside the Chroma folder, so that `ask` needs none.
+`ingest` notes its settings in a small file beside the Chroma folder, so that the others need none.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import lasting_adapter
+from kvcache_rag.integration import lasting_adapter, read_folder
 
 if TYPE_CHECKING:
     import argparse
 
+    from llama_index.core import VectorStoreIndex
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.schema import Document
 
     from kvcache_rag import WeightFormat
+    from kvcache_rag.integration import LeftOut
     from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
+TINY: Final = "tiny"
 SUFFIX: Final = ".kvcache-rag.json"
-EXTENSIONS: Final = (".md", ".txt")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Settings:
             numbers), "plain", "int8" or "int4".
     """
 
-    model: str = "tiny"
+    model: str = TINY
     kv: str = "kv"
     chroma: str = "chroma"
     embed: str = "minilm"
@@ -141,7 +143,7 @@ def _absolute(name: str) -> str:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that `ingest` and `ask` share."""
+    """Declare the arguments that all of them share."""
     default = Settings()
     for name, text in (
         ("model", f"hub id, folder, GGUF file, tiny or smollm2 (default: {default.model})"),
@@ -155,6 +157,13 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     add_weight_format(parser)
 
 
+def add_answering(parser: argparse.ArgumentParser) -> None:
+    """Declare how a question is answered."""
+    parser.add_argument("--top-k", type=int, default=4, help="chunks to answer from (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="length of the answer")
+    parser.add_argument("--full", action="store_true", help="compute every chunk again")
+
+
 def add_weight_format(parser: argparse.ArgumentParser) -> None:
     """Declare how linear layers keep their weights."""
     parser.add_argument(
@@ -163,6 +172,71 @@ def add_weight_format(parser: argparse.ArgumentParser) -> None:
         help="linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 "
         "or int4",
     )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What was ingested, ready to be asked.
+
+    Attributes:
+        settings: How it was made.
+        llm: Answers.
+        store: The collection.
+        index: Over it.
+    """
+
+    settings: Settings
+    llm: KVCacheLLM
+    store: KVCacheVectorStore
+    index: VectorStoreIndex
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Opened:
+        """Open what the arguments of `add_place` and `add_answering` say.
+
+        Raises:
+            InvalidInputError: If they cannot be used, or nothing was ingested.
+        """
+        from llama_index.core import VectorStoreIndex
+
+        from kvcache_rag import FullRecompute
+        from llama_index.kvcache_rag import KVCacheLLM
+
+        if arguments.top_k < 1 or arguments.max_new_tokens < 1:
+            raise InvalidInputError("--top-k and --max-new-tokens must be at least 1")
+        settings = _ingested(arguments)
+        llm = KVCacheLLM(
+            model_name=settings.model,
+            kv_dir=settings.kv,
+            adapter=settings.adapter,
+            weight_format=settings.weight_format,
+            policy=FullRecompute() if arguments.full else None,
+            max_new_tokens=arguments.max_new_tokens,
+        )
+        store = open_store(settings, llm)
+        index = VectorStoreIndex.from_vector_store(store, embed_model=embedding(settings.embed))
+        return cls(settings, llm, store, index)
+
+    @property
+    def is_empty(self) -> InvalidInputError:
+        """What to raise where there is nothing to answer from."""
+        return InvalidInputError(
+            f"the collection {self.settings.collection!r} is empty; ingest first"
+        )
+
+
+def _ingested(arguments: argparse.Namespace) -> Settings:
+    found = Settings.find(arguments.chroma, arguments.collection)
+    names = ("model", "adapter", "weight_format", "kv", "chroma", "embed", "collection")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    settings = replace(found or Settings(), **given)
+    if not (Path(settings.chroma) / "chroma.sqlite3").is_file():
+        raise InvalidInputError(
+            f"there is no database {settings.chroma}; run `kvcache-rag ingest DIR` first"
+        )
+    if found is not None:
+        found.check_embedding(settings.embed)
+    return settings
 
 
 def embedding(name: str) -> BaseEmbedding:
@@ -213,19 +287,18 @@ def quiet() -> None:
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
 
 
-def read_documents(folder: str) -> list[Document]:
-    """Text files under `folder` as documents, identified by their path.
+def read_documents(folder: str) -> tuple[list[Document], tuple[LeftOut, ...]]:
+    """Files under `folder` as documents, identified by their path; and those without text.
 
     The path is kept out of the LLM's text: moving a file does not change what its chunks say.
 
     Raises:
-        InvalidInputError: If there is none, or one is not UTF-8 text.
+        InvalidInputError: If there is no text in any.
+        MissingExtraError: If one needs a library that is not installed.
     """
     from llama_index.core.schema import Document
 
-    root = Path(folder)
-    if not root.is_dir():
-        raise InvalidInputError(f"there is no folder {folder}")
+    found = read_folder(folder)
     hidden = ["file_path"]
     documents = [
         Document(
@@ -235,29 +308,6 @@ def read_documents(folder: str) -> list[Document]:
             excluded_llm_metadata_keys=hidden,
             excluded_embed_metadata_keys=hidden,
         )
-        for name, text in (
-            (path.relative_to(root).as_posix(), _read(path)) for path in _files(root)
-        )
-        if text.strip()
+        for name, text in found.texts.items()
     ]
-    if not documents:
-        kinds = " or ".join(EXTENSIONS)
-        raise InvalidInputError(f"there is no {kinds} file with text in {folder}")
-    return documents
-
-
-def _files(root: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in EXTENSIONS
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8 text") from error
+    return documents, found.left_out

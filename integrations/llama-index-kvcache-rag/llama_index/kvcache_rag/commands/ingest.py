@@ -1,15 +1,21 @@
-"""`kvcache-rag ingest DIR`: embed, store and prefill the text files of a folder.
+"""`kvcache-rag ingest DIR`: embed, store and prefill the files of a folder.
 
 Run again it does only what changed: files are known by their path and the digest of their text,
-chunks by theirs.
+chunks by theirs.  What a file said stays when it cannot be read any more; what is gone or empty is
+taken out.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final
 
+from kvcache_rag.integration import is_rich, plain, suffixes
 from llama_index.kvcache_rag.commands.corpus import (
+    TINY,
     Settings,
     add_place,
     embedding,
@@ -20,17 +26,27 @@ from llama_index.kvcache_rag.commands.report import chunk_files, plural, size, s
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from llama_index.core.storage.docstore import SimpleDocumentStore
 
+    from kvcache_rag.integration import LeftOut
     from llama_index.kvcache_rag import KVCachePrefill, KVCacheVectorStore
 
-HELP = "embed, store and prefill the text files of a folder"
+HELP = "embed, store and prefill the files of a folder: text, Markdown, PDF, HTML, Word"
+_TINY_NOTE: Final = (
+    "note: tiny can read made-up facts only, such as the demo's; for texts of your own ingest with "
+    "--model smollm2 or a model of yours"
+)
+_SHOWN: Final = 20  # files left out that are named
+_FEW: Final = 5  # of kinds that are never read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the folder and how it is split and stored."""
-    parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder with .txt, .md, .pdf, .html, .htm and .docx files"
+    )
     add_place(parser)
     parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
     parser.add_argument(
@@ -43,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcache_rag import InvalidInputError
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
-    documents = read_documents(arguments.folder)
+    documents, left_out = read_documents(arguments.folder)
     settings, before = _settings(arguments)
     if not 0 <= settings.overlap < settings.chunk_size:
         raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
@@ -60,14 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
     held = chunk_files(settings.kv)
     settings.save()
     embedding_beside = KVCachePrefill(llm=llm, embed_model=embed_model, show_progress=True)
-    _ingest(documents, settings, store, docstore, embedding_beside)
+    kept = {one.name for one in left_out if not one.is_read} & _known(docstore)
+    _ingest(documents, settings, store, docstore, embedding_beside, kept)
     store.prefill_missing(show_progress=True)
     docstore.persist(str(settings.docstore))
     engine.store.sweep()
-    missing = _report(settings, store, len(documents), held)
+    missing = _report(settings, store, len(documents) + len(kept), held)
+    print("\n".join(_left_out_lines(left_out, kept)), end="\n" if left_out else "")
     if missing:
         reason = engine.store.stats().last_failure or "they were evicted"
         raise InvalidInputError(f"{plural(missing, 'chunk')} could not be kept: {reason}")
+    if settings.model == TINY:
+        print(_TINY_NOTE, file=sys.stderr)
     return 0
 
 
@@ -99,28 +119,39 @@ def _docstore(
     return SimpleDocumentStore.from_persist_path(str(settings.docstore))
 
 
+def _known(docstore: SimpleDocumentStore) -> set[str]:
+    """Ids of the documents that were ingested."""
+    return set(docstore.get_all_document_hashes().values())
+
+
 def _ingest(
     documents: list[Any],
     settings: Settings,
     store: KVCacheVectorStore,
     docstore: SimpleDocumentStore,
     embedding_beside: KVCachePrefill,
+    kept: set[str],
 ) -> None:
     from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
 
-    known = docstore.get_all_document_hashes().values()
+    known, there = _known(docstore), {document.doc_id for document in documents}
     # Left behind by a run that was stopped before it could note what it had done.
-    store.delete_documents(sorted({document.doc_id for document in documents} - {*known}))
+    store.delete_documents(sorted(there - known))
+    # Not by the pipeline, to which what cannot be read now would be gone.
+    for gone in sorted(known - there - kept):
+        docstore.delete_document(gone)
+        store.delete(gone)
     splitter = SentenceSplitter(chunk_size=settings.chunk_size, chunk_overlap=settings.overlap)
     pipeline = IngestionPipeline(
         transformations=[splitter, embedding_beside],
         docstore=docstore,
         vector_store=store,
-        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        docstore_strategy=DocstoreStrategy.UPSERTS,
         disable_cache=True,
     )
-    pipeline.run(documents=documents, show_progress=True)
+    # LlamaIndex's bars and ours would write over each other on a terminal.
+    pipeline.run(documents=documents, show_progress=not is_rich(sys.stderr))
 
 
 def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]) -> int:
@@ -132,3 +163,25 @@ def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dic
     print(f"{plural(fresh, 'chunk')} prefilled, {there} were there already")
     print(f"KV of these chunks: {size(nbytes)} in {settings.kv}, by {settings.model}")
     return len(chunks - found.keys())
+
+
+def _left_out_lines(left_out: tuple[LeftOut, ...], kept: set[str]) -> Iterator[str]:
+    """What is not in the collection as it lies in the folder, and why."""
+    if not left_out:
+        return
+    yield f"left out {plural(len(left_out), 'file')}:"
+    others = [one for one in left_out if PurePath(one.name).suffix.lower() not in suffixes()]
+    named = [one for one in left_out if one not in others]
+    for one in named[:_SHOWN]:
+        before = "; what it said before is kept" if one.name in kept else ""
+        yield f"  {plain(one.name)}: {plain(one.reason)}{before}"
+    if len(named) > _SHOWN:
+        yield f"  and {len(named) - _SHOWN} more that could not be read"
+    if others:
+        names = [plain(one.name) for one in others]
+        if len(names) > _FEW:
+            kinds = Counter(
+                plain(PurePath(one.name).suffix) or "without an ending" for one in others
+            )
+            names = [f"{count} {kind}" for kind, count in kinds.most_common()]
+        yield f"  {', '.join(names)}: {others[0].reason}"

@@ -1,12 +1,14 @@
-"""Numbers that the commands print: chunks on disk, times, one answer in a line."""
+"""What the commands print: chunks on disk, times, one answer in a line, where it came from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.integration import plain
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from llama_index.kvcache_rag import KVCacheVectorStore
 
@@ -53,3 +55,21 @@ def metrics_line(metrics: Mapping[str, Any]) -> str:
     if metrics["rounds"] > 1:
         parts.append(plural(metrics["rounds"], "round"))
     return ", ".join(parts)
+
+
+def source(found: Any) -> dict[str, Any]:
+    """A retrieved node: its file, score and text."""
+    node = found.node
+    name = node.metadata.get("file_path") or node.ref_doc_id or node.node_id
+    return {"file": str(name), "score": float(found.score or 0.0), "text": node.get_content()}
+
+
+def source_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each."""
+    for number, one in enumerate(sources, start=1):
+        yield f"[{number}] {plain(one['file'])} ({one['score']:.3f}): {_shortened(one['text'])}"
+
+
+def _shortened(text: str, width: int = 60) -> str:
+    line = plain(" ".join(text.split()))
+    return line if len(line) <= width else f"{line[: width - 3]}..."

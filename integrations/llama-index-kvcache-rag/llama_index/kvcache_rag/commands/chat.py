@@ -1,0 +1,206 @@
+"""`kvcache-rag chat`: a conversation in the terminal over what was ingested.
+
+The chunks stand before the history in every prompt, so their KV is reused in every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag import InvalidInputError, KVCacheRagError
+from kvcache_rag.integration import dimmed, plain
+from llama_index.kvcache_rag.commands.corpus import TINY, Opened, add_answering, add_place
+from llama_index.kvcache_rag.commands.report import milliseconds, plural, source, source_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llama_index.kvcache_rag import KVCacheChatEngine
+
+HELP = "talk about the ingested files, with a history"
+PROMPT: Final = "you> "
+_COMMANDS: Final = {
+    "/help": "this list",
+    "/sources": "the chunks that the last answer came from",
+    "/reset": "forget what was said",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is talked about and how; as for `ask`."""
+    add_place(parser)
+    add_answering(parser)
+    parser.add_argument(
+        "--condense",
+        action=argparse.BooleanOptionalAction,
+        help="let the model write each question anew, with what was said, before chunks are "
+        "searched (default: yes, unless the model is tiny)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the input ends; 1 if a piped question could not be answered."""
+    from llama_index.kvcache_rag import KVCacheChatEngine
+
+    opened = Opened.of(arguments)
+    if opened.store.client.count() == 0:
+        raise opened.is_empty
+    # A reader of made-up facts cannot write questions.
+    condense = opened.settings.model != TINY if arguments.condense is None else arguments.condense
+    engine = KVCacheChatEngine.from_index(
+        opened.index,
+        opened.llm,
+        similarity_top_k=arguments.top_k,
+        skip_condense=not condense,
+    )
+    _ = opened.llm.engine  # loaded before anybody is asked to type
+    is_typed = sys.stdin.isatty()
+    talk = Talk(engine, is_typed=is_typed)
+    if is_typed:
+        about = f"{opened.settings.model} over {plural(opened.store.client.count(), 'chunk')}"
+        print(dimmed(f"{about}; /help lists commands, Ctrl-D leaves", sys.stdout))
+    for line in _typed() if is_typed else _piped():
+        if not talk.take(line):
+            break
+    return 1 if talk.failed and not is_typed else 0
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the keyboard."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrows and history, where there is one
+    while (line := _line()) is not None:
+        yield line
+
+
+def _line() -> str | None:
+    """The next line; None after Ctrl-D, and "" for one that Ctrl-C dropped."""
+    try:
+        return input(PROMPT)
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""
+
+
+def _piped() -> Iterator[str]:
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise InvalidInputError("the standard input is not UTF-8 text; pipe UTF-8") from error
+
+
+class Talk:
+    """One conversation.
+
+    Attributes:
+        engine: Answers and remembers.
+        is_typed: Whether somebody sits there, who may stop an answer.
+        failed: Whether a question could not be answered.
+    """
+
+    def __init__(self, engine: KVCacheChatEngine, *, is_typed: bool) -> None:
+        """Begin one; nothing was said."""
+        self.engine, self.is_typed, self.failed = engine, is_typed, False
+        self._sources: list[dict[str, Any]] = []
+
+    def take(self, line: str) -> bool:
+        """Answer a line, or do what it says; whether to go on."""
+        line = line.strip()
+        if line.startswith("/"):
+            return self._command(line)
+        if line:
+            try:
+                self._answer(line)
+            except KVCacheRagError as error:
+                self.failed = True
+                print(f"kvcache-rag: error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:  # before the first word
+                if not self.is_typed:
+                    raise
+                self._say("(stopped; this question is forgotten)")
+        return True
+
+    def _command(self, line: str) -> bool:
+        if line == "/quit":
+            return False
+        if line == "/reset":
+            self.engine.reset()
+            self._sources = []
+            self._say("what was said is forgotten")
+        elif line == "/sources":
+            print("\n".join(source_lines(self._sources)) or "nothing was answered yet")
+        else:
+            if line != "/help":
+                print(f"there is no {plain(line)}")
+            print("\n".join(f"{name:<10}{text}" for name, text in _COMMANDS.items()))
+        return True
+
+    def _answer(self, question: str) -> None:
+        with _stoppable(self.is_typed) as stop:
+            response = self.engine.stream_chat(question)
+            for piece in response.response_gen:
+                stop.is_speaking = True
+                print(piece, end="", flush=True)
+                if stop.is_wanted:
+                    response.close()
+        print()
+        self._sources = [source(found) for found in response.source_nodes]
+        self._say(_cost(response.metadata or {}, self._sources, stopped=stop.is_wanted))
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(dimmed(text, sys.stdout), end="\n\n", flush=True)
+
+
+def _cost(metadata: dict[str, Any], sources: list[dict[str, Any]], *, stopped: bool) -> str:
+    """What an answer cost and where it came from, in a line."""
+    parts = []
+    metrics = metadata.get("kv_cache")
+    if metrics:  # none of an answer that was stopped
+        reused = plural(metrics["reused_tokens"], "token")
+        parts.append(
+            f"first token after {milliseconds(metrics['ttft'])}, {reused} reused, "
+            f"{metrics['computed_tokens']} computed"
+        )
+    if stopped:
+        parts.append("stopped")
+    files = dict.fromkeys(plain(one["file"]) for one in sources)
+    parts.append(f"from {', '.join(files)}" if files else "no chunk was found")
+    return "; ".join(parts)
+
+
+class _Stop:
+    """What Ctrl-C means while an answer is made.
+
+    Attributes:
+        is_speaking: Whether there was a word of it, so that it is remembered as far as it came.
+        is_wanted: Whether it shall end.
+    """
+
+    is_speaking = is_wanted = False
+
+    def __call__(self, *_: object) -> None:
+        if self.is_wanted or not self.is_speaking:
+            raise KeyboardInterrupt
+        self.is_wanted = True
+
+
+@contextmanager
+def _stoppable(is_typed: bool) -> Iterator[_Stop]:
+    stop = _Stop()
+    if not is_typed:
+        yield stop
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,287 @@
+"""The text of files: what documents say, whatever wrote them.
+
+Text and Markdown are read as they are; PDF, HTML and Word by the libraries of the extra
+`documents`, which are imported when a file needs them.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+TEXT_SUFFIXES: Final = (".md", ".txt")
+
+_NO_TEXT: Final = "there is no text in it"
+_SCANNED: Final = "there is no text in it; pages that were scanned need OCR first"
+
+# Files of Word are zips; with a password, or of before 2007, they are one of these.
+_OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
+
+_UNSEEN: Final = ("head", "noscript", "script", "style", "svg", "template")
+
+_LINES: Final = ("dd", "dt", "li", "tr")
+_BLOCKS: Final = (
+    *("address", "article", "aside", "blockquote", "div", "dl", "fieldset", "figcaption", "figure"),
+    *("footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol"),
+    *("p", "pre", "section", "table", "ul"),
+)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that gave no text.
+
+    Attributes:
+        name: Its path below the folder.
+        reason: Why, for people.
+        is_read: Whether it could be read, and there is nothing in it to keep.
+    """
+
+    name: str
+    reason: str
+    is_read: bool = False
+
+
+@dataclass(frozen=True)
+class FolderTexts:
+    """What the files of a folder say.
+
+    Attributes:
+        texts: By their path below the folder.
+        left_out: Files without one.
+    """
+
+    texts: dict[str, str]
+    left_out: tuple[LeftOut, ...]
+
+
+def suffixes() -> tuple[str, ...]:
+    """Of the files that can be read, with the extra `documents`."""
+    return tuple(sorted((*TEXT_SUFFIXES, *_READERS)))
+
+
+def read_folder(folder: str) -> FolderTexts:
+    """Read every file under a folder that is not hidden.
+
+    Raises:
+        InvalidInputError: If there is no such folder, or no text in it.
+        MissingExtraError: If a file needs a library that is not installed.
+    """
+    root = Path(folder)
+    paths = list(visible_files(root))
+    check_readable(paths)
+    texts: dict[str, str] = {}
+    left_out: list[LeftOut] = []
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        try:
+            text = extract_text(name, b"" if _kind(name) not in suffixes() else path.read_bytes())
+        except OSError as error:
+            left_out.append(LeftOut(name, f"it cannot be opened ({error.strerror})"))
+        except InvalidInputError as error:
+            left_out.append(LeftOut(name, str(error)))
+        else:
+            if text.strip():
+                texts[name] = text
+            else:
+                reason = _SCANNED if _kind(name) == ".pdf" else _NO_TEXT
+                left_out.append(LeftOut(name, reason, is_read=True))
+    if not texts:
+        kinds = ", ".join(suffixes())
+        why = "".join(f"; {one.name}: {one.reason}" for one in left_out[:1])
+        raise InvalidInputError(f"there is no file with text ({kinds}) in {folder}{why}")
+    return FolderTexts(texts, tuple(left_out))
+
+
+def visible_files(root: Path) -> Iterator[Path]:
+    """The files under a folder in the order of their paths, without hidden ones.
+
+    Raises:
+        InvalidInputError: If there is no such folder.
+    """
+    if not root.is_dir():
+        raise InvalidInputError(f"there is no folder {root}")
+    for path in sorted(root.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if not hidden and path.is_file():
+            yield path
+
+
+def check_readable(paths: Iterable[Path]) -> None:
+    """Say before anything is read whether a library is missing.
+
+    Raises:
+        MissingExtraError: Naming the library and the first file that needs it.
+    """
+    for path in paths:
+        reader = _READERS.get(_kind(path.name))
+        if reader is not None and find_spec(reader.module) is None:
+            raise MissingExtraError(f"{reader.package}, which reads {path.name},", "documents")
+
+
+def extract_text(name: str, data: bytes) -> str:
+    """The text of a file; "" if there is none in it.
+
+    Args:
+        name: Of the file; its ending says what it is.
+        data: What is in it.
+
+    Raises:
+        InvalidInputError: If it cannot be read; the reason, without the name.
+        MissingExtraError: If a library is missing.
+    """
+    suffix = _kind(name)
+    if suffix in TEXT_SUFFIXES:
+        return _text(data)
+    if suffix not in _READERS:
+        raise InvalidInputError(f"only {', '.join(suffixes())} files are read")
+    check_readable([Path(name)])
+    try:
+        text = _READERS[suffix].read(data)
+    except InvalidInputError:
+        raise
+    except Exception as error:  # damaged files raise whatever a library meets
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise InvalidInputError(f"it cannot be read as {suffix} ({reason})") from error
+    # Halves of surrogate pairs and NULs, which fonts without a proper table give.
+    return text.encode(errors="replace").decode().replace("\0", "")
+
+
+def _kind(name: str) -> str:
+    return PurePath(name).suffix.lower()
+
+
+# ---------------------------------------------------------------------- formats
+def _text(data: bytes) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError("it is not UTF-8 text; save it as UTF-8") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as files opened for text are read
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one kind of file.
+
+    Attributes:
+        package: The library's name in registries.
+        module: Its name in Python.
+        read: Text of a file's bytes.
+    """
+
+    package: str
+    module: str
+    read: Callable[[bytes], str]
+
+
+def _pdf(data: bytes) -> str:
+    from pypdf import PasswordType, PdfReader
+
+    with _silent("pypdf"):
+        document = PdfReader(io.BytesIO(data))
+        # Many are encrypted without a password, only to forbid printing.
+        if document.is_encrypted and document.decrypt("") == PasswordType.NOT_DECRYPTED:
+            raise InvalidInputError("it is encrypted; save a copy without its password")
+        return "\n\n".join(page.extract_text().strip() for page in document.pages).strip()
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Keep a library from writing about each small fault of a file."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _html(data: bytes) -> str:
+    """As a browser breaks lines: around blocks, and where it is told to."""
+    from bs4 import BeautifulSoup
+    from bs4.element import NavigableString
+
+    with _silent("bs4"):
+        page = BeautifulSoup(data, "html.parser")
+    for tag in page.find_all(_UNSEEN):
+        tag.decompose()
+    for text in page.find_all(string=True):
+        # Comments and their like are of classes of their own.
+        if type(text) is NavigableString and text.find_parent("pre") is None:
+            text.replace_with(re.sub(r"\s+", " ", text))
+    for cell in page.find_all(("td", "th")):
+        if cell.find_next_sibling(("td", "th")) is not None:
+            cell.append(" | ")
+    for tag in page.find_all("br"):
+        tag.replace_with("\n")
+    for tag in page.find_all((*_LINES, *_BLOCKS)):
+        tag.insert_before("\n")
+        if tag.name in _BLOCKS:
+            tag.insert_after("\n")
+    # What is left of white space between words; `pre` indents by more.
+    lines = (re.sub("^ (?! )", "", line).rstrip() for line in page.get_text().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _docx(data: bytes) -> str:
+    if data.startswith(_OLD_OFFICE):
+        raise InvalidInputError(
+            "it has a password, or is of a Word before 2007; save it as .docx without one"
+        )
+    from docx import Document
+
+    return "\n".join(_word_lines(Document(io.BytesIO(data)).element.body)).strip()
+
+
+def _word_lines(element: Any) -> Iterator[str]:
+    """Paragraphs and rows of tables, also within content controls, which python-docx skips."""
+    for child in element.iterchildren():
+        kind = _local_name(child)
+        if kind == "p":
+            yield _word_text(child)
+        elif kind == "tr":
+            cells = child.xpath("./w:tc | ./w:sdt/w:sdtContent/w:tc")
+            yield " | ".join(" ".join(_word_lines(cell)).strip() for cell in cells)
+        elif kind in ("tbl", "sdt", "sdtContent", "customXml"):
+            yield from _word_lines(child)
+
+
+# Pieces of runs in their order, once: a text box is written again for older programs.
+_RUNS: Final = (
+    ".//w:t[not({0})] | .//w:r/w:tab[not({0})] | .//w:r/w:br[not({0})] | .//w:r/w:cr[not({0})]"
+).format("ancestor::*[local-name()='Fallback']")
+
+
+def _word_text(paragraph: Any) -> str:
+    """With what was inserted and is not accepted yet, without what was deleted."""
+    spaces = {"tab": "\t", "br": "\n", "cr": "\n"}
+    pieces = paragraph.xpath(_RUNS)
+    return "".join(spaces.get(_local_name(piece), piece.text or "") for piece in pieces)
+
+
+def _local_name(element: Any) -> str:
+    return str(element.tag).rpartition("}")[2]
+
+
+_READERS: Final = {
+    ".docx": _Reader("python-docx", "docx", _docx),
+    ".htm": _Reader("beautifulsoup4", "bs4", _html),
+    ".html": _Reader("beautifulsoup4", "bs4", _html),
+    ".pdf": _Reader("pypdf", "pypdf", _pdf),
+}

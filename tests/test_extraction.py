@@ -1,0 +1,210 @@
+"""The text of files, by what they are; and of folders, with what was left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from documents import docx, pdf
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.integration import LeftOut, extract_text, extraction, read_folder, suffixes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = """<?xml version="1.0" encoding="utf-8"?>
+<html><head><title>unseen</title><style>p {}</style></head><body>
+<!-- unseen --><script>unseen()</script>
+<h1>The
+  harbour</h1><p>Built in <b>18</b>92,<br>by Ann &amp; Bo\u00e9.</p>
+<pre>a
+  b</pre>
+<table><tr><th>Name</th><th>Age</th></tr><tr><td>Ann</td><td>5</td></tr></table>
+<ul><li>one</li><li>two</li></ul><template>unseen</template>
+</body></html>"""
+PAGE_TEXT = """The harbour
+
+Built in 1892,
+by Ann & Bo\u00e9.
+
+a
+  b
+
+Name | Age
+Ann | 5
+
+one
+two"""
+INSERTED = (
+    "<w:sdt><w:sdtContent><w:p><w:r><w:t>in a control</w:t></w:r></w:p></w:sdtContent></w:sdt>"
+    "<w:p><w:r><w:t>kept </w:t></w:r><w:ins><w:r><w:t>new</w:t></w:r></w:ins>"
+    "<w:del><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>"
+    "<w:p><w:pPr><w:tabs><w:tab w:pos='9'/></w:tabs></w:pPr>"
+    "<w:r><w:t>one</w:t><w:tab/><w:t>two</w:t><w:br/><w:t>three</w:t></w:r></w:p>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        pytest.param("a.txt", b"\xef\xbb\xbfone\r\ntwo\rthree", "one\ntwo\nthree", id="text"),
+        pytest.param("a.MD", b"# one\n\ntwo\n", "# one\n\ntwo\n", id="markdown"),
+        pytest.param("a.html", PAGE.encode(), PAGE_TEXT, id="html"),
+        pytest.param(
+            "a.htm",
+            b"<meta charset=latin-1><p>caf\xe9</p>",
+            "caf\u00e9",
+            id="html-declares-its-encoding",
+        ),
+        pytest.param("a.pdf", pdf(["first page", "second"]), "first page\n\nsecond", id="pdf"),
+        pytest.param("a.pdf", pdf([""]), "", id="pdf-without-text"),
+        pytest.param("a.pdf", pdf(["open"], user_password=""), "open", id="pdf-without-password"),
+        pytest.param(
+            "a.docx",
+            docx(["Title", "text"], [["a", "b"], ["c", "d"]]),
+            "Title\ntext\na | b\nc | d",
+            id="word",
+        ),
+        pytest.param(
+            "a.docx",
+            docx(["first"], body=INSERTED),
+            "first\nin a control\nkept new\none\ttwo\nthree",
+            id="word-with-controls-and-changes",
+        ),
+    ],
+)
+def test_text_of_a_file(name: str, data: bytes, text: str) -> None:
+    assert extract_text(name, data) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.txt", b"caf\xe9", "it is not UTF-8 text; save it as UTF-8"),
+        ("a.pdf", pdf(["x"], user_password="secret"), "it is encrypted; save a copy without"),
+        ("a.pdf", b"nothing of the kind", "it cannot be read as .pdf ("),
+        ("a.pdf", pdf(["x"])[:200], "it cannot be read as .pdf ("),
+        ("a.docx", b"nothing of the kind", "it cannot be read as .docx (File is not a zip file)"),
+        ("a.docx", b"\xd0\xcf\x11\xe0\xa1\xb1", "it has a password, or is of a Word before 2007"),
+        ("a.png", b"", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),
+        ("makefile", b"", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),
+    ],
+    ids=[
+        *("not-utf8", "encrypted", "no-pdf", "cut-pdf", "no-word", "old-word"),
+        *("unknown-ending", "no-ending"),
+    ],
+)
+def test_what_cannot_be_read_says_why(
+    name: str, data: bytes, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG), pytest.raises(InvalidInputError) as failed:
+        extract_text(name, data)
+    assert str(failed.value).startswith(says)
+    assert "\n" not in str(failed.value)
+    assert caplog.records == []
+    assert logging.getLogger("pypdf").level == logging.NOTSET
+
+
+def test_text_is_what_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = extraction._Reader("pypdf", "pypdf", lambda _: "a\0b\ud800c")
+    monkeypatch.setitem(extraction._READERS, ".pdf", reader)
+    assert extract_text("a.pdf", b"") == "ab?c"
+
+
+# ---------------------------------------------------------------------- folders
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "docs"
+    (root / "sub").mkdir(parents=True)
+    (root / ".git").mkdir()
+    for name, data in {
+        "sub/a.txt": b"Ann",
+        "b.pdf": pdf(["Bo"]),
+        "blank.md": b" \n",
+        "scan.pdf": pdf([""]),
+        "locked.pdf": pdf(["x"], user_password="secret"),
+        "photo.png": b"",
+        ".git/config.txt": b"hidden",
+        ".hidden.txt": b"hidden",
+    }.items():
+        (root / name).write_bytes(data)
+    return root
+
+
+def test_a_folder_gives_texts_and_what_was_left_out(folder: Path) -> None:
+    found = read_folder(str(folder))
+    assert found.texts == {"b.pdf": "Bo", "sub/a.txt": "Ann"}
+    assert found.left_out == (
+        LeftOut("blank.md", "there is no text in it", is_read=True),
+        LeftOut("locked.pdf", "it is encrypted; save a copy without its password"),
+        LeftOut("photo.png", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),
+        LeftOut(
+            "scan.pdf",
+            "there is no text in it; pages that were scanned need OCR first",
+            is_read=True,
+        ),
+    )
+
+
+def test_a_file_that_cannot_be_opened_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = type(folder).read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.name == "b.pdf":
+            raise PermissionError(13, "Permission denied", str(path))
+        assert path.name != "photo.png", "what is never read is not opened"
+        return real(path)
+
+    monkeypatch.setattr(type(folder), "read_bytes", read)
+    found = read_folder(str(folder))
+    assert list(found.texts) == ["sub/a.txt"]
+    assert LeftOut("b.pdf", "it cannot be opened (Permission denied)") in found.left_out
+
+
+def test_a_folder_without_text_says_why_its_first_file_gave_none(folder: Path) -> None:
+    (folder / "sub" / "a.txt").unlink()
+    (folder / "b.pdf").unlink()
+    with pytest.raises(InvalidInputError, match=r"\.docx, .*; blank.md: there is no text in it$"):
+        read_folder(str(folder))
+    with pytest.raises(InvalidInputError, match="there is no folder "):
+        read_folder(str(folder / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("a.pdf", "pypdf", "pypdf"),
+        ("a.docx", "docx", "python-docx"),
+        ("a.HTML", "bs4", "beautifulsoup4"),
+    ],
+)
+def test_a_missing_library_is_named_before_anything_is_read(
+    name: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "before.txt").write_text("text")
+    (tmp_path / name).write_bytes(b"")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        extraction, "find_spec", lambda wanted: None if wanted == module else real(wanted)
+    )
+    monkeypatch.setattr(type(tmp_path), "read_bytes", lambda _: pytest.fail("a file was read"))
+    says = f"{package}, which reads {name}, is not installed: pip install 'kvcache-rag[documents]'"
+    with pytest.raises(MissingExtraError) as failed:
+        read_folder(str(tmp_path))
+    assert str(failed.value) == says
+    with pytest.raises(MissingExtraError):
+        extract_text(name, b"")
+
+
+def test_every_kind_has_its_library_in_the_extra() -> None:
+    from importlib.metadata import requires
+
+    wanted = [line for line in requires("kvcache-rag") or () if "documents" in line]
+    for reader in extraction._READERS.values():
+        assert any(line.startswith(reader.package) for line in wanted), reader.package
+    assert set(suffixes()) == {".md", ".txt", *extraction._READERS}

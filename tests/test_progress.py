@@ -1,0 +1,162 @@
+"""Bars and tables: rich on a terminal, and plain text, as ever, anywhere else."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcache_rag import progress
+from kvcache_rag.progress import dimmed, is_rich, markdown, plain, progress_bar, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROWS = [["name", "size"], ["first", "1"], ["the second", "20"]]
+RIGHT = frozenset({1})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Both streams of the process, in a terminal of 60 columns."""
+    stream = Terminal()
+    for name, value in (("COLUMNS", "60"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    # Not those of `sys`, which pytest sets anew before each test.
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stdout=stream, stderr=stream))
+    yield stream
+    assert progress._SHOWN._display is None, "a display was left open"
+
+
+def bare(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rich"),
+    [
+        ("NO_COLOR", "1", False),
+        ("NO_COLOR", "", True),
+        ("TERM", "dumb", False),
+        ("TERM", "xterm", True),
+    ],
+)
+def test_who_wants_no_colours_gets_plain_text(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str, value: str, rich: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert is_rich(terminal) is rich
+    assert ("\x1b" in dimmed("less", terminal)) is rich
+    assert any("\x1b" in line for line in table(ROWS)) is rich
+    assert (markdown("# Head\n") == "# Head\n") is not rich
+
+
+def test_what_is_piped_is_plain() -> None:
+    assert dimmed("less", sys.stdout) == "less"
+    assert table(ROWS, RIGHT) == ["name        size", "first          1", "the second    20"]
+    assert table(ROWS[1:], heads=False) == ["first       1", "the second  20"]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_table_on_a_terminal_has_heads_and_numbers_on_the_right() -> None:
+    heads, rule, *rows = map(bare, table(ROWS, RIGHT))
+    assert heads.split() == ["name", "size"]
+    assert set(rule) == {"\u2500"}
+    assert [row.split() for row in rows] == [["first", "1"], ["the", "second", "20"]]
+    assert len({len(row) for row in (heads, *rows)}) == 1
+    assert len(table(ROWS[1:], heads=False)) == 2
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_table_that_is_too_wide_loses_nothing() -> None:
+    lines = [*map(bare, table([["digest", "n"], ["x" * 150, "[b]7"]], RIGHT))]
+    assert "".join(lines).count("x") == 150
+    assert any(line.endswith("[b]7") for line in lines), "no markup"
+    assert max(map(len, lines)) <= 58
+
+
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.usefixtures("terminal")
+def test_cells_move_no_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "is_rich", lambda _: rich)
+    (line,) = map(bare, table([["\x1b[2J\u202eevil\n"]], heads=False))
+    assert line == plain("\x1b[2J\u202eevil\n") == r"\x1b[2J\u202eevil\n"
+
+
+def test_a_bar_counts_to_its_end(terminal: Terminal) -> None:
+    with progress_bar(3, "prefill", "token", show=True) as bar:
+        for done in range(3):
+            bar.set_postfix_str(f"{done + 1}/3 chunks", refresh=False)
+            bar.update()
+        assert bar.n == 3
+    shown = bare(terminal.getvalue())
+    assert "prefill" in shown
+    assert "100%" in shown
+    assert "3/3 tokens, 3/3 chunks" in shown
+
+
+def test_a_bar_without_an_end_counts_too(terminal: Terminal) -> None:
+    bar = progress_bar(None, "build", " chunks", show=True)
+    bar.set_postfix(loss="0.5", refresh=False)
+    bar.update(1)
+    bar.close()
+    bar.close()
+    bar.update(1)
+    assert "1 chunks, loss=0.5" in bare(terminal.getvalue())
+
+
+def test_thousands_are_written_short_where_asked(terminal: Terminal) -> None:
+    with progress_bar(12_345, "prefill", "token", show=True, scaled=True) as bar:
+        bar.update(12_345)
+    assert "12.3k/12.3k tokens" in bare(terminal.getvalue())
+
+
+def test_bars_at_the_same_time_share_one_display(terminal: Terminal) -> None:
+    with progress_bar(2, "outer", "answer", show=True) as outer:
+        threads = [
+            threading.Thread(target=lambda: progress_bar(1, "inner", "chunk", show=True).close())
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with progress_bar(1, "last", "chunk", show=True) as inner:
+            inner.update()
+        outer.update(2)
+    shown = bare(terminal.getvalue())
+    assert shown.rindex("outer") > 0
+    assert "2/2 answers" in shown
+    assert "last" in shown
+
+
+def test_a_bar_is_over_when_its_work_fails(terminal: Terminal) -> None:
+    with pytest.raises(ZeroDivisionError), progress_bar(2, "work", "file", show=True):
+        raise ZeroDivisionError
+    assert terminal.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(("total", "show"), [(0, True), (3, False)])
+def test_a_bar_is_silent_without_work_or_unless_asked(
+    terminal: Terminal, total: int, show: bool
+) -> None:
+    with progress_bar(total, "quiet", "file", show=show) as bar:
+        bar.update()
+    assert terminal.getvalue() == ""
+
+
+def test_a_bar_that_is_piped_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(2, "verify", "file", show=True) as bar:
+        bar.update(2)
+    assert "verify: 100%|" in capsys.readouterr().err
