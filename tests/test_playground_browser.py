@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import re
 import shutil
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+from documents import pdf
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
-from kvcache_rag import FullRecompute, LegoLink
+from kvcache_rag import FullRecompute, Reuse
+from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.backend import Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.keys import new_key
+from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
-    from pathlib import Path
 
     from kvcache_rag.serve.backend import BackendRequest, Event
     from kvcache_rag.serve.local import LocalBackend
@@ -45,7 +51,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WIDE, NARROW = (1200, 900), (360, 740)
+WIDE, NARROW = (1300, 900), (400, 740)
 ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> is a text."
 
 
@@ -104,8 +110,7 @@ class Page:
             )
 
     def documents(self, *texts: str) -> None:
-        while buttons := self.all("#documents .remove"):
-            buttons[0].click()
+        self.find("#clear").click()
         for number, text in enumerate(texts, start=1):
             self.find("#add").click()
             self.fill(f"#document-{number}", text)
@@ -134,12 +139,44 @@ class Page:
 
     def count(self, state: str) -> int:
         """What the legend says, which is as many tokens as are coloured so."""
-        told = int(self.text(f"#legend [data-state={state}]"))
+        told = int(self.text(f"#legend [data-state={state}]").replace(",", ""))
         assert len(self.all(f"#spans .token.{state}")) == told
         return told
 
+    def give(self, *files: Path) -> None:
+        """Choose files, as their picker does."""
+        self.find("#files").send_keys("\n".join(map(str, files)))
+        self.settled()
+
+    def sources(self) -> list[str]:
+        return [label.text for label in self.all("#documents label")]
+
+    def barriers(self) -> list[str]:
+        """What axe-core finds fault with."""
+        self.script(axe())
+        found = json.loads(
+            self.driver.execute_async_script(
+                "axe.run(document).then((found) => arguments[0](JSON.stringify(found)))"
+            )
+        )
+        assert {"color-contrast", "label", "region"} <= {rule["id"] for rule in found["passes"]}
+        return [
+            f"{rule['id']} ({rule['help']}): {node['html']} {node['failureSummary']}"
+            for rule in found["violations"]
+            for node in rule["nodes"]
+        ]
+
     def complaints(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@cache
+def axe() -> str:
+    """The script of axe-core; the package around it is not imported, as it needs Playwright."""
+    found = importlib.util.find_spec("axe_playwright_python")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("axe-core is not installed: pip install --no-deps axe-playwright-python")
+    return (Path(found.submodule_search_locations[0]) / "axe.min.js").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +243,8 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
         assert page.text("#warmth").startswith("Cold: 6 chunks were prefilled just now")
         assert "6 not cached" in page.text("#stitched dl")
         assert page.text("#spans").count("prefilled just now") == 6
-        assert page.count("prefilled") + page.count("recomputed") == before
-        assert page.count("recomputed") == 5 * 8, "of every chunk but the first"
+        assert page.count("prefilled") == before
+        assert page.count("recomputed") == 0
         page.ask()
         assert page.text("#warmth") == "Warm: all 6 chunks came from the cache."
         assert "6 in memory" in page.text("#stitched dl")
@@ -217,6 +254,8 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
 
 def test_counts_are_those_of_the_server(page: Page, url: str) -> None:
     page.open(url)
+    page.dial("legolink", 8)
+    assert page.count("recomputed") == 5 * 8, "of every chunk but the first"
     page.ask()
     page.ask()
     figures = page.text("#stitched dl").splitlines()
@@ -279,13 +318,13 @@ def test_the_dial_may_only_show(page: Page, url: str) -> None:
     page.ask()
     page.dial("legolink", 30)
     assert page.count("recomputed") == 5 * 30
-    assert page.text("#stitched .mode") == "policy legolink:8"
+    assert page.text("#stitched .mode") == "policy reuse"
     assert "stale" in page.find("#stitched").get_attribute("class")
 
 
 def name_of(work: BackendRequest) -> str:
     """How the page writes the policy of a request."""
-    return {FullRecompute(): "full", LegoLink(8): "legolink:8"}[work.policy]
+    return {FullRecompute(): "full", Reuse(): "reuse"}[work.policy]
 
 
 def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
@@ -325,7 +364,7 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
         gate.set()
         page.until(lambda: page.text("#stitched [data-part=text]") == "one two")
         assert page.text("#full [data-part=ttft]") == "500 ms"
-        assert [name_of(work) for work in backend.works] == ["full", "legolink:8"], "not at once"
+        assert [name_of(work) for work in backend.works] == ["full", "reuse"], "not at once"
         page.find("#ask").click()
         page.settled()
         assert backend.was_taken_back.wait(DEADLINE)
@@ -422,7 +461,317 @@ def test_documents_can_be_retrieved(page: Page) -> None:
         assert page.count("recomputed") == 3
 
 
+# ---------------------------------------------------------------------- what was measured
+def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
+    costs = iter([(8.0, 4.0), *[(6.0, 1.0)] * 4, *[(9.0, 1.0)] * 7])
+    times: list[float] = []
+
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        if name_of(work) == "full":
+            times[:] = next(costs)
+        misses = int(times == [4.0])  # cold
+        yield Started(0.0)
+        yield Finished(answer(ttft=times.pop(0), total=10.0, misses=misses))
+
+    backend = Scripted(script)
+    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    with running(build_app(backend, settings())) as url, left(page):
+        page.open(url)
+        assert page.text("#answers-title") == "Reuse against full prefill"
+        assert page.text("#ratio-note") == "No question was answered by reuse yet."
+        page.ask()
+        assert (page.text("#ratio"), page.text("#verdict")) == (
+            "2.0\u00d7",
+            "The stitched answer began 2.0\u00d7 sooner.",
+        )
+        assert "the last question. 1 ring: chunks were prefilled first." in page.text("#ratio-note")
+        for _ in range(4):
+            page.ask()
+        assert page.text("#ratio") == "6.0\u00d7", "the median of 2, 6, 6, 6, 6"
+        for _ in range(7):
+            page.ask()
+        marks = [mark.text.split()[0] for mark in page.all("#marks .mark")]
+        assert marks == ["6.0"] * 3 + ["9.0"] * 7
+        assert page.text("#ratio") == "9.0\u00d7"
+        assert page.all("#marks .cold") == []
+        heights = [dot.rect["y"] for dot in page.all("#marks .dot")]
+        assert heights[0] == heights[2] > heights[3] == heights[9], "as high as their ratios"
+        assert page.text("#cost") == (
+            "Computes 0 of 3 tokens before the question again; first token after 1.00 s on this "
+            "machine (median of 11 answers)."
+        ), "the cold one is no cost of the policy"
+        rows = [row.text for row in page.all("#costs tr")]
+        assert rows == ["reuse 0 1.00 s (11)", "full 3 9.00 s (12)"]
+
+
+async def explained(work: BackendRequest) -> dict[str, Any]:
+    """A prompt of four tokens."""
+    state = "computed" if name_of(work) == "full" else "reused"
+    tokens = [
+        {"id": at, "text": "a", "position": at, "state": state if at < 3 else "computed"}
+        for at in range(4)
+    ]
+    spans = [
+        {"kind": "prefix", "start": 0, "stop": 1, "tier": ""},
+        {"kind": "chunk", "start": 1, "stop": 3, "tier": "memory"},
+        {"kind": "query", "start": 3, "stop": 4, "tier": ""},
+    ]
+    counts = {"query_tokens": 1, "recomputed_tokens": 0}
+    return {"tokens": tokens, "spans": spans, "policy": repr(work.policy), "gate": "", **counts}
+
+
+def test_each_position_of_the_dial_says_what_it_costs(page: Page, url: str) -> None:
+    page.open(url)
+    page.ask()
+    page.ask()
+    page.find("#live").click()
+    page.dial("legolink", 4)
+    before = sum(map(page.count, ("reused", "recomputed")))
+    assert page.text("#cost") == (
+        f"Computes 20 of {before} tokens before the question again; its time to the first token "
+        "was not measured yet."
+    )
+    page.ask()
+    assert re.search(
+        r"first token after [\d.]+ (ms|s) on this machine \(median of 1 answer\)",
+        page.text("#cost"),
+    )
+    rows = [row.text.split()[:2] for row in page.all("#costs tr")]
+    assert rows == [["reuse", "0"], ["legolink:4", "20"], ["full", str(before)]]
+    assert page.text("#costs [aria-current]").startswith("legolink:4")
+    assert page.text("#answers-title") == "LegoLink against full prefill"
+    page.find("#clear").click()
+    page.settled()
+    assert [row.text.split()[0] for row in page.all("#costs tr")] == ["reuse", "full"]
+    assert "\u2013" in page.text("#costs"), "other documents were not measured"
+
+
+def test_a_real_model_is_asked_about_a_handbook(page: Page) -> None:
+    backend = Scripted()
+    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    app = build_app(backend, settings(model="smollm2", served_name="tiny"))
+    with running(app) as url, left(page):
+        page.open(url)
+        assert len(page.all("#documents li")) == 8
+        assert not page.find("#reader-note").is_displayed()
+        assert "herring" in page.find("#question").get_attribute("value")
+        Select(page.find("#sample")).select_by_index(2)
+        page.settled()
+        assert len(page.all("#documents li")) == 4
+
+
+# ---------------------------------------------------------------------- files
+TEXT = "Kelo is based in Bran.\n\nKelo was opened in 1962."
+
+
+def test_files_become_documents(page: Page, url: str, tmp_path: Path) -> None:
+    plain, marked, printed = (tmp_path / f"facts.{kind}" for kind in ("txt", "md", "pdf"))
+    plain.write_text(TEXT)
+    marked.write_bytes(b"\xef\xbb\xbf# Drenko\r\n\r\nDrenko is based in Lispan.\r\n")
+    printed.write_bytes(pdf(["The Mobrit is made by Drenko.", "The Mobrit costs 412 euros."]))
+    page.open(url)
+    page.give(plain, marked, printed)
+    assert page.text("#files-note") == (
+        "Added facts.txt: 1 document, facts.md: 1 document, facts.pdf: 1 document."
+    )
+    assert not page.find("#files-error").is_displayed()
+    assert page.sources() == [
+        f"Document {number} of facts.{kind}, 1/1"
+        for number, kind in enumerate(("txt", "md", "pdf"), start=1)
+    ], "instead of the sample"
+    fields = [field.get_attribute("value") for field in page.all("#documents textarea")]
+    assert fields[0] == TEXT
+    assert fields[1] == "# Drenko\n\nDrenko is based in Lispan."
+    assert fields[2] == "The Mobrit is made by Drenko.\n\nThe Mobrit costs 412 euros."
+    page.ask("How much does the Mobrit cost?")
+    assert page.text("#full [data-part=text]") == "412"
+    assert page.text("#stitched [data-part=text]") == "412"
+    page.give(plain)
+    assert len(page.all("#documents li")) == 4, "beside one's own"
+
+
+def test_files_are_dropped_anywhere(page: Page, url: str) -> None:
+    page.open(url)
+    drop = (
+        "const files = new DataTransfer(); files.items.add(new File([arguments[0]], 'a.txt'));"
+        "for (const type of ['dragover', 'drop']) document.querySelector('h1').dispatchEvent("
+        "new DragEvent(type, {dataTransfer: files, bubbles: true, cancelable: true}));"
+    )
+    page.script(drop, TEXT)
+    page.until(lambda: page.text("#files-note") == "Added a.txt: 1 document.")
+    page.settled()
+    assert page.sources() == ["Document 1 of a.txt, 1/1"]
+    assert page.driver.current_url.startswith(url)
+
+
+def test_a_long_file_is_cut_at_paragraphs_sentences_and_words(
+    page: Page, url: str, tmp_path: Path
+) -> None:
+    sentence = "The harbour is closed in winter because of the ice. "
+    file = tmp_path / "long.txt"
+    file.write_text(f"First.\n\nSecond.\n\n{sentence * 30}\n\n{'word ' * 300}\n\n{'x' * 1300}")
+    page.open(url)
+    page.give(file)
+    parts = [field.get_attribute("value") for field in page.all("#documents textarea")]
+    assert [len(part) <= 1200 for part in parts] == [True] * len(parts)
+    assert parts[0] == "First.\n\nSecond."
+    assert parts[1].endswith("of the ice.")
+    assert "".join(" ".join(parts).split()) == "".join(file.read_text().split()), "nothing is lost"
+    assert page.sources()[0] == f"Document 1 of long.txt, 1/{len(parts)}"
+    page.complaints()  # so much does not fit the reader's window, as the server says
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.docx", b"PK", "a.docx is no .txt, .md or .pdf file."),
+        ("empty.md", b" \n", "empty.md has no text in it."),
+        ("latin.txt", b"caf\xe9", "latin.txt is not written in UTF-8; save it as UTF-8 and add it"),
+        ("big.txt", b"a " * 3000, "big.txt has 0.0 MiB, and a file may have 0.0 MiB; give a part"),
+        ("many.txt", b"one.\n\n" + b"a " * 1300, "many.txt makes 4 documents, and a question may"),
+        ("text.pdf", b"no PDF", "text.pdf: it is no PDF, or a damaged one"),
+        (
+            "scan.pdf",
+            pdf([""]),
+            "scan.pdf: there is no text on its pages, as on scanned ones; recognise",
+        ),
+    ],
+    ids=["type", "empty", "encoding", "size", "documents", "pdf", "scan"],
+)
+def test_a_file_that_cannot_be_used_is_told(
+    page: Page, reader: LocalBackend, tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    refused, good = tmp_path / name, tmp_path / "good.txt"
+    refused.write_bytes(content)
+    good.write_text(TEXT)
+    limits = RequestLimits(documents=3, body_bytes=5000, document_bytes=5000)
+    with running(build_app(reader, settings(limits=limits))) as url, left(page):
+        page.open(url)
+        page.complaints()  # the sample has more documents than that
+        page.give(refused, good)
+        assert page.text("#files-error").startswith(told)
+        assert page.text("#files-note") == "Added good.txt: 1 document."
+        assert page.sources() == ["Document 1 of good.txt, 1/1"]
+        assert all("status of 400" in one for one in page.complaints())
+
+
+def test_more_than_a_model_reads_is_not_added(page: Page, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("word " * 10000)
+    page.open(url)
+    before = page.sources()
+    page.give(file)
+    assert "letters of documents, more than the 4,096 tokens that tiny reads" in page.text(
+        "#files-error"
+    )
+    assert page.sources() == before, "the sample is still there"
+
+
 # ---------------------------------------------------------------------- for everybody
+def test_the_legend_explains_every_state(page: Page, url: str) -> None:
+    page.open(url)
+    entries = page.all("#legend li")
+    assert {entry.text.split()[0] for entry in entries} == set(get_args(TokenState))
+    assert all(len(entry.find_element(By.CSS_SELECTOR, ".quiet").text) > 20 for entry in entries)
+    looks = page.script(
+        "return [...document.querySelectorAll('#legend .token')].map((one) => {"
+        "const style = getComputedStyle(one);"
+        "return `${style.borderBottomStyle} ${style.borderBottomWidth} ${style.textDecorationLine}`"
+        "})"
+    )
+    assert len(set(looks)) == len(looks), "told by more than colour"
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("on", [False, True], ids=["light", "dark"])
+def test_axe_core_finds_no_barrier(page: Page, url: str, size: tuple[int, int], on: bool) -> None:
+    page.size(size)
+    page.dark(on=on)
+    page.open(url)
+    assert page.barriers() == [], "before the first question"
+    page.dial("cacheblend", 30)
+    page.ask()
+    page.find("#files").send_keys(str(Path(__file__)))
+    page.until(lambda: page.find("#files-error").is_displayed())
+    assert page.barriers() == [], "after an answer and a refused file"
+    page.find("#live").click()
+    page.dial("legolink", 4)
+    assert "stale" in page.find("#stitched").get_attribute("class")
+    assert page.barriers() == [], "where an answer is of before"
+
+
+FOCUSABLE = (
+    "return [...document.querySelectorAll('a[href], button, input, select, textarea, [tabindex]')]"
+    ".filter((one) => !one.disabled && one.getClientRects().length)"
+)
+FOCUSED = (
+    "const one = document.activeElement; const label = one.closest('label') ?? one;"
+    "const outlined = (some) => getComputedStyle(some).outlineStyle !== 'none'"
+    " && parseFloat(getComputedStyle(some).outlineWidth) >= 2;"
+    "return [one, outlined(one) || outlined(label)]"
+)
+
+
+def test_everything_is_reached_by_tab_and_shows_its_focus(page: Page, url: str) -> None:
+    page.open(url)
+    page.dial("legolink", 8)  # whose slider is not disabled
+    wanted = page.script(FOCUSABLE)
+    page.find("h1").click()  # where Tab begins
+    reached = []
+    for _ in wanted:
+        webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
+        one, is_seen = page.script(FOCUSED)
+        assert is_seen, one.get_attribute("outerHTML")
+        reached.append(one)
+    assert reached == wanted, "in the order of the page"
+
+
+def test_a_run_by_the_keyboard_alone(page: Page, url: str) -> None:
+    def press(*keys: str) -> None:
+        webdriver.ActionChains(page.driver).send_keys(*keys).perform()
+
+    def go_to(selector: str) -> None:
+        wanted = page.find(selector)
+        for _ in range(60):
+            if page.driver.switch_to.active_element == wanted:
+                return
+            press(Keys.TAB)
+        raise AssertionError(f"{selector} is not reached by Tab")
+
+    page.open(url)
+    page.script("document.activeElement.blur()")
+    go_to("#question")
+    press(Keys.ENTER)
+    page.until(lambda: page.text("#stitched [data-part=text]") == "Sarn")
+    page.settled()
+    go_to("#policy")
+    press(Keys.ARROW_DOWN)
+    page.settled()
+    assert page.text("#answers-title") == "LegoLink against full prefill"
+    go_to("#amount")
+    press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    page.settled()
+    assert page.count("recomputed") == 5 * 10
+    go_to("#clear")
+    press(Keys.SPACE)
+    page.script("document.activeElement.blur()")
+    go_to("#add")
+    press(Keys.ENTER, "Kelo is based in Bran.")
+    page.settled()
+    assert page.driver.switch_to.active_element.get_attribute("id") == "document-1"
+    page.script("document.activeElement.blur()")
+    go_to("#question")
+    chain = webdriver.ActionChains(page.driver)
+    chain.key_down(Keys.CONTROL).send_keys("a").key_up(Keys.CONTROL).perform()
+    press("Where is Kelo based?", Keys.TAB, Keys.TAB, Keys.SPACE)
+    page.until(lambda: page.text("#stitched [data-part=text]") == "Bran")
+    page.settled()
+    go_to("#documents .remove")
+    press(Keys.ENTER)
+    page.settled()
+    assert page.driver.switch_to.active_element == page.find("#add"), "focus is not lost"
+
+
 def test_it_works_with_the_keyboard(page: Page, url: str) -> None:
     page.open(url)
     page.find("#question").send_keys(Keys.ENTER)
@@ -439,6 +788,7 @@ def test_it_works_with_the_keyboard(page: Page, url: str) -> None:
 
 def test_pointing_at_a_token_tells_its_state_and_place(page: Page, url: str) -> None:
     page.open(url)
+    page.dial("legolink")
     page.ask()
     token = page.all("#spans .token.recomputed")[0]
     webdriver.ActionChains(page.driver).move_to_element(token).perform()

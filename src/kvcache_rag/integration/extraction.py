@@ -155,7 +155,11 @@ def extract_text(name: str, data: bytes) -> str:
     except Exception as error:  # damaged files raise whatever a library meets
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise InvalidInputError(f"it cannot be read as {suffix} ({reason})") from error
-    # Halves of surrogate pairs and NULs, which fonts without a proper table give.
+    return whole_characters(text)
+
+
+def whole_characters(text: str) -> str:
+    """Without halves of surrogate pairs and NULs, which fonts without a proper table give."""
     return text.encode(errors="replace").decode().replace("\0", "")
 
 
@@ -187,7 +191,13 @@ class _Reader:
     read: Callable[[bytes], str]
 
 
-def _pdf(data: bytes) -> str:
+def pdf_pages(data: bytes) -> Iterator[str]:
+    """The text of each page of a PDF, read when it is asked for.
+
+    Raises:
+        InvalidInputError: If it is encrypted.
+        Exception: Whatever pypdf meets in a damaged file.
+    """
     from pypdf import PasswordType, PdfReader
 
     with _silent("pypdf"):
@@ -195,7 +205,15 @@ def _pdf(data: bytes) -> str:
         # Many are encrypted without a password, only to forbid printing.
         if document.is_encrypted and document.decrypt("") == PasswordType.NOT_DECRYPTED:
             raise InvalidInputError("it is encrypted; save a copy without its password")
-        return "\n\n".join(page.extract_text().strip() for page in document.pages).strip()
+        pages = document.pages
+    for number in range(len(pages)):
+        with _silent("pypdf"):
+            text = pages[number].extract_text().strip()
+        yield text
+
+
+def _pdf(data: bytes) -> str:
+    return "\n\n".join(pdf_pages(data)).strip()
 
 
 @contextmanager

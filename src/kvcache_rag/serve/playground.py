@@ -4,7 +4,10 @@ The page is plain files of this package.  Nothing is loaded from elsewhere, and 
 to the browser: no script or style but those files, no connection but to this server.
 """
 
+import asyncio
+import functools
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Final
@@ -12,14 +15,18 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
+from kvcache_rag.models.pretrained import TINY
 from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.completions import chat_work
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
+from kvcache_rag.serve.pdf import pdf_text
 from kvcache_rag.serve.requests import ChatRequest
 from kvcache_rag.serve.responses import ANSWERING, error_responses
 from kvcache_rag.stitching.stitch import SpanKind
@@ -92,6 +99,21 @@ def assets() -> dict[str, Asset]:
     return page_assets
 
 
+# One file at a time: reading one is work of this process, beside which it still has to answer.
+_PDFS: Final = ThreadPoolExecutor(1, "kvcache-rag-pdf")
+
+
+async def _text_of_pdf(request: Request, most: int) -> Response:
+    try:
+        read = functools.partial(pdf_text, await request.body(), most=most)
+        text = await asyncio.get_running_loop().run_in_executor(_PDFS, read)
+    except (InvalidInputError, MissingExtraError) as error:
+        raise ApiError(400, str(error)) from error
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
+    return JSONResponse({"text": text})
+
+
 class PageConfig(BaseModel):
     """What the page has to know before it asks anything; nothing of it is secret.
 
@@ -99,11 +121,17 @@ class PageConfig(BaseModel):
         rag: Whether `/v1/rag` retrieves documents.
         needs_key: Whether requests need an API key.
         top_k: How many documents are retrieved unless a request says.
+        reader: Whether the packaged reader answers, which reads sentences of its own kind.
+        documents: That a question may have.
+        file_bytes: That a file may have.
     """
 
     rag: bool
     needs_key: bool
     top_k: int
+    reader: bool
+    documents: int
+    file_bytes: int
 
 
 class TokenReply(BaseModel):
@@ -160,6 +188,9 @@ def router(context: AppContext) -> APIRouter:
             rag=context.retriever is not None,
             needs_key=settings.api_keys is not None,
             top_k=settings.top_k,
+            reader=settings.model == TINY,
+            documents=settings.limits.documents,
+            file_bytes=settings.limits.body_bytes,
         )
         return JSONResponse(page_config.model_dump(), headers={"Cache-Control": "no-store"})
 
@@ -168,6 +199,12 @@ def router(context: AppContext) -> APIRouter:
         if name not in page_assets or name == PAGE:
             raise ApiError(404, f"there is no {request.url.path} here", code="unknown_url")
         return page_assets[name].response(request)
+
+    @routes.post("/v1/playground/pdf", include_in_schema=False)
+    async def pdf(
+        request: Request, _: Annotated[Caller, Depends(context.authenticate)]
+    ) -> Response:
+        return await _text_of_pdf(request, context.settings.limits.body_bytes)
 
     @routes.post(
         "/v1/explain",

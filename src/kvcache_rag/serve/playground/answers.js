@@ -1,11 +1,6 @@
 // The two answers side by side: text as it comes, first token, and what each cost.
 
-const seconds = (value) => {
-  if (value === null || value === undefined) return "–";
-  if (value < 1) return `${Math.max(value * 1000, 0.1).toFixed(value < 0.1 ? 1 : 0)} ms`;
-  return `${value.toFixed(2)} s`;
-};
-const plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+import { element, plural, seconds, times } from "./text.js";
 
 // [name, how it is read from an answer]; every row is always there, so that nothing jumps.
 const FIGURES = [
@@ -95,10 +90,7 @@ export class AnswerCard {
   #figure(found) {
     this.figures.replaceChildren();
     for (const [name, read] of FIGURES) {
-      const [term, value] = [document.createElement("dt"), document.createElement("dd")];
-      term.textContent = name;
-      value.textContent = read(found) ?? "–";
-      this.figures.append(term, value);
+      this.figures.append(element("dt", "", name), element("dd", "", read(found) ?? "–"));
     }
   }
 }
@@ -107,9 +99,8 @@ export class AnswerCard {
 export function verdict(full, stitched) {
   const [slow, quick] = [full?.kvcache?.ttft, stitched?.kvcache?.ttft];
   if (!slow || !quick) return "";
-  const times = slow >= quick ? slow / quick : quick / slow;
-  const much = times.toFixed(times < 10 ? 1 : 0);
-  return `The stitched answer began ${much}× ${slow >= quick ? "sooner" : "later"}.`;
+  const much = times(slow >= quick ? slow / quick : quick / slow);
+  return `The stitched answer began ${much} ${slow >= quick ? "sooner" : "later"}.`;
 }
 
 // Whether the cache was cold or warm for an answer.

@@ -24,9 +24,10 @@ async function refused(response) {
 async function request(path, body, signal) {
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (body) headers["Content-Type"] = "application/json";
+  const isFile = body instanceof Blob;
+  if (body) headers["Content-Type"] = isFile ? "application/octet-stream" : "application/json";
   const options = { headers, signal, cache: "no-store" };
-  if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
+  if (body) Object.assign(options, { method: "POST", body: isFile ? body : JSON.stringify(body) });
   let response;
   try {
     response = await fetch(path, options);
@@ -44,6 +45,10 @@ export async function getJson(path) {
 
 export async function postJson(path, body, signal) {
   return (await request(path, body, signal)).json();
+}
+
+export async function postFile(path, file) {
+  return (await request(path, file)).json();
 }
 
 // The values of `data:` lines, as they come; comments (heartbeats) are passed over.

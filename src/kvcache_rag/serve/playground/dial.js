@@ -43,11 +43,16 @@ export class Dial {
       this.#show();
       onChange();
     });
-    this.set("legolink");
+    this.set("reuse");
   }
 
   get chosen() {
     return POLICIES.find((one) => one.id === this.policy.value);
+  }
+
+  // The policy's name alone.
+  get label() {
+    return this.chosen.label.split(" – ")[0];
   }
 
   // The policy as the server reads it, such as "cacheblend:0.3".
@@ -74,8 +79,8 @@ export class Dial {
 
   #show() {
     const { slider } = this.chosen;
-    const said = slider ? slider.say(this.amount.value) : "–";
-    this.name.textContent = slider ? slider.name : "Nothing to choose";
+    const said = slider ? slider.say(this.amount.value) : "";
+    this.name.textContent = slider ? `${slider.name}:` : "There is no amount to choose";
     this.value.textContent = said;
     this.amount.setAttribute("aria-valuetext", said);
   }

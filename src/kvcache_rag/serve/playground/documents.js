@@ -1,8 +1,11 @@
 // The list of documents, each a chunk: edited, added and taken away.
 
+import { element } from "./text.js";
+
 export class Documents {
   constructor(list, onChange) {
     Object.assign(this, { list, onChange });
+    this.isSample = false; // until one of them is touched
   }
 
   // Texts as they will be sent; empty ones are left out.
@@ -12,20 +15,27 @@ export class Documents {
       .filter((text) => text.trim());
   }
 
-  set(texts, { readOnly = false } = {}) {
-    this.list.replaceChildren();
-    for (const text of texts) this.add(text, { readOnly });
+  get count() {
+    return this.list.children.length;
   }
 
-  add(text = "", { readOnly = false, focus = false } = {}) {
-    const item = document.createElement("li");
-    const label = document.createElement("label");
-    const field = document.createElement("textarea");
+  set(texts, { readOnly = false, isSample = false } = {}) {
+    this.list.replaceChildren();
+    for (const text of texts) this.add(text, { readOnly });
+    this.isSample = isSample;
+  }
+
+  // `source`: of which file it is.
+  add(text = "", { readOnly = false, focus = false, source = "" } = {}) {
+    const item = element("li");
+    const label = element("label");
+    const field = element("textarea");
+    item.dataset.source = source;
     field.rows = 2;
     field.spellcheck = false;
     field.value = text;
     field.readOnly = readOnly;
-    field.addEventListener("input", this.onChange);
+    field.addEventListener("input", () => this.#changed());
     item.append(label, field);
     if (!readOnly) item.append(this.#button(item));
     this.list.append(item);
@@ -33,17 +43,20 @@ export class Documents {
     if (focus) field.focus();
   }
 
+  #changed() {
+    this.isSample = false;
+    this.onChange();
+  }
+
   #button(item) {
-    const button = document.createElement("button");
+    const button = element("button", "remove", "×");
     button.type = "button";
-    button.className = "remove";
-    button.textContent = "×";
     button.addEventListener("click", () => {
       const next = item.nextElementSibling ?? item.previousElementSibling;
       item.remove();
       this.#number();
-      next?.querySelector("textarea").focus();
-      this.onChange();
+      (next?.querySelector("textarea") ?? this.list.closest("section").querySelector("button.add")).focus();
+      this.#changed();
     });
     return button;
   }
@@ -53,7 +66,8 @@ export class Documents {
       const [label, field, button] = item.children;
       field.id = `document-${index + 1}`;
       label.htmlFor = field.id;
-      label.textContent = `Document ${index + 1}`;
+      const { source } = item.dataset;
+      label.textContent = `Document ${index + 1}${source && ` of ${source}`}`;
       button?.setAttribute("aria-label", `Take away document ${index + 1}`);
     });
   }

@@ -1,22 +1,16 @@
 // The prompt as coloured tokens. Everything is written as text: nothing in it is ever markup.
 
+import { element, plural } from "./text.js";
+
 export const STATES = {
   reused: { label: "reused", note: "keys and values come from the cache" },
-  prefilled: { label: "prefilled", note: "its chunk was not cached, so it was computed by itself first" },
-  recomputed: { label: "recomputed", note: "computed again in the context of the whole prompt" },
-  pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was stored" },
-  computed: { label: "computed", note: "the question, and everything in a full prefill" },
+  prefilled: { label: "prefilled", note: "its chunk was not cached: computed by itself, then kept" },
+  recomputed: { label: "recomputed", note: "cached, and computed again among the other chunks" },
+  pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was kept" },
+  computed: { label: "computed", note: "the question; everything in a full prefill" },
 };
 const SPANS = { prefix: "Instruction", chunk: "Document", query: "Question" };
 const MOST_DRAWN = 8000; // tokens; a browser draws more only slowly
-
-const element = (name, className, text = "") => {
-  const made = document.createElement(name);
-  made.className = className;
-  made.textContent = text;
-  return made;
-};
-const plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 export class PromptView {
   constructor({ spans, legend, bar, readout }) {
@@ -30,11 +24,10 @@ export class PromptView {
 
   #entry(state) {
     const entry = element("li", "");
-    const sample = element("span", `token ${state}`, STATES[state].label);
-    sample.title = STATES[state].note;
+    const { label, note } = STATES[state];
     const count = element("b", "", "–");
     count.dataset.state = state;
-    entry.append(sample, " ", count);
+    entry.append(element("span", `token ${state}`, label), count, element("span", "quiet", note));
     return entry;
   }
 
@@ -80,7 +73,7 @@ export class PromptView {
     for (const token of this.explained.tokens) counts[token.state] += 1;
     this.bar.replaceChildren();
     for (const [state, count] of Object.entries(counts)) {
-      this.legend.querySelector(`[data-state=${state}]`).textContent = count;
+      this.legend.querySelector(`[data-state=${state}]`).textContent = count.toLocaleString("en");
       if (!count) continue;
       const part = element("span", state);
       part.style.flexGrow = count;

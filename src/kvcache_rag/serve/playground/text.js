@@ -1,0 +1,25 @@
+// Words and elements that several parts of the page write.
+
+export const plural = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Math.max(value * 1000, 0.1).toFixed(value < 0.1 ? 1 : 0)} ms`;
+  return `${value.toFixed(2)} s`;
+}
+
+export const times = (ratio) => `${ratio.toFixed(ratio < 10 ? 1 : 0)}×`;
+
+// Its text is text: nothing in it is ever markup.
+export function element(name, className = "", text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+export function median(values) {
+  const sorted = [...values].sort((one, other) => one - other);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}

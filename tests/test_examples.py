@@ -1,0 +1,194 @@
+"""Each app of `examples/`, started by the command of its README and asked real questions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from scripted import native_call, scripted_engine
+from serve_fakes import DEADLINE
+
+from kvcache_rag.models.pretrained import PACKAGED
+from langchain_kvcache_rag import ChatKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+NAMES = ("docs-chatbot/chat.py", "agent/agent.py", "two-tenants/service.py")
+REUSED = re.compile(r"(\d+) tokens reused, (\d+) computed; first token after [\d.]+ s")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> None:
+    """Skips where the model's package is not installed."""
+    try:
+        importlib.metadata.version(PACKAGED["smollm2"].package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(PACKAGED["smollm2"].install)
+
+
+def command(name: str, *arguments: str) -> list[str]:
+    """What the README says, from another folder."""
+    readme = (EXAMPLES / name).with_name("README.md").read_text("utf-8")
+    assert f"python examples/{name}" in readme
+    return [sys.executable, str(EXAMPLES / name), *arguments]
+
+
+def run(name: str, *arguments: str, given: str = "", cwd: Path) -> str:
+    found = subprocess.run(
+        command(name, *arguments), input=given, cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_listed(name: str) -> None:
+    assert len((EXAMPLES / name).read_text("utf-8").splitlines()) <= 120
+    readme = (EXAMPLES / name).with_name("README.md").read_text("utf-8")
+    assert len(readme.splitlines()) <= 50, "one screen"
+    assert f"]({name.partition('/')[0]}/)" in (EXAMPLES / "README.md").read_text("utf-8")
+
+
+# ---------------------------------------------------------------------- docs-chatbot
+@pytest.mark.usefixtures("smollm2")
+def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(tmp_path: Path) -> None:
+    question = "How do agents reuse what their tools found?\n"
+    printed = run("docs-chatbot/chat.py", given=2 * question, cwd=tmp_path)
+    (first, second) = [tuple(map(int, found)) for found in REUSED.findall(printed)]
+    assert printed.count("  [1] agents.md: ") == 2
+    assert first[0] == 0
+    assert second[0] > 500 > 4 * second[1], "its turn before and the question are computed"
+    (again,) = REUSED.findall(run("docs-chatbot/chat.py", given=question, cwd=tmp_path))
+    assert int(again[0]) == second[0], "chunks lie in a folder"
+
+
+def test_a_folder_without_markdown_is_told(tmp_path: Path) -> None:
+    for name in ("docs-chatbot/chat.py", "agent/agent.py"):
+        option = [str(tmp_path)] if name.startswith("docs") else ["--folder", str(tmp_path)]
+        found = subprocess.run(command(name, *option), cwd=tmp_path, capture_output=True, text=True)
+        assert found.returncode == 1
+        assert f"there is no .md file in {tmp_path}; name a folder that has some" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+# ---------------------------------------------------------------------- agent
+@pytest.mark.usefixtures("smollm2")
+def test_the_agents_later_steps_reuse_what_it_found(tmp_path: Path) -> None:
+    printed = run("agent/agent.py", cwd=tmp_path)
+    steps = re.findall(r"^step \d: (search\()?", printed, re.M)
+    assert [bool(step) for step in steps] == [True, False] * 2
+    (first, computed), (second, _) = [tuple(map(int, cost)) for cost in REUSED.findall(printed)]
+    assert first == 0
+    assert second > computed / 2, "what was found for the question before stays in the prompt"
+
+
+def test_a_model_that_can_call_tools_is_left_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"mora": "The ship Mora was built in Kiel.", "vug": "Captain Vug sails the Mora."}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    engine, _ = scripted_engine(
+        native_call(("search", {"query": "Mora"})),
+        native_call(("search", {"query": "Captain Vug"})),
+        "Captain Vug, who sails a ship from Kiel.",
+    )
+    agent = module("agent/agent.py")
+    messages = agent.converse(
+        ChatKVCache(engine=engine, max_tokens=400),
+        agent.search_tool(tmp_path),
+        ["Who sails?"],
+        free=True,
+    )
+    assert messages[-1].content == "Captain Vug, who sails a ship from Kiel."
+    costs = [message.response_metadata["kv_cache"] for message in messages if message.type == "ai"]
+    size = sum(key.tokens for key in engine.keys(list(texts.values())))
+    assert [cost["reused_tokens"] for cost in costs] == [0, 0, size]
+    assert [cost["prefilled_tokens"] for cost in costs] == [0, size, 0]
+    assert "step 2: search({'query': 'Captain Vug'})" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- two-tenants
+SECRET = "The password of the vault is Heron and it is changed every Monday by the porter."
+
+
+@contextmanager
+def service(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The service over a folder: its address, and the keys that it printed."""
+    words = command("two-tenants/service.py", "--port", "0", "--data", str(folder))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, env=environment, **pipe) as process:
+        keys, seen = [], []
+        try:
+            for line in process.stdout:
+                seen.append(line)
+                keys += re.findall(r"^key of \w+: (\S+)$", line)
+                if found := re.search(r"running on (http://\S+)", line):
+                    yield found[1], keys
+                    return
+            raise AssertionError("".join(seen))
+        finally:
+            process.terminate()
+
+
+def chunk_files(folder: Path) -> Counter[str]:
+    """Files of chunks by namespace."""
+    files = folder.glob("kv/**/*.safetensors")
+    return Counter(file.relative_to(folder / "kv").parts[0] for file in files)
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_tenants_see_and_learn_nothing_of_each_other(tmp_path: Path) -> None:
+    body = {"question": "What is the password of the vault?"}
+    with service(tmp_path) as (url, keys), httpx.Client(base_url=url, timeout=DEADLINE) as http:
+        acme, globex = ({"authorization": f"Bearer {key}"} for key in keys)
+        assert http.post("/ask", json=body).status_code in (401, 403)
+        guessed = {"authorization": "Bearer guessed"}
+        assert http.post("/ask", json=body, headers=guessed).status_code == 401
+        http.post("/documents", json={"texts": [SECRET]}, headers=acme).raise_for_status()
+        found = http.post("/ask", json=body, headers=acme).json()
+        assert found["sources"] == [SECRET]
+        assert "Heron" in found["answer"]
+        assert found["prefilled_tokens"] == 0, "prefilled when it was added"
+        size = found["reused_tokens"]
+        assert size > 0
+
+        other = http.post("/ask", json=body, headers=globex).json()
+        assert other["sources"] == []
+        assert "Heron" not in other["answer"]
+        assert (other["reused_tokens"], other["prefilled_tokens"]) == (0, 0)
+        assert http.post("/ask", json={"question": ""}, headers=acme).status_code == 422
+    with service(tmp_path) as (url, keys), httpx.Client(base_url=url, timeout=DEADLINE) as http:
+        assert keys == [], "they were made once"
+        again = http.post("/ask", json=body, headers=acme).json()
+        assert again["reused_tokens"] == size, "of the chunks of before"
+        before = chunk_files(tmp_path)
+        http.post("/documents", json={"texts": [SECRET]}, headers=globex).raise_for_status()
+        after = chunk_files(tmp_path)
+        assert sorted(before.values()) == [1, 2], "the instruction of both, the text of one"
+        assert sorted(after.values()) == [2, 2], "computed anew for the other"
+        http.delete("/documents", headers=acme).raise_for_status()
+        assert http.post("/ask", json=body, headers=acme).json()["sources"] == []
+        kept = http.post("/ask", json=body, headers=globex).json()
+        assert (kept["sources"], kept["reused_tokens"]) == ([SECRET], size), "the other's stay"
