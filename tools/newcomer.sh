@@ -55,7 +55,7 @@ clone() {
 
 from_pypi() {
     make --no-print-directory VENV="$work/venv" demo DEMO="--dir $work/demo --questions 6"
-    "$work/venv/bin/pip" --disable-pip-version-check -q install -c constraints.txt \
+    "$work/venv/bin/pip" --disable-pip-version-check -qq install -c constraints.txt \
         '.[gguf,serve]' './integrations/llama-index-kvcache-rag[demo]' ./integrations/langchain-kvcache-rag openai
 }
 
