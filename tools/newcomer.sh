@@ -3,7 +3,7 @@
 # serve, and call with OpenAI's client. Every step says what it does and how long it took; the first wrong result ends it with one sentence.
 #
 #   tools/newcomer.sh [REPOSITORY]      a path or an address; without one this checkout, as it is committed
-#   VENV=.venv tools/newcomer.sh        other people's packages from there (what `make check` installs): two minutes instead of ten
+#   VENV=.venv tools/newcomer.sh        other people's packages from there (what `make check` installs): two minutes instead of four
 #
 # Everything happens in a temporary folder; nothing but PyPI is asked for anything.
 set -euo pipefail
