@@ -84,7 +84,7 @@ test-newest: $(NEWEST)/.installed ## Run all tests with the newest versions of e
 	$(NEWEST)/bin/pytest $(TESTS) -n $(WORKERS)
 
 test-sdists: $(VENV)/.installed-dev ## Run the tests of every sdist in dist/ on the wheels beside it: `make wheels test-sdists`
-	$(BIN)/python tools/dists.py test $(DIST)
+	PYTEST_ADDOPTS="-n $(WORKERS)" $(BIN)/python tools/dists.py test $(DIST)
 
 test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
 	PYTHONPATH=src:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider

@@ -3,7 +3,7 @@
 # serve, and call with OpenAI's client. Every step says what it does and how long it took; the first wrong result ends it with one sentence.
 #
 #   tools/newcomer.sh [REPOSITORY]      a path or an address; without one this checkout, as it is committed
-#   VENV=.venv tools/newcomer.sh        other people's packages from there (what `make check` installs): two minutes instead of ten
+#   VENV=.venv tools/newcomer.sh        other people's packages from there (what `make check` installs): two minutes instead of four
 #
 # Everything happens in a temporary folder; nothing but PyPI is asked for anything.
 set -euo pipefail
@@ -55,7 +55,7 @@ clone() {
 
 from_pypi() {
     make --no-print-directory VENV="$work/venv" demo DEMO="--dir $work/demo --questions 6"
-    "$work/venv/bin/pip" --disable-pip-version-check -q install -c constraints.txt \
+    "$work/venv/bin/pip" --disable-pip-version-check -qq install -c constraints.txt \
         '.[gguf,serve]' './integrations/llama-index-kvcache-rag[demo]' ./integrations/langchain-kvcache-rag openai
 }
 
