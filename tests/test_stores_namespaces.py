@@ -401,7 +401,10 @@ def test_permission_denied_is_a_miss_and_counted(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", NOBODY]
     command += [str(store.root), str(tmp_path / "new")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    (notice,) = done.stderr.splitlines()  # once; the other folder cannot even be made
+    # Each once, of both folders; the other one cannot even be made.
+    notice, *unwritten = done.stderr.splitlines()
+    assert len(unwritten) == 2
+    assert all("a chunk could not be written: PermissionError" in line for line in unwritten)
     assert "may not be read" in notice
     assert str(store.root) in notice
     assert done.stdout.split("\n")[:-1] == ["miss", "False 1", "False False 0 0", "denied"] * 2

@@ -41,6 +41,7 @@ ADDS: Final = {
         "gcs": "stores in Google Cloud Storage",
         "gguf": "GGUF files as models, and smollm2",
         "gpu": "the kernel that attends over chunks where they lie on a GPU",
+        "otel": "OpenTelemetry spans of answers",
         "ray": "serve --replicas, build --engine ray",
         "s3": "stores in S3",
         "serve": "serve and playground",
