@@ -50,7 +50,7 @@ LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
 	adapters equivalence extraction gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens rebuild_command serve_auth serve_http \
 	serve_metrics stores stores_disk stores_remote stores_signing)) \
 	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
-	any_store articles chat_async commands demo embeddings policy_of_a_call standard_chat_model tools)),$(wildcard integrations/*/tests/test_*.py))
+	any_store articles chat_async commands demo embeddings policy_of_a_call standard_chat_model tools weights)),$(wildcard integrations/*/tests/test_*.py))
 
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
