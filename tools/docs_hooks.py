@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
+FOREIGN = re.compile(r'(?:\bsrc|rel="stylesheet" href)="(https?://[^"]+)"')
 NOTEBOOKS = "notebooks"
 # A warning of mkdocs' loggers ends a strict build.
 _LOG = logging.getLogger("mkdocs.hooks")
@@ -50,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
             _LOG.warning("%s links to %s, which is not there", page.file.src_uri, target)
         if files.get_file_from_path(target) is not None:
             return f"]({posixpath.relpath(target, folder)}{anchor})"
-        return f"]({config.repo_url}/blob/main/{target}{anchor})"
+        return f"]({config.extra['repository']}/blob/main/{target}{anchor})"
 
     return UPWARDS.sub(link, markdown)
 
@@ -63,9 +64,11 @@ def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Look for links of finished pages that lead nowhere: of notebooks nobody else does."""
+    """Look for links of finished pages that lead nowhere, and what would come from elsewhere."""
     for page in Path(config.site_dir).rglob("*.html"):
         text = page.read_text(encoding="utf-8")
+        for loaded in FOREIGN.findall(text):
+            _LOG.warning("%s loads %s from elsewhere", page.name, loaded)
         for link in re.findall(r'(?:href|src)="([^"#?:]+)(?:#[^"]*)?"', text):
             if not link.startswith("/") and not (page.parent / unescape(link)).exists():
                 _LOG.warning("%s links to %s, which is not there", page.name, link)
