@@ -156,13 +156,14 @@ def test_kept_file_is_small(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size < LARGEST
 
 
-def test_links_lead_to_headings_of_the_readme(kept: NotebookNode) -> None:
-    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
-        for title in re.findall(r"^#+ (.+)$", readme, re.M)
-    }
+def test_links_lead_to_pages_and_their_headings(kept: NotebookNode) -> None:
     sources = "\n".join(cell.source for cell in kept.cells)
-    links = set(re.findall(r"\]\(\.\./README\.md#([\w-]+)\)", sources))
+    links = set(re.findall(r"\]\(([\w./-]+\.md)(?:#([\w-]+))?\)", sources))
     assert links
-    assert links <= headings
+    for path, anchor in links:
+        page = (FOLDER / path).read_text(encoding="utf-8")
+        headings = {
+            re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+            for title in re.findall(r"^#+ (.+)$", page, re.M)
+        }
+        assert not anchor or anchor in headings, f"{path}#{anchor}"
