@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,14 +148,14 @@ def watched(answerer: Answerer, planned: _Planned, run: Callable[[_Planned], _Re
         planned: A request, or several that are answered together.
         run: Gives its answer, or theirs.
     """
-    requests: Sequence[Request] = planned if isinstance(planned, list) else [planned]  # type: ignore[list-item]
+    requests = cast("Sequence[Request]", planned if isinstance(planned, list) else [planned])
     made = _traced()
     spans = None if made is None else _Spans(made, answerer.model, requests)
     answerer.watch = watch = AnswerWatch()
     try:
         with nullcontext() if spans is None else spans.current():
             result = run(planned)
-        answers: Sequence[Answer] = result if isinstance(result, list) else [result]  # type: ignore[list-item]
+        answers = cast("Sequence[Answer]", result if isinstance(result, list) else [result])
         if spans is not None:
             spans.end(answers, watch)
     finally:
