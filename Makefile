@@ -31,7 +31,7 @@ ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
 PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
-CODE := src training tools $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/vllm_kvcache_rag)
+CODE := src training tools examples $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/vllm_kvcache_rag)
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs

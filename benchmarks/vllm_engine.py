@@ -179,7 +179,7 @@ class Asking:
         params = TransferParams(len(prompt["prefix"]), chunks) if side == STITCHED else None
         body = {**self._body(ids, params, NEW), "stream_options": {"include_usage": True}}
         begun, first, cached = time.perf_counter(), 0.0, 0
-        async for part in self._client.stream(body):
+        async for part in self._client.stream(body, {}):
             if not first and any(choice.get("text") for choice in part.get("choices", ())):
                 first = time.perf_counter() - begun
             usage = part.get("usage") or {}

@@ -51,12 +51,14 @@ class FakeEngine:
     Attributes:
         stored: What it holds: tenant, prefix and chunk.
         bodies: What it was asked.
+        traces: From which traces its answers were to go on.
         dies: "" to live; "before" its first token, or "after" it.
         status: Of its refusals; 200 for none.
     """
 
     stored: set[tuple[Any, ...]] = field(default_factory=set)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
     dies: str = ""
     status: int = 200
     hold: asyncio.Event | None = None
@@ -77,6 +79,7 @@ class FakeEngine:
             return httpx.Response(200 if not self.dies else 503)
         body = json.loads(request.content)
         self.bodies.append(body)
+        self.traces += request.headers.get_list("traceparent")
         if self.status != 200:
             return httpx.Response(self.status, json={"error": {"message": "no, because"}})
         if self.dies == "before":
@@ -177,6 +180,17 @@ async def test_a_missing_chunk_is_stored_once_and_reused_from_then_on() -> None:
     assert (second.misses, second.policy) == (0, "Reuse(positions='reordered')")
     await settled(backend)
     assert (len(engine.asked("store")), len(engine.asked("law"))) == (3, 2)
+    await backend.close()
+
+
+async def test_a_server_goes_on_with_the_trace_of_the_request() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await events_of(backend, request(trace={"traceparent": trace}))
+    await events_of(backend, request(name="untraced"))
+    await settled(backend)
+    assert engine.traces == [trace], "what is stored behind an answer is nobody's trace"
     await backend.close()
 
 

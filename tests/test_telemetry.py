@@ -263,6 +263,18 @@ def test_an_ingestion_is_a_span(exporter: InMemorySpanExporter) -> None:
     assert {one["gen_ai.request.model"] for one in said} == {"model"}
 
 
+def test_so_is_one_of_combinations(exporter: InMemorySpanExporter) -> None:
+    engine = reader()
+    keys = engine.add_combination([TEXTS, TEXTS[:1]])
+    engine.add_combination([TEXTS])
+    said = [dict(span.attributes or {}) for span in named(exporter, "kvcache_rag.add")]
+    names = ("chunks", "tokens", "computed_chunks")
+    assert [[one[f"kvcache_rag.{name}"] for name in names] for one in said] == [
+        [2, sum(key.tokens for key in keys), 2],
+        [1, keys[0].tokens, 0],
+    ]
+
+
 def test_an_ingestion_that_was_stopped_says_so(exporter: InMemorySpanExporter) -> None:
     cancelled = threading.Event()
     cancelled.set()

@@ -39,7 +39,7 @@ from kvcache_rag.models.pressing import press_refusal
 from kvcache_rag.models.pretrained import load
 from kvcache_rag.policies import FullRecompute, Reuse
 from kvcache_rag.policies.auto import with_auxiliary
-from kvcache_rag.prefill import Prefiller
+from kvcache_rag.prefill import ContextChunk, Prefiller
 from kvcache_rag.presses import Press, press_by_name
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
@@ -494,15 +494,21 @@ class Engine:
             show_progress=show_progress,
             cancelled=cancelled,
         )
-        if telemetry.API in sys.modules:
-            telemetry.added(self._adapter, chunks, fill, started)
-        else:
-            fill()
+        self._fill(chunks, fill, started)
         keys = list(map(attrgetter("key"), chunks))
         if owner:
             for key in dict.fromkeys(keys):
                 self.store.claim(key, owner)
         return keys
+
+    def _fill(
+        self, chunks: Sequence[ContextChunk], fill: Callable[[], int], started: float
+    ) -> None:
+        """`fill()`, which computes what of `chunks` is missing, and is traced where others are."""
+        if telemetry.API in sys.modules:
+            telemetry.added(self._adapter, chunks, fill, started)
+        else:
+            fill()
 
     def _add_scored(
         self,
@@ -542,16 +548,18 @@ class Engine:
                 then.
             UnsupportedModelError: If the model keeps no keys and values per token.
         """
+        started = time.perf_counter()
         _ = self._capturing
         if self._joint is None:
             raise InvalidInputError("this model keeps no keys and values")
         self._follow_weights()
-        lists = [self._planner.chunks(chunks) for chunks in combinations]
-        keys = self._joint.fill(lists, self._lock, show_progress=show_progress)
+        joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
+        fill = partial(self._joint.fill, joined, self._lock, show_progress=show_progress)
+        self._fill(joined, fill, started)
         if owner:
-            for key, chunks in zip(keys, lists, strict=True):
-                (self.combinations if len(chunks) > 1 else self.store).claim(key, owner)
-        return keys
+            for chunk in joined:
+                (self.combinations if chunk.is_joint else self.store).claim(chunk.key, owner)
+        return [chunk.key for chunk in joined]
 
     def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
         """Bring chunks and combinations out of slower tiers into the fastest one.

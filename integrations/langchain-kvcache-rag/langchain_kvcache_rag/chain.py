@@ -15,14 +15,14 @@ from langchain_kvcache_rag.rag import KVCacheRAG
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
-    from langchain_core.messages import BaseMessage
+    from langchain_core.messages import AIMessage
     from langchain_core.prompts import StringPromptTemplate
     from langchain_core.runnables import Runnable
 
 
 def create_kvcache_rag_chain(
     retriever: BaseRetriever | Runnable[dict[str, Any], list[Document]],
-    llm: Runnable[Any, BaseMessage],
+    llm: Runnable[Any, AIMessage],
     *,
     document_prompt: StringPromptTemplate | None = None,
 ) -> Runnable[dict[str, Any], dict[str, Any]]:

@@ -63,6 +63,10 @@ class ChatKVCache(ChatSettings):
     loads is kept for the next such copy (a config's `configurable` makes one for each call).
     """
 
+    if TYPE_CHECKING:
+        # Else type checkers make one of the fields alone, as of a dataclass.
+        def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None: ...
+
     def invoke(
         self,
         input: LanguageModelInput,

@@ -11,7 +11,7 @@ from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, convert_to_messages
 from langchain_core.prompts import StringPromptTemplate  # noqa: TC002  # pydantic reads it
 from langchain_core.runnables import (
     AddableDict,
@@ -46,7 +46,7 @@ class RagInput(TypedDict):
     chat_history: NotRequired[list[Any]]
 
 
-class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
+class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
     """Answers `{"question", "context"[, "chat_history"]}` from the KV of the documents.
 
         chain = (
@@ -67,13 +67,13 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
             A store that prefills takes the same one (`KVCacheChroma(document_prompt=...)`).
     """
 
-    llm: Runnable[Any, BaseMessage]
+    llm: Runnable[Any, AIMessage]
     document_prompt: StringPromptTemplate | None = None
     _watch: MetadataWatch = PrivateAttr(default_factory=MetadataWatch)
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    def __init__(self, llm: Runnable[Any, BaseMessage], **fields: Any) -> None:
+    def __init__(self, llm: Runnable[Any, AIMessage], **fields: Any) -> None:
         """Answer with `llm`; `fields` are those of every Runnable, such as `name`.
 
         Raises:
@@ -102,13 +102,13 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
     def OutputType(self) -> Any:
         return BaseMessage
 
-    def __ror__(self, other: Any) -> RunnableSerializable[Any, BaseMessage]:
+    def __ror__(self, other: Any) -> RunnableSerializable[Any, AIMessage]:
         first: Any = FirstStep(other) if isinstance(other, Mapping) else other
         return super().__ror__(first)
 
     def invoke(
         self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> BaseMessage:
+    ) -> AIMessage:
         """Answer one question.
 
         Raises:
@@ -118,19 +118,19 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 
     async def ainvoke(
         self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> BaseMessage:
+    ) -> AIMessage:
         """`invoke` that does not block the event loop."""
         return await self._acall_with_config(self._aanswer, input, config, **kwargs)
 
     def stream(
         self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> Iterator[BaseMessage]:
+    ) -> Iterator[AIMessage]:
         """Answer one question piece by piece; closing the iterator frees the model at once."""
         return self.transform(iter([input]), config, **kwargs)
 
     def astream(
         self, input: RagInput, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[BaseMessage]:
+    ) -> AsyncIterator[AIMessage]:
         """`stream` that does not block the event loop."""
 
         async def given() -> AsyncIterator[RagInput]:
@@ -140,13 +140,13 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
 
     def transform(
         self, input: Iterator[RagInput], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> Iterator[BaseMessage]:
+    ) -> Iterator[AIMessage]:
         """`stream` for an input that comes in pieces."""
         return self._transform_stream_with_config(input, self._pieces, config, **kwargs)
 
     def atransform(
         self, input: AsyncIterator[RagInput], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[BaseMessage]:
+    ) -> AsyncIterator[AIMessage]:
         """`transform` that does not block the event loop."""
         return self._atransform_stream_with_config(input, self._apieces, config, **kwargs)
 
@@ -186,17 +186,17 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
     # What LangChain calls with a run manager takes one; the config has its child callbacks already.
     def _answer(
         self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
-    ) -> BaseMessage:
+    ) -> AIMessage:
         return self.llm.invoke(self._messages(input), config, **kwargs)
 
     async def _aanswer(
         self, input: RagInput, run_manager: object, config: RunnableConfig, **kwargs: Any
-    ) -> BaseMessage:
+    ) -> AIMessage:
         return await self.llm.ainvoke(self._messages(input), config, **kwargs)
 
     def _pieces(
         self, input: Iterator[RagInput], run_manager: object, config: RunnableConfig, **kwargs: Any
-    ) -> Iterator[BaseMessage]:
+    ) -> Iterator[AIMessage]:
         whole = AddableDict()
         for piece in input:
             whole = whole + AddableDict(_checked(piece))
@@ -209,7 +209,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, BaseMessage]):
         run_manager: object,
         config: RunnableConfig,
         **kwargs: Any,
-    ) -> AsyncIterator[BaseMessage]:
+    ) -> AsyncIterator[AIMessage]:
         whole = AddableDict()
         async for piece in input:
             whole = whole + AddableDict(_checked(piece))

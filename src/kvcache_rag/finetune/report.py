@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import functional
 
 from kvcache_rag.finetune.packing import IGNORED
+from kvcache_rag.progress import table
 from kvcache_rag.scoring.statistics import Share, mean_change
 
 if TYPE_CHECKING:
@@ -188,17 +189,14 @@ class Report:
         )
 
     def table(self) -> str:
-        """The measures as text."""
-        heads = f"{'held out':<34}{'n':>6}{'loss before':>13}{'after':>9}"
-        lines = [f"{heads}{'right before':>14}{'after':>9}"]
+        """The measures, for the standard output."""
+        rows = [["held out", "n", "loss before", "after", "right before", "after"]]
         for name, before in self.before.items():
             after = self.after[name]
-            rights = (_percent(before.exact_match), _percent(after.exact_match))
-            lines.append(
-                f"{_TITLES[name]:<34}{len(before.losses):>6}{before.loss:>13.4f}{after.loss:>9.4f}"
-                f"{rights[0]:>14}{rights[1]:>9}"
-            )
-        return "\n".join(lines)
+            losses = [f"{measures.loss:.4f}" for measures in (before, after)]
+            rights = [_percent(measures.exact_match) for measures in (before, after)]
+            rows.append([_TITLES[name], str(len(before.losses)), *losses, *rights])
+        return "\n".join(table(rows, right=frozenset(range(1, 6))))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `report.json`."""

@@ -102,26 +102,12 @@ class Combinations:
             return remembered
         return self._plain.known(chunk).ids
 
-    def fill(
-        self,
-        lists: Sequence[Sequence[ContextChunk]],
-        guard: AbstractContextManager[object],
-        *,
-        show_progress: bool,
-    ) -> list[ChunkKey]:
-        """Prefill and store combinations that are not stored yet.
-
-        Args:
-            lists: Chunks of each, in prompt order; a single one is stored as what it is, a chunk.
-            guard: Held for one batch at a time.
-            show_progress: Whether to show a bar.
-
-        Returns:
-            Their keys, in order.
+    def combined(self, lists: Sequence[Sequence[ContextChunk]]) -> list[ContextChunk]:
+        """Each list of chunks, in prompt order, as one; a single chunk stays what it is.
 
         Raises:
             InvalidInputError: If one has no chunk.
-            ContextTooLongError: If one does not fit the context window; nothing is computed then.
+            ContextTooLongError: If one does not fit the context window.
         """
         self._look()
         self._idle.start()
@@ -135,18 +121,37 @@ class Combinations:
                     f"combination {index} has {tokens} tokens and the model's context window has "
                     f"room for {room}; combine fewer or smaller chunks"
                 )
-        joined = [self.joined(chunks)[0] for chunks in lists]
+        return [self.joined(chunks)[0] for chunks in lists]
+
+    def fill(
+        self,
+        combined: Sequence[ContextChunk],
+        guard: AbstractContextManager[object],
+        *,
+        show_progress: bool,
+    ) -> int:
+        """Prefill and store combinations that are not stored yet.
+
+        Args:
+            combined: As `combined` gave them; single chunks are stored as what they are.
+            guard: Held for one batch at a time.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            How many were computed.
+        """
+        computed = 0
         for loader in (self._plain, self._joint):
             mine = [
                 replace(chunk, ids=tuple(self._known_ids(chunk)))
-                for chunk in joined
+                for chunk in combined
                 if chunk.is_joint == (loader is self._joint)
             ]
             if mine:
                 with guard:
                     loader.prefiller.prefix()
-                loader.prefiller.fill(mine, guard=guard, show_progress=show_progress)
-        return [chunk.key for chunk in joined]
+                computed += loader.prefiller.fill(mine, guard=guard, show_progress=show_progress)
+        return computed
 
     def forget_all(self) -> None:
         """Remember nothing of any chunk, nor of the prefix."""

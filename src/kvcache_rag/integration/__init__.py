@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from kvcache_rag.progress import dimmed as dimmed
     from kvcache_rag.progress import is_rich as is_rich
     from kvcache_rag.progress import plain as plain
+    from kvcache_rag.progress import table as table
 else:
     from kvcache_rag.exports import lazy_names
 

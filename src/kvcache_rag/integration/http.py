@@ -112,14 +112,22 @@ class ServerClient:
         """
         return await self._whole("POST", path, json=dict(body))
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def events(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Any, None]:
         """The parts of an answer to a body, as they come; closing it ends the answer.
+
+        Args:
+            path: Where it is asked.
+            body: The question.
+            headers: Of this request alone.
 
         Raises:
             LostError: If the server is lost, or ends without having ended the answer.
             RefusedError: If it says that it does not answer.
         """
-        async with self._sent("POST", path, json={**body, "stream": True}) as response:
+        sent = self._sent("POST", path, json={**body, "stream": True}, headers=headers)
+        async with sent as response:
             async for line in response.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or not data:

@@ -313,7 +313,7 @@ class VLLMBackend:
                 written = replace(written, params=None)
         course.waited = time.perf_counter() - course.begun
         begun = Started(course.waited, course.sources, replica=_place(engine.url))
-        async for part in engine.stream(self._body(work, written)):
+        async for part in engine.stream(self._body(work, written), work.trace):
             self._note(part, course)
             text = "".join(choice.get("text", "") for choice in part.get("choices", ()))
             if not text:

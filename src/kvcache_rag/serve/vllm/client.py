@@ -52,6 +52,8 @@ class EngineClient(ServerClient):
         """The whole answer to a completion; see `post`."""
         return await self.post("/v1/completions", body)
 
-    def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """The parts of an answer to a completion; see `events`."""
-        return self.events("/v1/completions", body)
+    def stream(
+        self, body: Mapping[str, Any], trace: Mapping[str, str]
+    ) -> AsyncGenerator[Any, None]:
+        """The parts of an answer to a completion, whose spans go on from `trace`; see `events`."""
+        return self.events("/v1/completions", body, trace)

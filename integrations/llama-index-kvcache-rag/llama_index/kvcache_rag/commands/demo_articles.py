@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcache_rag.integration import table
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
 
@@ -269,4 +270,4 @@ def _table(summary: dict[str, Any]) -> str:
             milliseconds(summary["ttft_cached"]),
         )
     )
-    return "\n" + "\n".join(f"{name:<30}{full:>16}{cached:>16}" for name, full, cached in rows)
+    return "\n" + "\n".join(table(rows, right=frozenset({1, 2})))
