@@ -124,7 +124,7 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 
 docs: $(DOCS)/.installed ## Build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
-	@echo "open build/site/index.html, or for its search: $(PYTHON) -m http.server -d build/site"
+	@echo "open build/site/index.html"
 
 wheels: $(VENV)/.installed-dev ## Build every sdist and wheel into dist/, and check them as PyPI does
 	rm -rf $(DIST)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import re
-import shutil
 import threading
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import browser
 import pytest
 from documents import pdf
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
@@ -36,21 +33,7 @@ from selenium.webdriver.common.by import By  # noqa: E402  # skips above without
 from selenium.webdriver.common.keys import Keys  # noqa: E402  # skips above without it
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402  # as above
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"
-)
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+pytestmark = browser.NEEDED
 WIDE, NARROW = (1300, 900), (400, 740)
 ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> is a text."
 
@@ -153,40 +136,15 @@ class Page:
 
     def barriers(self) -> list[str]:
         """What axe-core finds fault with."""
-        self.script(axe())
-        found = json.loads(
-            self.driver.execute_async_script(
-                "axe.run(document).then((found) => arguments[0](JSON.stringify(found)))"
-            )
-        )
-        assert {"color-contrast", "label", "region"} <= {rule["id"] for rule in found["passes"]}
-        return [
-            f"{rule['id']} ({rule['help']}): {node['html']} {node['failureSummary']}"
-            for rule in found["violations"]
-            for node in rule["nodes"]
-        ]
+        return browser.barriers(self.driver, {"color-contrast", "label", "region"})
 
     def complaints(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
-@cache
-def axe() -> str:
-    """The script of axe-core; the package around it is not imported, as it needs Playwright."""
-    found = importlib.util.find_spec("axe_playwright_python")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("axe-core is not installed: pip install --no-deps axe-playwright-python")
-    return (Path(found.submodule_search_locations[0]) / "axe.min.js").read_text("utf-8")
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver = browser.start(tmp_path_factory.mktemp("chromium"))
     yield driver
     driver.quit()
 
