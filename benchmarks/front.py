@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.real_text_page import RESULTS, read
+from benchmarks.real_text_page import RESULTS, counted_sets, read
 from benchmarks.real_text_scores import FULL
 from benchmarks.when_not_page import Case
 from kvcache_rag.evaluation.report import figure_class, plain_panel, save_plot
@@ -66,8 +66,8 @@ in one run, medians, every check on, chunks from files
 |---|---|---|---|
 """
 _ANSWERS: Final = """
-What it costs in answers, in percent of those that contain a right one: {counted},
-up to {rows} rows each ({sets}; intervals and every set: [quality](quality.md)):
+What it costs in answers, in percent of those that contain a right one: the mean over
+{counted}. [What these policies are](policies.md); [intervals, and every set](quality.md).
 
 """
 _TUNED: Final = """
@@ -100,7 +100,7 @@ def readme(times: Mapping[str, Any], answers: Any, confirmed: Any) -> str:
         cached=_said(case.cached),
         full=_said(case.full),
         ratio=case.ratio,
-        counted=f"{len(found['counted'])} public question sets",
+        counted=counted_sets(found["families"]),
         answers=",\n".join(scores),
         confirmed=tuned,
     )
@@ -190,9 +190,7 @@ def _said(seconds: float) -> str:
 def _answers(quality: Mapping[str, Any]) -> str:
     found = quality["summary"]
     shown = [label for label in POLICIES if label in found["rows"]]
-    sizes = [quality["sets"][name]["n"] for name in found["counted"]]
-    counted = f"the mean over {len(sizes)} public question sets"
-    head = _ANSWERS.format(counted=counted, rows=max(sizes), sets=", ".join(found["counted"]))
+    head = _ANSWERS.format(counted=counted_sets(found["families"]))
     scores = [_percent(found["rows"][label]) for label in shown]
     lines = [[POLICIES[label] for label in shown], ["---"] * len(shown), scores]
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -60,7 +60,10 @@ if TYPE_CHECKING:
 
 MODEL: Final = "smollm2"
 NOISE: Final = ("rgb_en_noise20", "rgb_en_noise40", "rgb_en_noise60", "rgb_en_noise80")
-SETS: Final = ("squad", "hotpotqa", "2wiki", "musique", "nq", "rgb_en", *NOISE)
+RGB: Final = ("rgb_en", *NOISE)
+SETS: Final = ("squad", "hotpotqa", "2wiki", "musique", "nq", *RGB)
+# Sets of the same questions, over more or fewer documents that do not answer, count as one.
+FAMILIES: Final = {name: RGB[0] if name in RGB else name for name in SETS}
 MAIN: Final = (FULL, "reordered", "legolink:16", "cacheblend:0.2")
 SOME: Final = ("squad", "hotpotqa")
 INT8: Final = "reordered, int8"
@@ -251,11 +254,15 @@ class Study:
         sizes = {name: len(asked) for name, asked in self.asked.items()}
         clusters = {name: [item.cluster for item in asked] for name, asked in self.asked.items()}
         found = figures(self.scores, sizes, clusters)
+        shared = dict(clusters)
+        for name in set(RGB) & set(self.asked):
+            shared[name] = [item.question.question for item in self.asked[name]]
+        families = {name: FAMILIES[name] for name in sets}
         return {
             "identity": self.identity,
             "sittings": self.scores.sittings,
             **found,
-            "summary": summary(self.scores, found, sets, labels),
+            "summary": summary(self.scores, found, families, labels, shared),
         }
 
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 RESULTS: Final = Path(__file__).parent / "results"
 NAMES: Final = {
     FULL: "full prefill",
-    "reordered": "reordered",
-    "legolink:16": "LegoLink 16",
-    "cacheblend:0.2": "CacheBlend 0.2",
+    "reordered": "`Reuse()`",
+    "legolink:16": "`LegoLink(16)`",
+    "cacheblend:0.2": "`CacheBlend(0.2)`",
     CLOSED_BOOK: "closed book",
-    INT8: "reordered, stored as int8",
-    "composite": "composite",
-    "cacheclip:0.2": "CacheClip 0.2",
+    INT8: "`Reuse()`, stored as int8",
+    "composite": '`Reuse("composite")`',
+    "cacheclip:0.2": "`CacheClip(ratio=0.2)`",
 }
 # Of the family that the adapter was trained on, if with other rows.
 LEARNT: Final = ("squad",)
@@ -56,7 +56,10 @@ _FIRST: Final = """| policy | containment % | points against full prefill | KL |
 |---|---|---|---|---|
 """
 _LEGEND: Final = """
-Containment is the mean over the sets, each of which counts alike; rows are resampled within sets.
+Containment is the mean over
+{sets},
+each of which counts alike; the five shares of noise of RGB ask the same questions and are one set.
+Rows are resampled within sets, those of one question or of the same documents together.
 KL: of the answer's first token from full prefill's, in nats, the median of all rows of these sets.
 TTFT: {timed}
 """
@@ -135,7 +138,14 @@ def _main(asked: Any, times: Any, names: Sequence[str]) -> str:
     if times:
         n = sum(len(found[FULL]) for found in times["ms"].values())
         timed = f"{n} questions asked one at a time, policies in turns, one process, one thread."
-    return "".join([*lines, _LEGEND.format(timed=timed)])
+    sets = counted_sets(asked["summary"]["families"])
+    return "".join([*lines, _LEGEND.format(sets=sets, timed=timed)])
+
+
+def counted_sets(families: Mapping[str, int]) -> str:
+    """How many sets count, and with how many rows each."""
+    sizes = ", ".join(f"{name} {rows}" for name, rows in families.items())
+    return f"{len(families)} public question sets (rows: {sizes})"
 
 
 def _median(times: Any, label: str, names: Sequence[str]) -> str:

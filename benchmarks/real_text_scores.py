@@ -67,33 +67,53 @@ def _apart(
 
 
 def summary(
-    scores: Scores, found: Mapping[str, Any], names: Sequence[str], labels: Sequence[str]
+    scores: Scores,
+    found: Mapping[str, Any],
+    families: Mapping[str, str],
+    labels: Sequence[str],
+    clusters: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
-    """Means over the sets in which full prefill reads its documents, each counting alike.
+    """Means over the sets in which full prefill reads its documents.
+
+    Each family of sets counts alike: what asks the same questions over other documents is one.
 
     Args:
         scores: Of every answer.
         found: From `figures`.
-        names: The sets that may count.
+        families: The sets that may count, and the family of each.
         labels: The policies, of which those that answered every row of these sets have a row.
+        clusters: Per set, what its rows share with each other in their family.
 
     Returns:
-        `counted`, `shown_only` and `missing` sets, and `rows`.
+        `counted`, `shown_only` and `missing` sets, `families` with how many rows count in each, and
+        `rows`.
     """
     sets = found["sets"]
-    counted = [name for name in names if sets.get(name, {}).get("reads")]
-    shown = [name for name in names if sets.get(name, {}).get("reads") is False]
-    missing = [name for name in names if sets.get(name, {}).get("reads") is None]
+    counted = [name for name in families if sets.get(name, {}).get("reads")]
+    shown = [name for name in families if sets.get(name, {}).get("reads") is False]
+    missing = [name for name in families if sets.get(name, {}).get("reads") is None]
+    grouped: dict[str, list[str]] = {}
+    for name in counted:
+        grouped.setdefault(families[name], []).append(name)
+    groups = list(grouped.values())
+    shared = [[one for name in names for one in clusters[name]] for names in groups]
     rows = {}
     for label in labels:
-        mine = _columns(scores, sets, counted, label, METRIC)
-        full = _columns(scores, sets, counted, FULL, METRIC)
+        mine = _columns(scores, sets, groups, label, METRIC)
+        full = _columns(scores, sets, groups, FULL, METRIC)
         if not counted or mine is None or full is None:
             continue
-        apart = _columns(scores, sets, counted, label, "kl")
-        score, points = macro_interval(mine), macro_difference(mine, full)
+        apart = _columns(scores, sets, groups, label, "kl")
+        score, points = macro_interval(mine, shared), macro_difference(mine, full, shared)
         rows[label] = _row(score, None if label == FULL else points, apart)
-    return {"counted": counted, "shown_only": shown, "missing": missing, "rows": rows}
+    sizes = {name: len(one) for name, one in zip(grouped, shared, strict=True)}
+    return {
+        "counted": counted,
+        "shown_only": shown,
+        "missing": missing,
+        "families": sizes,
+        "rows": rows,
+    }
 
 
 def _row(
@@ -107,8 +127,18 @@ def _row(
 
 
 def _columns(
-    scores: Scores, sets: Mapping[str, Any], names: Sequence[str], label: str, metric: str
+    scores: Scores,
+    sets: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    label: str,
+    metric: str,
 ) -> list[list[float]] | None:
-    columns = [scores.column(name, label, metric, sets[name]["n"]) for name in names]
-    known = [column for column in columns if column is not None]
-    return known if len(known) == len(columns) else None
+    """Scores of each group of sets; None unless every row has one."""
+    columns = []
+    for names in groups:
+        parts = [scores.column(name, label, metric, sets[name]["n"]) for name in names]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        columns.append([value for part in known for value in part])
+    return columns

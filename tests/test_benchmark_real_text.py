@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gradual, quality_document, real_text, real_text_page
 from benchmarks.quality_document import GRADUAL, PARTS, READER, REAL_TEXT, lowered, put
-from benchmarks.real_text import APE, MAIN, SETS, moved, stages, task_of
+from benchmarks.real_text import APE, FAMILIES, MAIN, SETS, moved, stages, task_of
 from benchmarks.real_text_page import page
 from benchmarks.real_text_records import Scores
 from benchmarks.real_text_scores import FULL, figures, summary
@@ -211,7 +211,8 @@ def read(scores: Scores, names: Sequence[str]) -> dict[str, Any]:
     """Figures as the program writes them."""
     sizes = {name: len(rows) for name, rows in scores.rows.items()}
     found = figures(scores, sizes, scores.rows)
-    means = summary(scores, found, names, (*MAIN, CLOSED_BOOK))
+    families = {name: FAMILIES[name] for name in names}
+    means = summary(scores, found, families, (*MAIN, CLOSED_BOOK), scores.rows)
     about = {"identity": IDENTITY, "sittings": [SITTING]}
     tuning = {"rows": [201, 220], "tried": list(APE), "chosen": None}
     return {"quality": {"n": 200, **about, **found, "summary": means, "tuning": tuning}}
@@ -240,7 +241,7 @@ def test_a_set_that_is_not_read_is_shown_and_counts_in_no_mean() -> None:
     assert "Not measured: musique." in text
     (line,) = (one for one in text.splitlines() if one.startswith("| nq |"))
     assert "0.0<br>-50.0 (" in line, "what it loses is shown all the same"
-    assert "| LegoLink 16 | not measured |" in text
+    assert "| `LegoLink(16)` | not measured |" in text
 
 
 def test_every_set_counts_alike_and_only_what_answered_all_of_them_has_a_mean() -> None:
@@ -254,6 +255,29 @@ def test_every_set_counts_alike_and_only_what_answered_all_of_them_has_a_mean() 
     assert means["rows"]["reordered"]["kl"] == 0.25
     assert means["rows"][FULL]["minus_full"] is None
     assert "legolink:16" not in means["rows"]
+
+
+def test_sets_of_the_same_questions_count_as_one() -> None:
+    labels = {FULL: RIGHT, "reordered": HALF, CLOSED_BOOK: WRONG}
+    noise = {FULL: RIGHT, "reordered": WRONG, CLOSED_BOOK: WRONG}
+    scores = answered(squad=labels, rgb_en=labels, rgb_en_noise20=noise, rgb_en_noise40=noise)
+    names = ("squad", "rgb_en", "rgb_en_noise20", "rgb_en_noise40")
+    found = read(scores, names)["quality"]
+    means = found["summary"]
+    assert means["families"] == {"squad": 40, "rgb_en": 120}
+    score = means["rows"]["reordered"]["score"]
+    assert score["value"] == pytest.approx((1 / 2 + 1 / 6) / 2)
+    assert "2 public question sets (rows: squad 40, rgb_en 120)" in page({"quality": found})
+    # 40 questions asked three times are not 120, and their interval is wider.
+    noise["reordered"] = HALF
+    scores = answered(squad=labels, rgb_en=labels, rgb_en_noise20=noise, rgb_en_noise40=noise)
+    families = {name: FAMILIES[name] for name in names}
+    apart = {name: [f"{name}-{row}" for row in scores.rows[name]] for name in names}
+    widths = []
+    for clusters in (scores.rows, apart):
+        rows = summary(scores, found, families, ("reordered",), clusters)["rows"]
+        widths.append(rows["reordered"]["score"]["high"] - rows["reordered"]["score"]["low"])
+    assert widths[0] > 1.2 * widths[1]
 
 
 def test_without_figures_the_page_says_so() -> None:

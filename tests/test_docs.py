@@ -98,11 +98,10 @@ def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
     score = {"score": {"value": 0.5, "low": 0.4, "high": 0.6}}
     rows = {"full": score, "closed book": score}
     quality = {
-        "summary": {"rows": rows, "counted": ["nq", "squad"]},
-        "sets": {"nq": {"n": 20}, "squad": {"n": 200}},
+        "summary": {"rows": rows, "families": {"nq": 20, "squad": 200}},
     }
     text = front.home(times, {"quality": quality}, None)
-    assert "over 2 public question sets,\nup to 200 rows each" in text
+    assert "over\n2 public question sets (rows: nq 20, squad 200)" in text
     assert text.endswith("| full prefill | no documents |\n| --- | --- |\n| 50.0 | 50.0 |\n")
 
     ways = [("confirmation", model, "reordered") for model in ("block", "base")]

@@ -83,6 +83,22 @@ def test_a_difference_over_sets_is_paired_and_every_set_counts_alike() -> None:
             macro_difference(wrong, [[1.0]] * len(wrong))
 
 
+def test_rows_of_one_question_are_drawn_together_in_a_mean_over_sets() -> None:
+    # Fifty questions, each asked four times with the same outcome, tell as much as fifty.
+    once, often = [1.0, 0.0] * 25, [1.0] * 4 * 25 + [0.0] * 4 * 25
+    names = [number // 4 for number in range(200)]
+    apart, together = macro_interval([often, often]), macro_interval([often, often], [names] * 2)
+    expected = macro_interval([once, once])
+    assert (together.value, together.n) == (0.5, 400)
+    assert together.high - together.low == pytest.approx(expected.high - expected.low, rel=0.1)
+    assert apart.high - apart.low < 0.6 * (together.high - together.low)
+    # Four rows that went differently are one question that did; of the other set it is another.
+    lost = [[1.0] * 196 + [0.0] * 4] * 2
+    found = macro_difference(lost, [[1.0] * 200] * 2, [names] * 2)
+    assert found.differing == 2
+    assert found.low == pytest.approx(-wilson(2, 100)[1])
+
+
 def test_no_difference_among_few_is_not_none_among_all() -> None:
     scores = [0.0, 1.0, 0.5, 1.0] * 25
     found = paired_bootstrap(scores, scores)
