@@ -172,19 +172,6 @@ def _summary(
     models: Sequence[Weight],
     per_token: float | None,
 ) -> str:
-    least = least_context(cases)
-    if not cases:
-        short = NOT_MEASURED
-    elif least is None:
-        short = f"none that was measured, up to {cases[-1].tokens:,} tokens, gains enough"
-    else:
-        short = (
-            f"from {least:,} tokens on, the first token comes at least "
-            f"{1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
-        )
-    uses = sorted({case.uses for case in cases if case.tokens >= (least or 0)})
-    word = "use" if uses == [1] else "uses"
-    paid = NOT_MEASURED if not uses else f"it has paid for itself after {_range(uses)} {word}"
     lost = _scores(quality, "reader_pronoun")
     cross = NOT_MEASURED if lost is None else f"{lost[1]} instead of {lost[0]} % right"
     grown = [model.loaded_bytes / model.gguf_bytes() for model in models]
@@ -194,8 +181,8 @@ def _summary(
     if times:
         text = f"16-bit ones take {min(times):,.0f} to {max(times):,.0f} times the text"
     rows = (
-        ("contexts are short", short),
-        ("a chunk is asked once", paid),
+        ("contexts are short", _short(cases)),
+        ("most chunks are never asked", _never_asked(cases)),
         ("a fact needs the chunk before (a pronoun, an alias)", f"by `Reuse()`: {cross}"),
         ("the LLM is remote", "its KV cache cannot be reached"),
         (
@@ -209,9 +196,35 @@ def _summary(
     return f"| not where | because |\n|---|---|\n{table}\n"
 
 
-def _range(values: Sequence[float]) -> str:
-    first, last = ("no number of" if math.isinf(v) else f"{v:g}" for v in (values[0], values[-1]))
-    return first if first == last else f"{first} to {last}"
+def _short(cases: Sequence[Case]) -> str:
+    """From where on a context is long enough; where all were, that none was too short."""
+    if not cases:
+        return NOT_MEASURED
+    least = least_context(cases)
+    if least is None:
+        return f"none that was measured, up to {cases[-1].tokens:,} tokens, gains enough"
+    gain = f"the first token comes at least {1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
+    if least == cases[0].tokens:
+        return (
+            f"none was too short on this processor: at {least:,} tokens, the fewest that were "
+            f"measured, {gain}; one that prefills faster needs more (`kvcache-rag bench`)"
+        )
+    return f"from {least:,} tokens on, {gain}"
+
+
+def _never_asked(cases: Sequence[Case]) -> str:
+    """What keeping a chunk costs, and after how many uses that is paid for."""
+    if not cases:
+        return NOT_MEASURED
+    least = least_context(cases) or 0
+    uses = sorted({case.uses for case in cases if case.tokens >= least})
+    first, last = ("no number of" if math.isinf(v) else f"{v:g}" for v in (uses[0], uses[-1]))
+    said = first if first == last else f"{first} to {last}"
+    cost = max(1000 * case.add / case.tokens for case in cases)
+    return (
+        f"keeping one takes up to {cost:.1f} ms a token, paid for after {said} "
+        f"{'use' if said == '1' else 'uses'}; let the first question prefill what it needs"
+    )
 
 
 def _times(cases: Sequence[Case], times: Mapping[str, Any]) -> str:

@@ -167,7 +167,7 @@ def test_the_page_says_what_was_measured() -> None:
     assert "| 64 | 2 | 110 ms | 100 ms | 10 ms | 1.1 x | 100 ms | 10 |" in found
     assert found.index("| 64 |") < found.index("| 2,048 |")
     assert "| contexts are short | from 2,048 tokens on, the first token comes at least 50" in found
-    assert "it has paid for itself after 1 use" in found
+    assert "paid for after 1 use;" in found
     assert "| a pronoun that the chunk before explains | 95.0 | 6.5 | 95.0 |" in found
     assert "| an alias that the chunk before explains | not measured |" in found
     assert "smollm2 (0123456789ab), bfloat16; a processor, 2 cores, 1 thread(s), load 0.2" in found
@@ -178,10 +178,16 @@ def test_the_page_says_what_was_measured() -> None:
     assert "1.3 to 1.3 times" in found
 
 
+def test_where_no_case_is_bad_none_is_claimed() -> None:
+    found = page(results([(2048, 6.5, 0.2, 5.0), (64, 0.4, 0.1, 0.1)]), quality(), [TINY])
+    assert "| contexts are short | none was too short on this processor: at 64 tokens" in found
+    assert "keeping one takes up to 2.4 ms a token, paid for after 1 use;" in found
+
+
 def test_a_page_without_results_says_so() -> None:
     found = page({}, {}, [TINY])
     assert "| contexts are short | not measured |" in found
-    assert "| a chunk is asked once | not measured |" in found
+    assert "| most chunks are never asked | not measured |" in found
     assert "Not measured.\n" in found
     assert "| a model | 8,000 | 4,100 | 2,200 | not measured |" in found
     slow = page(results([(64, 0.1, 0.1, 0.1)]), {}, [TINY])
