@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 FOREIGN = re.compile(r'(?:\bsrc|rel="stylesheet" href)="(https?://[^"]+)"')
+FIGURE = re.compile(r'<p>(<img alt="[^"]*" src="[^"]+\.svg" ?/?>)</p>')
 NOTEBOOKS = "notebooks"
+TITLES = {"langchain": "Notebook, LangChain", "llamaindex": "Notebook, LlamaIndex"}
 # A warning of mkdocs' loggers ends a strict build.
 _LOG = logging.getLogger("mkdocs.hooks")
 
@@ -58,10 +60,22 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     return UPWARDS.sub(link, markdown)
 
 
+def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
+    """Give notebooks short names; their plugin takes their first headings."""
+    for file in files.documentation_pages():
+        if file.src_uri.endswith(".ipynb"):
+            file.page.title = TITLES[file.name]
+
+
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
-    """Lead links of notebooks, which are no Markdown, from the files of pages to the pages."""
+    """Make figures movable on narrow screens, name what has no name, mend links of notebooks."""
+    output = FIGURE.sub(r'<p class="figure">\1</p>', output)
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
     if not page.file.src_uri.endswith(".ipynb"):
         return output
+    unnamed = 'alt="No description has been provided for this image"'
+    output = output.replace(unnamed, 'alt="The plot that the cell before draws"')
+    # They are no Markdown: links lead to the files of pages.
     return re.sub(r'href="\.\./docs/([^"#]+)\.md(#[^"]*)?"', r'href="../\1.html\2"', output)
 
 

@@ -680,11 +680,23 @@ class Engine:
         Args:
             question: Not empty.
             chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
-            options: `policy`, `history`, `max_new_tokens`, `overflow`, `stop`, `scores`, `tools`,
-                `chat_template_kwargs`, `skip_special_tokens` as in `Planner.request`; `emit`,
-                called with each piece of text as it comes; `cancelled`, an event that stops
-                generation; and arguments of transformers' `generate()`.
-                Greedy unless `do_sample=True`.
+            options: Of these, and further arguments of transformers' `generate()`; greedy unless
+                `do_sample=True`.
+
+                - `policy` (`ReusePolicy`): what to reuse; without one the engine's.
+                - `max_new_tokens` (int, 128): of the answer.
+                - `stop` (sequence of str): strings before which the answer ends.
+                - `history` (sequence of `Message`): earlier turns, oldest first; they stand behind
+                  the chunks.
+                - `overflow` ("error"): when the chunks do not fit, "drop_lowest" leaves out the
+                  last ones, and "refine" answers in several rounds.
+                - `scores` (sequence of float): of each chunk, for "drop_lowest", where they do not
+                  stand best first.
+                - `tools`, `chat_template_kwargs`: what the chat template describes, and values of
+                  its variables.
+                - `skip_special_tokens` (True): off, the text has its control tokens.
+                - `emit`: called with each piece of text as it comes.
+                - `cancelled` (`threading.Event`): once set, it stops generation.
 
         Raises:
             InvalidInputError: If an argument cannot be used.

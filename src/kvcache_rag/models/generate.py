@@ -8,6 +8,7 @@ processor see what they would see without us.
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -49,8 +51,12 @@ _CALL_OPTIONS = (
     "synced_gpus",
 )
 
+# transformers 5.24 renamed what `generate()` calls the cache that it is given.
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_CACHE_NAME = "cache" if "cache" in _PREPARED else "past_key_values"
 _OWNED = (
     "attention_mask",
+    "cache",
     "cache_implementation",
     "cache_position",
     "input_ids",
@@ -246,8 +252,8 @@ def generate(
         output = model.model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
-            past_key_values=cache,
             generation_config=config,
+            **{_CACHE_NAME: cache},
             **arguments,
         )
     ended = time.perf_counter()

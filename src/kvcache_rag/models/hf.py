@@ -85,6 +85,8 @@ class TransformersModel:
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters
         self._takes_keep = "logits_to_keep" in parameters
+        # transformers 5.24 renamed it.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._wide: TransformersModel | None = None
         self.layout: ModelLayout | None = None
         self.refusal = ""
@@ -262,7 +264,7 @@ class TransformersModel:
         if isinstance(mask, PlacedMask):
             with mask.given(self.model, ids.shape[0]) as counted:
                 return self.forward(ids, cache, positions, mask=counted, keep=keep)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {self._cache_name: cache}
         if self.takes_positions:
             rows = positions if positions.ndim == 2 else positions[None].expand(ids.shape[0], -1)
             arguments["position_ids"] = rows.to(self.device)  # (rows, n)
@@ -272,7 +274,6 @@ class TransformersModel:
             output = self.model(
                 input_ids=ids.to(self.device),
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 **arguments,
             )
