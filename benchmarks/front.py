@@ -169,7 +169,7 @@ def _draw_answers(panel: Any, rows: Mapping[str, Any]) -> None:
         panel.text(high + 2, place, f"{value:.1f}", va="center", fontsize=8)
     panel.set_yticks(range(len(shown)), [POLICIES[label].replace("`", "") for label in shown])
     panel.set_ylim(-0.6, len(shown) - 0.4)
-    panel.set_xlim(0, 60)
+    panel.set_xlim(0, 40)
     panel.set_xlabel("right answers, % (95 % interval)", fontsize=9)
     plain_panel(panel)
 

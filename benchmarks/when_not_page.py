@@ -203,7 +203,8 @@ def _short(cases: Sequence[Case]) -> str:
     least = least_context(cases)
     if least is None:
         return f"none that was measured, up to {cases[-1].tokens:,} tokens, gains enough"
-    gain = f"the first token comes at least {1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
+    sooner = f"{1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
+    gain = f"the first token comes at least {sooner}"
     if least == cases[0].tokens:
         return (
             f"none was too short on this processor: at {least:,} tokens, the fewest that were "

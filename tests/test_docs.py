@@ -55,6 +55,21 @@ def test_the_readme_has_blocks_that_run() -> None:
     assert sum(page == "README.md" for page, *_ in BLOCKS) >= 2
 
 
+def test_readme_and_the_first_page_say_the_same() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("(docs/", "(")
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+    def part(text: str, heading: str) -> str:
+        return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+    commands = [
+        re.findall(r"```bash\n.*?```", part(text, "Install"), re.S) for text in (readme, home)
+    ]
+    assert commands[0] == commands[1] != []
+    works = "Will it work with mine?"
+    assert part(readme, works).strip() == part(home, works).strip() != ""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
