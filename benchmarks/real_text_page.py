@@ -38,19 +38,23 @@ LEARNT: Final = ("squad",)
 
 _HEAD: Final = """# SmolLM2 on real text
 
-SmolLM2-135M-Instruct ({dtype}, greedy), asked rows of public question sets in the order of their
-files. **Points** are hundredths of *containment*: the words of a right answer stand in the model's
-answer, side by side (SQuAD's normalisation); where only yes or no is right, it is the answer's
-first word. A 135M model answers in sentences, so exact match would say little. **Closed book** is
-the question without documents. A set in which full prefill does not surely beat closed book (95 %
-interval above 0) is shown below and counts in no mean: there a policy cannot lose what was never
-read. Intervals are of 95 %; differences are paired, row by row.
+What a policy costs in right answers: SmolLM2-135M-Instruct ({dtype}, greedy) over public question
+sets, by full prefill, from cached chunks, and without documents (**closed book**).
+[What the policies are](policies.md).
+
+"""
+_HOW: Final = """
+A **containment** of 100 % means that the words of a right answer stand in the model's answer, side
+by side (SQuAD's normalisation); where only yes or no is right, it is the answer's first word. A
+135M model answers in sentences, so exact match would say little. **Points** are hundredths of it.
+The rows of a set are asked in the order of its file. A set in which full prefill does not surely
+beat closed book (95 % interval above 0) is shown below and counts in no mean: there a policy cannot
+lose what was never read. Intervals are of 95 %; differences are paired, row by row.
 
     python -m benchmarks.real_text --data ../shared/data --work real-text.work
     python -m benchmarks.real_text --data ../shared/data --work real-text.work --part ttft
     kvcache-rag eval --model smollm2 --task squad --data ../shared/data --in-order --n 200 \\
         --policies full reordered legolink:16
-
 """
 _FIRST: Final = """| policy | containment % | points against full prefill | KL | TTFT ms, median |
 |---|---|---|---|---|
@@ -102,7 +106,7 @@ def page(whole: Mapping[str, Any], adapter: Mapping[str, Any] | None = None) -> 
     """
     asked, times = whole.get("quality"), whole.get("ttft")
     dtype = asked["identity"]["dtype"] if asked else "bfloat16"
-    parts = [_HEAD.format(dtype=dtype), _main(asked, times, SETS), _facts(asked, times)]
+    parts = [_HEAD.format(dtype=dtype), _main(asked, times, SETS), _HOW, _facts(asked, times)]
     parts += [_SETS.format(counts=_counts(asked)), _every(asked)]
     parts += [_SOME.format(ape=_ape(asked)), _tables(asked, SOME, MAIN)]
     parts += [_PLACES, _tables(asked, [f"nq_{place}" for place in PLACES], MOVED, only=True)]
