@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from kvcache_rag import Engine, PromptTemplate
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.decode import decode
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def exact_logits(model: Any, watch: Watch) -> Tensor:
         cache.update(keys, values, index)
     ids = torch.cat([watch.fresh, torch.tensor([watch.ids[:-1]])], 1)
     with torch.inference_mode():
-        logits: Tensor = model(ids, past_key_values=cache, logits_to_keep=len(watch.ids)).logits[0]
+        output = model(ids, **{CACHE_NAME: cache}, logits_to_keep=len(watch.ids))
+    logits: Tensor = output.logits[0]
     return logits
 
 

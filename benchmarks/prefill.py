@@ -37,7 +37,7 @@ from benchmarks.machine import described
 from benchmarks.shapes import CHUNK, PREFIX, SHAPES, build_model, build_tokenizer, words
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate
 from kvcache_rag.models.attention.packed import PACKED
-from kvcache_rag.models.cache import layer_tensors
+from kvcache_rag.models.cache import CACHE_NAME, layer_tensors
 from kvcache_rag.prefill import ContextChunk, batches
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def bare_sides(
     head = torch.tensor([prefix])
 
     def stock(ids: torch.Tensor, cache: DynamicCache | None) -> None:
-        model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+        given = {CACHE_NAME: cache}
+        model(input_ids=ids, **given, use_cache=cache is not None, logits_to_keep=1)
 
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():

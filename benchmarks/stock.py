@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from kvcache_rag.models.cache import CACHE_NAME
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -74,7 +76,7 @@ def timed_generate(
         output = model.generate(
             ids.to(model.device),
             attention_mask=torch.ones_like(ids).to(model.device),
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             max_new_tokens=new_tokens,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([clock]),
@@ -83,7 +85,7 @@ def timed_generate(
     first, last = clock.times[0], clock.times[-1]
     step = (last - first) / (new_tokens - 1) if new_tokens > 1 else 0.0
     tokens = tuple(output.sequences[0, ids.shape[1] :].tolist())
-    return Sample(first - began, step, tokens[0], cache=output.past_key_values, tokens=tokens)
+    return Sample(first - began, step, tokens[0], cache=output[CACHE_NAME], tokens=tokens)
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def prefilled(model: Any, ids: Tensor) -> Any:
     """A stock cache of `(rows, tokens)` ids."""
     cache = DynamicCache()
     with torch.inference_mode():
-        model.model(ids.to(model.device), past_key_values=cache, use_cache=True)
+        model.model(ids.to(model.device), **{CACHE_NAME: cache}, use_cache=True)
     return cache
 
 

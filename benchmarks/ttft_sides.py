@@ -18,7 +18,7 @@ from benchmarks.stock import Sample, Stock, stock_attention, timed_generate
 from benchmarks.turborag import TurboRag
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.models.cache import buffer_cache
+from kvcache_rag.models.cache import CACHE_NAME, buffer_cache
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.stitching.stitch import stitch
 
@@ -229,7 +229,7 @@ class Bench:
         cache = buffer_cache(buffer, self.adapter.measured.kinds, 0)
         with stock_attention(self.model), torch.inference_mode():
             self.model.model(
-                ids[:, :tokens].to(self.model.device), past_key_values=cache, use_cache=True
+                ids[:, :tokens].to(self.model.device), **{CACHE_NAME: cache}, use_cache=True
             )
 
     def _drop_pages(self, rows: Sequence[Sequence[ChunkKey]]) -> None:

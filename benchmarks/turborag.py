@@ -25,6 +25,7 @@ from transformers import Cache, DynamicLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
 from benchmarks.stock import Sample, cache_copy, prefilled, stock_attention, timed_generate
+from kvcache_rag.models.cache import CACHE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ class TurboRag:
         cache = cache_copy(self._prefix_cache, behind)
         with stock_attention(self.model), self._raw.watched(), torch.inference_mode():
             chunk = torch.tensor([list(ids)], device=self.model.device)
-            self.model.model(chunk, past_key_values=cache, use_cache=True)
+            self.model.model(chunk, **{CACHE_NAME: cache}, use_cache=True)
         tensors = [
             (self._raw.latest[index].contiguous().cpu(), layer.values[:, :, behind:].cpu().clone())
             for index, layer in enumerate(cache.layers)
@@ -165,7 +166,7 @@ class TurboRag:
             output = self.model(
                 ids[:, context:].to(self.model.device),
                 position_ids=places,
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 use_cache=True,
             )
         logits: Tensor = output.logits[0].float().cpu()

@@ -15,6 +15,7 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, MemoryStore, PromptTemplate, ReusePolicy, UnsupportedModelError
 from kvcache_rag.kv.chunk import kept_places
 from kvcache_rag.kv.mask import MaskedSequence, block_mask, pruned_mask
+from kvcache_rag.models.cache import CACHE_NAME
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
@@ -63,7 +64,7 @@ def sequence_logits(engine: Engine, sequence: MaskedSequence, cache: Any = None)
             ids = sequence.ids[None]
             ones = torch.ones_like(ids)
             found: Tensor = engine.model(
-                ids, attention_mask=ones, past_key_values=cache, use_cache=cache is not None
+                ids, attention_mask=ones, **{CACHE_NAME: cache}, use_cache=cache is not None
             ).logits
         return found[0, -sequence.query_tokens :].float()
     mask = adapter.mask_argument(sequence.allowed, sequence.indices)

@@ -10,6 +10,7 @@ import torch
 from benchmarks import prefill
 from benchmarks.shapes import PREFIX, build_model, build_tokenizer, words
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
+from kvcache_rag.models.cache import CACHE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ def test_both_sides_run_the_same_ids_behind_the_same_prefix(
     forward = model.forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_NAME)
         held = 0 if cache is None else cache.get_seq_length()
         passes.append((kwargs["input_ids"].tolist(), held))
         return forward(*args, **kwargs)

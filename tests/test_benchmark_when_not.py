@@ -17,6 +17,7 @@ from benchmarks.when_not_page import Case, break_even, least_context, page
 from benchmarks.when_not_sizes import CONFIGS, TOKENS, Weight, rounded_bytes, shape_of, weights
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.codecs import by_name
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.linears import pack_weights
 from kvcache_rag.stores.disk.file import file_bytes
 
@@ -75,7 +76,7 @@ def test_bytes_are_those_of_real_caches(name: str, tmp_path: Path) -> None:
     shape = shape_of(config)
     tokens = 40
     with torch.inference_mode():
-        cache = model(torch.arange(3, 3 + tokens)[None], use_cache=True).past_key_values
+        cache = model(torch.arange(3, 3 + tokens)[None], use_cache=True)[CACHE_NAME]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert shape.layout.nbytes(tokens) == kept
 

@@ -26,6 +26,7 @@ from kvcache_rag import (
     TieredStore,
 )
 from kvcache_rag.codecs import Int8
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.deferred import support
 from kvcache_rag.models.deferred.attention import is_fast
 
@@ -102,9 +103,9 @@ def test_other_passes_of_the_model_stay_what_they_are(name: str) -> None:
     def passes() -> Tensor:
         with torch.inference_mode():
             whole = engine.model(ids).logits
-            held = engine.model(ids[:, :40], use_cache=True).past_key_values
+            held = engine.model(ids[:, :40], use_cache=True)[CACHE_NAME]
             pieces = (ids[:, 40:59], ids[:, 59:])
-            parts = [engine.model(one, past_key_values=held).logits for one in pieces]
+            parts = [engine.model(one, **{CACHE_NAME: held}).logits for one in pieces]
         return torch.cat([whole, *parts], 1)
 
     expected = passes()

@@ -24,6 +24,7 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.models.attention.placed import PlacedMask
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.hf import TransformersModel
 
 
@@ -119,7 +120,7 @@ def _with_ones(forward: Any) -> Any:
     """A forward pass that is given a mask argument where there is none."""
 
     def passed(self: Any, input_ids: Tensor, **arguments: Any) -> Any:
-        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        cache, mask = arguments.get(CACHE_NAME), arguments.get("attention_mask")
         tokens = input_ids.shape[1] + (cache.get_seq_length() if cache is not None else 0)
         if mask is None:
             arguments["attention_mask"] = torch.ones(len(input_ids), tokens, dtype=torch.long)

@@ -14,6 +14,7 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import all_ids, kept_ids, kept_places, kept_tokens, with_pruned
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.presses import ExpectedAttention, Knorm, LayerStates, SnapKV
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Plain:
         self.model, self.states = model, [state[0] for state in states]  # (seen, hidden) each
         # (heads, seen, seen) each
         self.attention = [one[0] for one in output.attentions]
-        self.cache = output.past_key_values.layers
+        self.cache = output[CACHE_NAME].layers
 
     def queries(self, layer: int) -> Tensor:
         """Not rotated, `(heads, seen, width)`."""

@@ -32,6 +32,7 @@ from kvcache_rag.evaluation.verification import (
     notes,
     recommended,
 )
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.reader import make_example
 from kvcache_rag.scoring.ask import questions_digest
 from kvcache_rag.scoring.question import Question
@@ -182,12 +183,12 @@ class Forgetful(LlamaForCausalLM):
     """A model with a cache like any other's, of which it reads nothing once it is long."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
-        held = options.get("past_key_values")
+        held = options.get(CACHE_NAME)
         if held is not None and held.get_seq_length() > 30:  # the probe's caches are shorter
-            changes = {"past_key_values": None, "attention_mask": None, "use_cache": False}
+            changes = {CACHE_NAME: None, "attention_mask": None, "use_cache": False}
             options = {**options, **changes}
             found = super().forward(input_ids, position_ids=position_ids, **options)
-            found.past_key_values = held
+            found[CACHE_NAME] = held
             return found
         return super().forward(input_ids, position_ids=position_ids, **options)
 
@@ -196,7 +197,7 @@ class Misplaced(LlamaForCausalLM):
     """A model that takes positions and then halves those of long prompts in the query."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
-        held = options.get("past_key_values")
+        held = options.get(CACHE_NAME)
         if held is not None and held.get_seq_length() > 30 and position_ids is not None:
             position_ids = position_ids // 2
         return super().forward(input_ids, position_ids=position_ids, **options)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvcache_rag.errors import UnsupportedModelError
+from kvcache_rag.models.cache import CACHE_NAME
 from vllm_kvcache_rag.rotation import EngineRotation, frequencies, measured
 
 SMALL = {
@@ -47,7 +48,8 @@ def computed(model: Any, ids: list[int], first: int = 0) -> tuple[torch.Tensor, 
     """K and V of tokens that stand at `first` and behind, `(layers, kv_heads, tokens, width)`."""
     cache = DynamicCache()
     places = torch.arange(first, first + len(ids))[None]
-    model(input_ids=torch.tensor([ids]), position_ids=places, past_key_values=cache, use_cache=True)
+    given = {CACHE_NAME: cache, "use_cache": True}
+    model(input_ids=torch.tensor([ids]), position_ids=places, **given)
     layers = cache.layers
     return torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers])
 

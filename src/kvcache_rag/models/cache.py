@@ -8,11 +8,12 @@ tokens put them back in place, or only look at them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import inspect
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
+from transformers import GenerationMixin, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_rag.errors import UnsupportedModelError
@@ -20,6 +21,22 @@ from kvcache_rag.models.rotation import LayerKind
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.buffer import KVBuffer
+
+
+_NAMES: Final = ("cache", "past_key_values")
+CACHE_NAME: Final = next(
+    name
+    for name in _NAMES
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""What this transformers calls the cache that `generate()` is given and that a pass returns:
+"cache" from 5.24 on, "past_key_values" before."""
+
+
+def cache_name(forward: Any) -> str:
+    """What a model's forward pass calls the cache that it is given."""
+    known = inspect.signature(forward).parameters
+    return next((name for name in _NAMES if name in known), CACHE_NAME)
 
 
 class Arrivals(Protocol):

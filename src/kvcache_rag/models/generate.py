@@ -8,7 +8,6 @@ processor see what they would see without us.
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from kvcache_rag.errors import InvalidInputError, refuse_unknown
+from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.decode import decode, decodes
 
 if TYPE_CHECKING:
@@ -51,9 +50,6 @@ _CALL_OPTIONS = (
     "synced_gpus",
 )
 
-# transformers 5.24 renamed what `generate()` calls the cache that it is given.
-_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-_CACHE_NAME = "cache" if "cache" in _PREPARED else "past_key_values"
 _OWNED = (
     "attention_mask",
     "cache",
@@ -253,7 +249,7 @@ def generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
-            **{_CACHE_NAME: cache},
+            **{CACHE_NAME: cache},
             **arguments,
         )
     ended = time.perf_counter()

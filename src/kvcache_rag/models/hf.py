@@ -24,6 +24,7 @@ from kvcache_rag.models.attention.placed import PlacedMask
 from kvcache_rag.models.cache import (
     HaltedError,
     buffer_cache,
+    cache_name,
     growing_cache,
     layer_kinds,
     layer_tensors,
@@ -85,8 +86,7 @@ class TransformersModel:
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters
         self._takes_keep = "logits_to_keep" in parameters
-        # transformers 5.24 renamed it.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_name = cache_name(model.forward)
         self._wide: TransformersModel | None = None
         self.layout: ModelLayout | None = None
         self.refusal = ""
