@@ -129,11 +129,13 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "needs_key": False,
         "top_k": 4,
         "reader": True,
+        "auxiliary": False,
         "documents": limits.documents,
         "file_bytes": limits.body_bytes,
     }
     limits = RequestLimits(documents=3, body_bytes=1000)
     made: dict[str, Any] = {"api_keys": keys, "top_k": 7, "model": "other", "limits": limits}
+    made["auxiliary"] = "small"
     app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     async with client(app) as http:
         told = await http.get("/playground/config")
@@ -142,6 +144,7 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "needs_key": True,
         "top_k": 7,
         "reader": False,
+        "auxiliary": True,
         "documents": 3,
         "file_bytes": 1000,
     }

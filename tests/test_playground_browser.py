@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import re
 import threading
 from contextlib import contextmanager
@@ -14,18 +15,19 @@ import pytest
 from documents import pdf
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
-from kvcache_rag import FullRecompute, Reuse
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink, MemoryStore, Reuse
 from kvcache_rag.generation.explain import TokenState
+from kvcache_rag.models.pretrained import PACKAGED
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.backend import Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.keys import new_key
+from kvcache_rag.serve.local import LocalBackend
 from kvcache_rag.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from kvcache_rag.serve.backend import BackendRequest, Event
-    from kvcache_rag.serve.local import LocalBackend
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402  # may be absent
@@ -126,6 +128,13 @@ class Page:
         assert len(self.all(f"#spans .token.{state}")) == told
         return told
 
+    def figures(self) -> tuple[int, int]:
+        """Tokens of the stitched answer: cached and computed."""
+        figures = self.text("#stitched dl").splitlines()
+        found = dict(zip(figures[::2], figures[1::2], strict=True))
+        cached, computed = (found[f"{kind} tokens"] for kind in ("cached", "computed"))
+        return int(cached.replace(",", "")), int(computed.replace(",", ""))
+
     def give(self, *files: Path) -> None:
         """Choose files, as their picker does."""
         self.find("#files").send_keys("\n".join(map(str, files)))
@@ -187,9 +196,10 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
     with tiny_backend() as backend, running(build_app(backend, settings())) as url:
         page.open(url)
         assert page.text("#model") == "tiny"
-        assert page.text("#prompt-note").startswith("Nothing was computed yet: 6 of 6")
+        assert page.text("#prompt-note").startswith("Not cached yet: 6 of 6 documents.")
         before = page.count("prefilled")
         assert before > 200
+        assert page.count("reused") == 0
         page.ask()
         for side in ("full", "stitched"):
             assert page.text(f"#{side} [data-part=text]") == "Sarn"
@@ -202,7 +212,8 @@ def test_a_cold_question_and_then_a_warm_one(page: Page) -> None:
         assert "6 not cached" in page.text("#stitched dl")
         assert page.text("#spans").count("prefilled just now") == 6
         assert page.count("prefilled") == before
-        assert page.count("recomputed") == 0
+        assert page.count("recomputed") == page.count("reused") == 0
+        assert page.figures() == (0, before + page.count("computed"))
         page.ask()
         assert page.text("#warmth") == "Warm: all 6 chunks came from the cache."
         assert "6 in memory" in page.text("#stitched dl")
@@ -216,9 +227,7 @@ def test_counts_are_those_of_the_server(page: Page, url: str) -> None:
     assert page.count("recomputed") == 5 * 8, "of every chunk but the first"
     page.ask()
     page.ask()
-    figures = page.text("#stitched dl").splitlines()
-    found = dict(zip(figures[::2], figures[1::2], strict=True))
-    cached, computed = (int(found[name]) for name in ("cached tokens", "computed tokens"))
+    cached, computed = page.figures()
     assert cached == page.count("reused") + page.count("recomputed")
     assert computed == page.count("computed") + page.count("recomputed")
     shown = page.script(
@@ -240,15 +249,37 @@ def test_the_dial_is_live(page: Page, url: str) -> None:
     page.dial("legolink", 12)
     assert page.text("#stitched [data-part=text]") == "Tolmi"
     assert page.count("recomputed") == 3 * 12
-    assert "LegoLink(tokens=12" in page.text("#prompt-note")
+    assert page.text("#prompt-note").startswith("LegoLink 12: 36 of ")
     page.dial("cacheblend", 50)
     half = page.count("recomputed")
     chunks = sum(map(page.count, ("reused", "recomputed"))) - len(page.all(".prefix .token"))
     assert half == chunks // 2
     page.dial("cacheblend", 10)
     assert 0 < page.count("recomputed") < half / 4
+    assert page.text("#stitched .mode") == "CacheBlend 10 %"
     page.dial("full")
     assert page.count("computed") == len(page.all("#spans .token"))
+    assert page.text("#prompt-note") == "Full prefill: everything is computed."
+    assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
+
+
+def test_the_dial_starts_at_what_was_measured(page: Page, url: str) -> None:
+    page.open(url)
+    for policy, shown in (("legolink", "16"), ("cacheblend", "20 %"), ("reuse", "")):
+        page.dial(policy)
+        assert page.text("#amount-value") == shown
+
+
+@pytest.mark.parametrize("auxiliary", [None, "small"])
+def test_cacheclip_wants_an_auxiliary_model(page: Page, auxiliary: str | None) -> None:
+    backend = Scripted()
+    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    with running(build_app(backend, settings(auxiliary=auxiliary))) as url, left(page):
+        page.open(url)
+        option = page.find("#policy [value=cacheclip]")
+        assert option.is_enabled() == bool(auxiliary)
+        says = "tokens that matter" if auxiliary else "start with --auxiliary MODEL"
+        assert option.text == f"CacheClip \u2013 {says}"
 
 
 @pytest.mark.parametrize(
@@ -270,13 +301,46 @@ def test_samples_are_answered(page: Page, url: str, sample: int, full: str, stit
     assert len(page.all("#spans .chunk")) == len(page.all("#documents li"))
 
 
+@pytest.fixture(scope="module")
+def smollm2_url() -> Iterator[str]:
+    """A server of SmolLM2, whose package may be absent."""
+    try:
+        importlib.metadata.version(PACKAGED["smollm2"].package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(PACKAGED["smollm2"].install)
+    engine = Engine.from_pretrained("smollm2", device="cpu", store=MemoryStore())
+    backend = LocalBackend(engine, name="smollm2")
+    with running(build_app(backend, settings(model="smollm2"))) as url:
+        yield url
+    asyncio.run(backend.close())
+
+
+@pytest.mark.parametrize(
+    ("sample", "right", "is_reuse_right"), [(0, "9 euros", True), (3, "180 kilograms", False)]
+)
+def test_where_the_dial_starts_smollm2_answers(
+    page: Page, smollm2_url: str, sample: int, right: str, is_reuse_right: bool
+) -> None:
+    page.open(smollm2_url)
+    if sample:
+        Select(page.find("#sample")).select_by_index(sample)
+        page.settled()
+    page.ask()
+    assert right in page.text("#full [data-part=text]")
+    assert (right in page.text("#stitched [data-part=text]")) == is_reuse_right
+    assert re.search(r"^Reuse: 0 of 1,\d{3} tokens", page.text("#prompt-note"))
+    for policy in ("legolink", "cacheblend"):
+        page.dial(policy)
+        assert right in page.text("#stitched [data-part=text]")
+
+
 def test_the_dial_may_only_show(page: Page, url: str) -> None:
     page.open(url)
     page.find("#live").click()
     page.ask()
     page.dial("legolink", 30)
     assert page.count("recomputed") == 5 * 30
-    assert page.text("#stitched .mode") == "policy reuse"
+    assert page.text("#stitched .mode") == "Reuse"
     assert "stale" in page.find("#stitched").get_attribute("class")
 
 
@@ -330,7 +394,124 @@ def test_answers_come_piece_by_piece_and_can_be_stopped(page: Page) -> None:
         assert not page.find("#error").is_displayed()
 
 
+def test_enter_asks_what_is_new_and_stops_what_is_not(page: Page) -> None:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        yield Started(0.0)
+        if work.question == "One?":
+            await asyncio.Event().wait()
+        yield Piece(work.question)
+        yield Finished(answer(work.question))
+
+    backend = Scripted(script)
+    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    with running(build_app(backend, settings())) as url, left(page):
+        page.open(url)
+        question = page.find("#question")
+
+        def has_begun(number: int) -> None:
+            page.until(lambda: len(backend.works) == number)
+
+        for number in (1, 2):
+            page.fill("#question", "One?")
+            question.send_keys(Keys.ENTER)
+            has_begun(number)
+            question.send_keys(Keys.ENTER)
+            page.settled()
+            assert (page.text("#ask"), page.text("#verdict")) == ("Ask", "Stopped.")
+        page.find("#ask").click()
+        has_begun(3)
+        page.fill("#question", "Two?")
+        question.send_keys(Keys.ENTER)
+        page.settled()
+        assert page.text("#full [data-part=text]") == "Two?"
+        assert page.text("#stitched [data-part=text]") == "Two?"
+        assert page.text("#ask") == "Ask"
+        page.fill("#question", "One?")
+        question.send_keys(Keys.ENTER)
+        has_begun(6)
+        page.fill("#question", "Two?")
+        page.find("#ask").click()
+        page.settled()
+        assert page.text("#verdict") == "Stopped.", "as the button says"
+
+
+def chosen(page: Page) -> str:
+    """The sample that its field names."""
+    return str(Select(page.find("#sample")).first_selected_option.text)
+
+
+def test_a_sample_can_be_had_back(page: Page, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "facts.txt"
+    file.write_text("Kelo is based in Bran.")
+    page.open(url)
+    edits = (
+        lambda: page.find("#clear").click(),
+        lambda: page.give(file),
+        lambda: page.find("#documents .remove").click(),
+        lambda: page.fill("#document-1", "Kelo is based in Bran."),
+        lambda: page.fill("#question", "Where is Kelo based?"),
+    )
+    for edit in edits:
+        edit()
+        page.settled()
+        assert chosen(page) == "Your own"
+        Select(page.find("#sample")).select_by_index(0)
+        page.settled()
+        assert chosen(page) == "A fact in one document"
+        assert len(page.all("#documents li")) == 6
+        assert page.find("#question").get_attribute("value") == "On which river does Lispan lie?"
+        assert not page.find("#files-note").is_displayed()
+
+
+def test_without_documents_nothing_else_is_claimed(page: Page, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "facts.txt"
+    file.write_text("Kelo is based in Bran.")
+    page.open(url)
+    page.give(file)
+    page.ask()
+    page.find("#clear").click()
+    page.settled()
+    none = "There are no documents, so nothing is stitched."
+    assert page.text("#prompt-note") == none
+    assert not page.find("#files-note").is_displayed()
+    page.ask()
+    assert page.text("#prompt-note") == none
+    assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
+    assert page.text("#warmth") == ""
+    assert page.text("#ratio") == "\u2013"
+    assert page.figures()[0] == page.count("reused") == 0
+
+
 # ---------------------------------------------------------------------- what goes wrong
+def test_a_blank_question_leaves_nothing_said_of_the_one_before(page: Page, url: str) -> None:
+    page.open(url)
+    page.ask()
+    assert page.text("#warmth") != ""
+    page.ask("  ")
+    assert page.text("#error") == "The question is empty; ask something."
+    assert (page.text("#verdict"), page.text("#warmth")) == ("There is no answer.", "")
+    assert page.all(".answer.stale") == page.all(".answer")
+
+
+def test_an_error_of_a_position_leaves_nothing_said_of_the_one_before(page: Page) -> None:
+    backend = Scripted()
+
+    async def explain(work: BackendRequest) -> dict[str, Any]:
+        if work.policy == LegoLink(16):
+            raise InvalidInputError("there is no such position")
+        return await explained(work)
+
+    backend.explain = explain  # type: ignore[method-assign]  # as if it knew the model
+    with running(build_app(backend, settings())) as url, left(page):
+        page.open(url)
+        page.ask()
+        page.dial("legolink")
+        assert page.text("#error") == "there is no such position"
+        assert (page.text("#verdict"), page.text("#warmth")) == ("There is no answer.", "")
+        assert "stale" in page.find("#stitched").get_attribute("class")
+        assert all("status of 400" in one for one in page.complaints())
+
+
 def test_the_servers_sentence_is_shown(page: Page, url: str) -> None:
     page.open(url)
     page.documents("long " * 4500)
@@ -417,35 +598,49 @@ def test_documents_can_be_retrieved(page: Page) -> None:
         assert len(page.all("#spans .chunk")) == 2
         page.dial("legolink", 3)
         assert page.count("recomputed") == 3
+        page.fill("#question", "Where is Drenko based?")
+        page.find("#retrieve").click()
+        page.settled()
+        assert len(page.all("#documents li")) == 6, "as before"
 
 
 # ---------------------------------------------------------------------- what was measured
 def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
-    costs = iter([(8.0, 4.0), *[(6.0, 1.0)] * 4, *[(9.0, 1.0)] * 7])
+    costs = iter([(8.0, 4.0), *[(6.0, 1.0)] * 4, *[(9.0, 1.0)] * 7, (9.0, 8.5), (9.0, 1.0)])
     times: list[float] = []
 
     async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
         if name_of(work) == "full":
             times[:] = next(costs)
-        misses = int(times == [4.0])  # cold
+        found: dict[str, Any] = {"hits": {"memory": 1}}
+        if times == [4.0]:  # cold
+            found = {"misses": 1}
+        if not work.chunks or name_of(work) == "full":
+            found = {}
         yield Started(0.0)
-        yield Finished(answer(ttft=times.pop(0), total=10.0, misses=misses))
+        yield Finished(answer(ttft=times.pop(0), total=10.0, **found))
 
     backend = Scripted(script)
     backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
         assert page.text("#answers-title") == "Reuse against full prefill"
-        assert page.text("#ratio-note") == "No question was answered by reuse yet."
+        none = "No question about these documents was answered by Reuse yet."
+        assert page.text("#ratio-note") == none
         page.ask()
-        assert (page.text("#ratio"), page.text("#verdict")) == (
-            "2.0\u00d7",
-            "The stitched answer began 2.0\u00d7 sooner.",
+        assert page.text("#verdict") == "The stitched answer began 2.0\u00d7 sooner."
+        assert page.text("#ratio") == "\u2013", "a cold answer is none of the median"
+        assert page.text("#ratio-note") == (
+            "1 ring: chunks were prefilled first. Ask again to see a ratio."
         )
-        assert "the last question. 1 ring: chunks were prefilled first." in page.text("#ratio-note")
-        for _ in range(4):
+        for _ in range(2):
             page.ask()
-        assert page.text("#ratio") == "6.0\u00d7", "the median of 2, 6, 6, 6, 6"
+        assert page.text("#ratio") == "6.0\u00d7", "the median of 6 and 6"
+        assert page.text("#ratio-note").endswith(
+            "median of 2 answers, all chunks cached. 1 ring: chunks were prefilled first."
+        )
+        for _ in range(2):
+            page.ask()
         for _ in range(7):
             page.ask()
         marks = [mark.text.split()[0] for mark in page.all("#marks .mark")]
@@ -459,7 +654,17 @@ def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
             "machine (median of 11 answers)."
         ), "the cold one is no cost of the policy"
         rows = [row.text for row in page.all("#costs tr")]
-        assert rows == ["reuse 0 1.00 s (11)", "full 3 9.00 s (12)"]
+        assert rows == ["Reuse 0 1.00 s (11)", "Full prefill 3 9.00 s (12)"]
+        page.documents("Another document.")
+        assert (page.text("#ratio"), page.text("#ratio-note")) == ("\u2013", none)
+        assert page.all("#marks .mark") == []
+        page.ask()
+        assert page.text("#verdict") == "Both answers began about as soon."
+        assert page.text("#ratio") == "1.1\u00d7"
+        page.documents()
+        page.ask()
+        assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
+        assert (page.text("#ratio"), page.text("#ratio-note")) == ("\u2013", none)
 
 
 async def explained(work: BackendRequest) -> dict[str, Any]:
@@ -494,13 +699,13 @@ def test_each_position_of_the_dial_says_what_it_costs(page: Page, url: str) -> N
         r"first token after [\d.]+ (ms|s) on this machine \(median of 1 answer\)",
         page.text("#cost"),
     )
-    rows = [row.text.split()[:2] for row in page.all("#costs tr")]
-    assert rows == [["reuse", "0"], ["legolink:4", "20"], ["full", str(before)]]
-    assert page.text("#costs [aria-current]").startswith("legolink:4")
+    rows = [row.text.rpartition("(")[0].split()[:-2] for row in page.all("#costs tr")]
+    assert rows == [["Reuse", "0"], ["LegoLink", "4", "20"], ["Full", "prefill", str(before)]]
+    assert page.text("#costs [aria-current]").startswith("LegoLink 4")
     assert page.text("#answers-title") == "LegoLink against full prefill"
     page.find("#clear").click()
     page.settled()
-    assert [row.text.split()[0] for row in page.all("#costs tr")] == ["reuse", "full"]
+    assert [row.text.split()[0] for row in page.all("#costs tr")] == ["Reuse", "Full"]
     assert "\u2013" in page.text("#costs"), "other documents were not measured"
 
 
@@ -709,7 +914,7 @@ def test_a_run_by_the_keyboard_alone(page: Page, url: str) -> None:
     go_to("#amount")
     press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     page.settled()
-    assert page.count("recomputed") == 5 * 10
+    assert page.count("recomputed") == 5 * 18
     go_to("#clear")
     press(Keys.SPACE)
     page.script("document.activeElement.blur()")

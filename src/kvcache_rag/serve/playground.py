@@ -122,6 +122,7 @@ class PageConfig(BaseModel):
         needs_key: Whether requests need an API key.
         top_k: How many documents are retrieved unless a request says.
         reader: Whether the packaged reader answers, which reads sentences of its own kind.
+        auxiliary: Whether there is a model that chooses tokens for CacheClip.
         documents: That a question may have.
         file_bytes: That a file may have.
     """
@@ -130,6 +131,7 @@ class PageConfig(BaseModel):
     needs_key: bool
     top_k: int
     reader: bool
+    auxiliary: bool
     documents: int
     file_bytes: int
 
@@ -189,6 +191,7 @@ def router(context: AppContext) -> APIRouter:
             needs_key=settings.api_keys is not None,
             top_k=settings.top_k,
             reader=settings.model == TINY,
+            auxiliary=settings.auxiliary is not None,
             documents=settings.limits.documents,
             file_bytes=settings.limits.body_bytes,
         )

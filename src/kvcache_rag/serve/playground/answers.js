@@ -1,12 +1,14 @@
 // The two answers side by side: text as it comes, first token, and what each cost.
 
-import { element, plural, seconds, times } from "./text.js";
+import { count, element, plural, seconds, times } from "./text.js";
+
+const ABOUT = 1.1; // a ratio of two times below which neither is sooner
 
 // [name, how it is read from an answer]; every row is always there, so that nothing jumps.
 const FIGURES = [
   ["seen by this page", (found) => seconds(found.firstPiece)],
   ["tokens a second", (found) => rate(found)],
-  ["cached tokens", (found) => found.usage?.prompt_tokens_details?.cached_tokens],
+  ["cached tokens", ({ usage }) => usage && count(usage.prompt_tokens_details.cached_tokens)],
   ["computed tokens", (found) => computed(found)],
   ["chunks found", (found) => tiers(found.kvcache)],
 ];
@@ -19,12 +21,12 @@ function rate({ usage, kvcache }) {
 
 function computed({ usage, kvcache }) {
   if (!usage || !kvcache) return null;
-  return usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens + kvcache.recomputed_tokens;
+  return count(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens + kvcache.recomputed_tokens);
 }
 
 function tiers(kvcache) {
   if (!kvcache) return null;
-  const hits = Object.entries(kvcache.hits ?? {}).map(([tier, count]) => `${count} in ${tier}`);
+  const hits = Object.entries(kvcache.hits ?? {}).map(([tier, chunks]) => `${chunks} in ${tier}`);
   if (kvcache.misses) hits.push(`${kvcache.misses} not cached`);
   return hits.join(", ") || "none asked for";
 }
@@ -38,9 +40,9 @@ export class AnswerCard {
     this.#figure({});
   }
 
-  // The answer belongs to something else than what is asked now.
+  // The answer, if there is one, belongs to something else than what is asked now.
   markStale() {
-    this.card.classList.add("stale");
+    this.card.classList.toggle("stale", Boolean(this.text.textContent));
   }
 
   clear() {
@@ -95,24 +97,34 @@ export class AnswerCard {
   }
 }
 
+const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
+
+// Chunks of a stitched answer: found in the cache, and computed for it. A full prefill has none.
+export function stitchedOf({ hits = {}, misses = 0, declined = {} }) {
+  return { cached: sum(hits), computed: misses + sum(declined) };
+}
+
 // "4.2× sooner", or later.
 export function verdict(full, stitched) {
-  const [slow, quick] = [full?.kvcache?.ttft, stitched?.kvcache?.ttft];
+  const { cached, computed } = stitchedOf(stitched.kvcache);
+  if (!cached && !computed) return "Nothing was stitched, so there is nothing to compare.";
+  const [slow, quick] = [full?.kvcache?.ttft, stitched.kvcache.ttft];
   if (!slow || !quick) return "";
-  const much = times(slow >= quick ? slow / quick : quick / slow);
-  return `The stitched answer began ${much} ${slow >= quick ? "sooner" : "later"}.`;
+  const much = Math.max(slow / quick, quick / slow);
+  if (much < ABOUT) return "Both answers began about as soon.";
+  return `The stitched answer began ${times(much)} ${slow >= quick ? "sooner" : "later"}.`;
 }
 
 // Whether the cache was cold or warm for an answer.
 export function warmth(kvcache) {
   const { misses = 0, declined = {}, hits = {}, gate = "" } = kvcache;
   if (gate) return `The gate let a full prefill answer: ${gate}.`;
-  const again = Object.values(declined).reduce((sum, count) => sum + count, 0);
+  const again = sum(declined);
   if (again) return `${plural(again, "chunk")} came too slowly from the store and were prefilled again.`;
   if (misses) {
     const were = misses === 1 ? "was" : "were";
     return `Cold: ${plural(misses, "chunk")} ${were} prefilled just now and kept; ask again to see it warm.`;
   }
-  const found = Object.values(hits).reduce((sum, count) => sum + count, 0);
+  const found = sum(hits);
   return found ? `Warm: all ${plural(found, "chunk")} came from the cache.` : "";
 }

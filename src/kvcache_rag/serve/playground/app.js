@@ -1,27 +1,29 @@
 // The playground: asks twice, shows both answers and what became of every token.
 
 import { apiKey, getJson, postJson, setApiKey, streamAnswer } from "./api.js";
-import { AnswerCard, verdict, warmth } from "./answers.js";
-import { Dial } from "./dial.js";
+import { AnswerCard, stitchedOf, verdict, warmth } from "./answers.js";
+import { Dial, inWords } from "./dial.js";
 import { Documents } from "./documents.js";
 import { chunksOf } from "./files.js";
 import { Costs, Ratios } from "./measured.js";
 import { PromptView } from "./prompt.js";
 import { ARTICLES, FACTS } from "./samples.js";
-import { plural } from "./text.js";
+import { count, plural } from "./text.js";
 
 const DEBOUNCE = 200; // milliseconds between the last touch of the dial and what follows
 const MOST_TOKENS = 64; // of an answer
 const MOST_LETTERS = 6; // of a token, on average: beyond, documents are certainly too long
+const OWN = "own"; // what is chosen of the samples once something of one was changed
+const NO_DOCUMENTS = "There are no documents, so nothing is stitched.";
 
 const by = (id) => document.getElementById(id);
 const cards = { full: new AnswerCard(by("full")), stitched: new AnswerCard(by("stitched")) };
 const view = new PromptView({ spans: by("spans"), legend: by("legend"), bar: by("bar"), readout: by("readout") });
-const documents = new Documents(by("documents"), edited);
+const documents = new Documents(by("documents"), changed);
 const dial = new Dial(by("policy"), by("amount"), by("amount-name"), by("amount-value"), turned);
 const ratios = new Ratios({ value: by("ratio"), note: by("ratio-note"), marks: by("marks") });
 const costs = new Costs({ rows: by("costs"), said: by("cost") });
-const state = { model: "", window: null, full: null, asked: null, running: null, timer: 0, config: {}, samples: [] };
+const state = { model: "", window: null, full: null, asking: "", asked: null, running: null, timer: 0, config: {}, samples: [], putBack: null };
 
 // ------------------------------------------------------------------ what is asked
 function asks() {
@@ -67,7 +69,7 @@ async function run(work, { isAsking = false } = {}) {
   } catch (error) {
     if (state.running !== control) return;
     const isStopped = error.name === "AbortError";
-    if (isAsking) by("verdict").textContent = isStopped ? "Stopped." : "There is no answer.";
+    if (isAsking || work === again) unanswered(isStopped ? "Stopped." : "There is no answer.");
     if (!isStopped) complain(error);
   } finally {
     if (state.running === control) {
@@ -95,6 +97,11 @@ function settle(is) {
 
 const isBusy = () => document.body.classList.contains("busy");
 
+function unanswered(why) {
+  by("verdict").textContent = why;
+  by("warmth").textContent = ""; // of an answer before
+}
+
 function complain(error) {
   by("error").textContent = error.message;
   by("error").hidden = false;
@@ -110,27 +117,30 @@ async function ask(signal) {
   const asked = asks();
   if (!asked.question) throw new Error("The question is empty; ask something.");
   state.full = state.asked = null;
+  state.asking = JSON.stringify(asked);
   by("warmth").textContent = "";
   by("verdict").textContent = "Full prefill answers first …";
-  measureOver(asked);
+  if (asked.documents) measureOver(asked.documents);
   cards.stitched.clear();
   by("answers").scrollIntoView({ block: "nearest" });
   state.full = await stream(cards.full, asked, "full", signal);
-  costs.answered("full", state.full.kvcache?.ttft);
   if (state.full.sources) {
-    documents.set(state.full.sources.map((source) => source.text), { readOnly: true });
+    const texts = state.full.sources.map((source) => source.text);
+    documents.set(texts, { readOnly: true });
+    measureOver(texts);
   }
+  costs.answered("full", state.full.kvcache?.ttft);
   state.asked = asked;
   by("verdict").textContent = "… now from stitched chunks.";
   const policy = await stitched(asked, signal);
   // What was touched while the answer was on its way comes now.
-  if (JSON.stringify(asks()) !== JSON.stringify(asked)) edited();
+  if (JSON.stringify(asks()) !== state.asking) edited();
   else if (policy !== dial.text) turned();
 }
 
 async function stitched(asked, signal) {
   const policy = dial.text;
-  cards.stitched.policy.textContent = `policy ${policy}`;
+  cards.stitched.policy.textContent = inWords(policy);
   const before = await explain(asked, state.full, peeking(), signal);
   const found = await stream(cards.stitched, asked, policy, signal);
   by("verdict").textContent = verdict(state.full, found);
@@ -142,24 +152,28 @@ async function stitched(asked, signal) {
 }
 
 // What an answer says of its policy; whether all its chunks were cached.
-function measured(policy, { question }, { ttft, misses }) {
-  if (policy !== "full" && ttft) {
-    ratios.add(policy, { full: state.full.kvcache.ttft, stitched: ttft, isWarm: !misses, question });
-    if (!misses) costs.answered(policy, ttft); // else it is the time of a prefill
+function measured(policy, { question }, kvcache) {
+  const { cached, computed } = stitchedOf(kvcache);
+  const [isWarm, ttft] = [!computed, kvcache.ttft];
+  if ((cached || computed) && ttft) {
+    ratios.add(policy, { full: state.full.kvcache.ttft, stitched: ttft, isWarm, question });
+    if (isWarm) costs.answered(policy, ttft); // else it is the time of a prefill
   }
   ratios.show(dial.text);
-  return !misses;
+  return isWarm;
 }
 
 // Times and counts of other documents are put aside.
-function measureOver({ documents: texts }) {
-  costs.begin(JSON.stringify(texts));
-  costs.show(dial.text);
+function measureOver(texts) {
+  for (const measure of [ratios, costs]) {
+    measure.begin(JSON.stringify(texts));
+    measure.show(dial.text);
+  }
 }
 
 // What is known of the dial's position without asking anybody.
 function showPosition() {
-  by("against").textContent = dial.label;
+  by("against").textContent = dial.chosen.name;
   ratios.show(dial.text);
   costs.show(dial.text);
 }
@@ -168,13 +182,14 @@ function show(policy, explained, looked = new Set()) {
   view.show(explained, looked);
   costs.explained(policy, explained);
   costs.show(dial.text);
-  note(told(explained));
+  note(told(policy, explained));
 }
 
 // Numbers of the chunks that would be prefilled.
 function fresh({ spans, tokens }) {
   const chunks = spans.filter((span) => span.kind === "chunk");
-  return new Set(chunks.flatMap((span, index) => (tokens[span.start]?.state === "prefilled" ? [index] : [])));
+  const isPrefilled = (token) => token.state === "prefilled";
+  return new Set(chunks.flatMap(({ start, stop }, index) => (tokens.slice(start, stop).some(isPrefilled) ? [index] : [])));
 }
 
 // The dial moved: what it would compute, at once; and the answer that follows, if there was one.
@@ -199,29 +214,33 @@ async function look(signal) {
   // Who chooses tokens has to look at the chunks, so those that were missing are there now.
   const looked = explained.recomputed_tokens ? fresh(explained) : new Set();
   show(policy, explained, looked);
-  if (looked.size) note(`${told(explained)} ${looked.size} of the chunks were prefilled just now, to choose from them.`);
+  if (looked.size) note(`${told(policy, explained)} ${looked.size} of the chunks were prefilled just now, to choose from them.`);
 }
 
 // What the cache holds of the documents; computes nothing.
 async function peek(signal) {
   const asked = asks();
-  if (!asked.question || !asked.documents) return;
+  if (asked.documents) measureOver(asked.documents);
+  if (!asked.question || !asked.documents) return note("The prompt is shown once there are a question and its documents.");
   const explained = await explain(asked, null, peeking(), signal);
   const missing = fresh(explained).size;
-  const chunks = explained.spans.filter((span) => span.kind === "chunk").length;
-  measureOver(asked);
   show(peeking(), explained);
+  if (!hasChunks(explained)) return;
   note(
     missing
-      ? `Nothing was computed yet: ${missing} of ${chunks} documents are not cached. Ask, or move the dial.`
+      ? `Not cached yet: ${missing} of ${plural(asked.documents.length, "document")}. Ask, or move the dial.`
       : "All documents are cached. Ask, or move the dial.",
   );
 }
 
-function told({ policy, gate, recomputed_tokens: again, tokens, query_tokens: query }) {
+const hasChunks = ({ spans }) => spans.some((span) => span.kind === "chunk");
+
+function told(policy, explained) {
+  const { gate, recomputed_tokens: again, tokens, query_tokens: query } = explained;
+  if (!hasChunks(explained)) return NO_DOCUMENTS;
   if (gate) return `The gate: ${gate}.`;
-  if (tokens[0]?.state === "computed") return `${policy}: everything is computed.`;
-  return `${policy}: ${again} of ${tokens.length - query} tokens before the question are computed again.`;
+  if (tokens[0]?.state === "computed") return `${inWords(policy)}: everything is computed.`;
+  return `${inWords(policy)}: ${count(again)} of ${plural(tokens.length - query, "token")} before the question are computed again.`;
 }
 
 function note(text) {
@@ -234,20 +253,28 @@ function edited() {
   soon(peek, 2 * DEBOUNCE);
 }
 
+// Somebody changed a sample, which can be chosen again now.
+function changed() {
+  by("sample").value = OWN;
+  edited();
+}
+
 function choose(sample) {
   by("question").value = sample.question;
-  by("retrieve").checked = false;
+  if (by("retrieve").checked) by("retrieve").click();
+  documents.set(sample.documents, { isSample: true });
+  tellOfFiles();
   if (sample.policy) dial.set(sample.policy);
   showPosition();
-  retrieving();
+  edited();
 }
 
 function retrieving() {
   const is = by("retrieve").checked;
-  by("top-row").hidden = !is;
-  by("retrieve-note").hidden = !is;
+  for (const id of ["top-row", "retrieve-note"]) by(id).hidden = !is;
   by("adding").hidden = is;
-  documents.set(is ? [] : state.samples[by("sample").value].documents, { readOnly: is, isSample: true });
+  if (is) state.putBack = documents.takeAside();
+  else state.putBack?.();
   edited();
 }
 
@@ -255,8 +282,7 @@ function retrieving() {
 // Each file is a run of documents; what cannot be used is told, the others are added.
 async function addFiles(files) {
   settle(false);
-  tell("files-note", "");
-  tell("files-error", "");
+  tellOfFiles();
   const [added, refused] = [[], []];
   for (const file of files) {
     try {
@@ -268,9 +294,8 @@ async function addFiles(files) {
       refused.push(error.message);
     }
   }
-  tell("files-note", added.length ? `Added ${added.join(", ")}.` : "");
-  tell("files-error", refused.join(" "));
-  if (added.length) edited();
+  tellOfFiles(added.length ? `Added ${added.join(", ")}.` : "", refused.join(" "));
+  if (added.length) changed();
   else settle(!state.timer && !state.running);
 }
 
@@ -283,14 +308,16 @@ async function readable(file) {
   }
   const letters = [...others, ...texts].reduce((sum, text) => sum + text.length, 0);
   if (state.window && letters > MOST_LETTERS * state.window) {
-    throw new Error(`${file.name} would make ${letters.toLocaleString("en")} letters of documents, more than the ${plural(state.window, "token")} that ${state.model} reads; give a smaller file.`);
+    throw new Error(`${file.name} would make ${count(letters)} letters of documents, more than the ${plural(state.window, "token")} that ${state.model} reads; give a smaller file.`);
   }
   return texts;
 }
 
-function tell(id, text) {
-  by(id).textContent = text;
-  by(id).hidden = !text;
+function tellOfFiles(added = "", refused = "") {
+  for (const [id, text] of [["files-note", added], ["files-error", refused]]) {
+    by(id).textContent = text;
+    by(id).hidden = !text;
+  }
 }
 
 // A file that is dropped beside the list would else be opened instead of this page.
@@ -321,6 +348,10 @@ async function begin() {
   const config = (state.config = await getJson("/playground/config"));
   state.samples = config.reader ? FACTS : ARTICLES;
   state.samples.forEach(({ name }, index) => by("sample").add(new Option(name, index)));
+  const own = new Option("Your own", OWN);
+  own.disabled = own.hidden = true; // shown where it is so, and never chosen
+  by("sample").add(own);
+  if (!config.auxiliary) dial.disable("cacheclip", "start with --auxiliary MODEL");
   by("question").value = state.samples[0].question;
   documents.set(state.samples[0].documents, { isSample: true });
   showPosition();
@@ -345,7 +376,7 @@ async function meet() {
 }
 
 by("sample").addEventListener("change", (event) => choose(state.samples[event.target.value]));
-by("question").addEventListener("input", edited);
+by("question").addEventListener("input", changed);
 by("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -356,7 +387,8 @@ by("retrieve").addEventListener("change", retrieving);
 by("add").addEventListener("click", () => documents.add("", { focus: true }));
 by("clear").addEventListener("click", () => {
   documents.set([]);
-  edited();
+  tellOfFiles();
+  changed();
 });
 receiveFiles();
 by("key").value = apiKey();
@@ -368,7 +400,9 @@ by("key-form").addEventListener("submit", (event) => {
 });
 by("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (isBusy()) state.running?.abort();
+  // The button stops an answer; Enter stops it, too, unless something else is asked now.
+  const isNew = !event.submitter && JSON.stringify(asks()) !== state.asking;
+  if (isBusy() && !isNew) state.running?.abort();
   else run(ask, { isAsking: true });
 });
 addEventListener("keydown", (event) => {

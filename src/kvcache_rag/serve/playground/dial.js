@@ -1,40 +1,35 @@
 // The policy dial: which policies there are, what their slider means, and the name for the server.
+// It starts at the amounts that docs/quality.md measures.
 
-const PERCENT = { name: "Share of the chunks", min: 0, max: 100, say: (value) => `${value} %` };
+// `parts`: how many of the slider's steps are 1 for the server.
+const PERCENT = { name: "Share of the chunks", min: 0, max: 100, parts: 100, say: (value) => `${value} %` };
+const TOKENS = { name: "Tokens of each chunk", min: 0, max: 64, parts: 1, say: String };
 
 export const POLICIES = [
-  { id: "reuse", label: "Reuse – nothing" },
-  {
-    id: "legolink",
-    label: "LegoLink – beginnings of chunks",
-    slider: { name: "Tokens of each chunk", min: 0, max: 64, say: String },
-    start: 8,
-    write: (value) => `legolink:${value}`,
-  },
-  {
-    id: "cacheblend",
-    label: "CacheBlend – tokens that differ most",
-    slider: PERCENT,
-    start: 30,
-    write: (value) => `cacheblend:${value / 100}`,
-  },
-  {
-    id: "cacheclip",
-    label: "CacheClip – tokens that matter",
-    slider: PERCENT,
-    start: 30,
-    write: (value) => `cacheclip:${value / 100}`,
-  },
-  { id: "composite", label: "Composite – nothing, own places" },
-  { id: "ape", label: "APE – nothing, chunks weighed" },
-  { id: "combination", label: "Combination – computed together" },
-  { id: "full", label: "Full prefill – everything" },
+  { id: "reuse", name: "Reuse", computes: "nothing" },
+  { id: "legolink", name: "LegoLink", computes: "beginnings of chunks", slider: TOKENS, start: 16 },
+  { id: "cacheblend", name: "CacheBlend", computes: "tokens that differ most", slider: PERCENT, start: 20 },
+  { id: "cacheclip", name: "CacheClip", computes: "tokens that matter", slider: PERCENT, start: 20 },
+  { id: "composite", name: "Composite", computes: "nothing, own places" },
+  { id: "ape", name: "APE", computes: "nothing, chunks weighed" },
+  { id: "combination", name: "Combination", computes: "computed together" },
+  { id: "full", name: "Full prefill", computes: "everything" },
 ];
+
+const policyOf = (id) => POLICIES.find((one) => one.id === id);
+const option = ({ name }, says) => `${name} – ${says}`;
+
+// A policy as the server reads it, such as "cacheblend:0.3", in words: "CacheBlend 30 %".
+export function inWords(text) {
+  const [id, amount] = text.split(":");
+  const { name, slider } = policyOf(id);
+  return slider ? `${name} ${slider.say(Math.round(Number(amount) * slider.parts))}` : name;
+}
 
 export class Dial {
   constructor(policy, amount, name, value, onChange) {
     Object.assign(this, { policy, amount, name, value });
-    for (const one of POLICIES) policy.add(new Option(one.label, one.id));
+    for (const one of POLICIES) policy.add(new Option(option(one, one.computes), one.id));
     policy.addEventListener("change", () => {
       this.#choose(this.chosen.start);
       onChange();
@@ -47,23 +42,25 @@ export class Dial {
   }
 
   get chosen() {
-    return POLICIES.find((one) => one.id === this.policy.value);
+    return policyOf(this.policy.value);
   }
 
-  // The policy's name alone.
-  get label() {
-    return this.chosen.label.split(" – ")[0];
-  }
-
-  // The policy as the server reads it, such as "cacheblend:0.3".
+  // The policy as the server reads it.
   get text() {
-    const { id, write } = this.chosen;
-    return write ? write(Number(this.amount.value)) : id;
+    const { id, slider } = this.chosen;
+    return slider ? `${id}:${Number(this.amount.value) / slider.parts}` : id;
   }
 
   set(id, amount) {
     this.policy.value = id;
     this.#choose(amount ?? this.chosen.start);
+  }
+
+  // A policy that this server cannot follow, and what to do about that.
+  disable(id, advice) {
+    const found = this.policy.querySelector(`[value=${id}]`);
+    found.disabled = true;
+    found.textContent = option(policyOf(id), advice);
   }
 
   #choose(start) {

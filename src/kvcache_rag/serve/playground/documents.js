@@ -25,6 +25,16 @@ export class Documents {
     this.isSample = isSample;
   }
 
+  // Takes all away; what it gives back puts them there again.
+  takeAside() {
+    const [items, isSample] = [[...this.list.children], this.isSample];
+    this.set([]);
+    return () => {
+      this.list.replaceChildren(...items);
+      this.isSample = isSample;
+    };
+  }
+
   // `source`: of which file it is.
   add(text = "", { readOnly = false, focus = false, source = "" } = {}) {
     const item = element("li");

@@ -1,13 +1,26 @@
 // What was measured here: ratios of times to first tokens, and what each position of the dial costs.
 
-import { element, median, plural, seconds, times } from "./text.js";
+import { inWords } from "./dial.js";
+import { count, element, median, plural, seconds, times } from "./text.js";
 
 const MOST = 10; // questions
 
+// What belongs to the documents of now: others have other ratios, and cost something else.
+class OverDocuments {
+  found = new Map(); // by the dial's position
+  #key = null;
+
+  begin(key) {
+    if (key !== this.#key) this.found.clear();
+    this.#key = key;
+  }
+}
+
 // Full prefill's time to the first token over the stitched answer's, of the last questions of each policy.
-export class Ratios {
+export class Ratios extends OverDocuments {
   constructor({ value, note, marks }) {
-    Object.assign(this, { value, note, marks, found: new Map() });
+    super();
+    Object.assign(this, { value, note, marks });
   }
 
   add(policy, { full, stitched, isWarm, question }) {
@@ -17,19 +30,19 @@ export class Ratios {
 
   show(policy) {
     const found = this.found.get(policy) ?? [];
-    const ratios = found.map((one) => one.ratio);
-    this.value.textContent = found.length ? times(median(ratios)) : "–";
-    this.note.textContent = this.#told(policy, found);
-    const top = Math.max(2, ...ratios);
+    const warm = found.filter((one) => one.isWarm);
+    this.value.textContent = warm.length ? times(median(warm.map((one) => one.ratio))) : "–";
+    this.note.textContent = this.#told(policy, warm.length, found.length - warm.length);
+    const top = Math.max(2, ...found.map((one) => one.ratio));
     this.marks.replaceChildren(...found.map((one) => this.#mark(one, top)));
   }
 
-  #told(policy, found) {
-    if (!found.length) return `No question was answered by ${policy} yet.`;
-    const cold = found.filter((one) => !one.isWarm).length;
-    const some = found.length === 1 ? "the last question" : `the last ${found.length} questions`;
-    const which = cold ? ` ${plural(cold, "ring")}: chunks were prefilled first.` : "";
-    return `Full prefill's time to the first token over that of ${policy}: median of ${some}.${which}`;
+  #told(policy, warm, cold) {
+    if (!warm && !cold) return `No question about these documents was answered by ${inWords(policy)} yet.`;
+    const rings = cold ? `${plural(cold, "ring")}: chunks were prefilled first.` : "";
+    if (!warm) return `${rings} Ask again to see a ratio.`;
+    const much = `median of ${plural(warm, "answer")}, all chunks cached.`;
+    return `Full prefill's time to the first token over that of ${inWords(policy)}: ${much} ${rings}`.trim();
   }
 
   // As high as its ratio; its number stands below it.
@@ -46,16 +59,11 @@ export class Ratios {
   }
 }
 
-// Tokens computed again and times to first tokens, by position of the dial, over the documents of now.
-export class Costs {
+// Tokens computed again and times to first tokens, by position of the dial.
+export class Costs extends OverDocuments {
   constructor({ rows, said }) {
-    Object.assign(this, { rows, said, key: null, found: new Map() });
-  }
-
-  // Other documents cost something else.
-  begin(key) {
-    if (key !== this.key) this.found.clear();
-    this.key = key;
+    super();
+    Object.assign(this, { rows, said });
   }
 
   #of(policy) {
@@ -84,19 +92,19 @@ export class Costs {
   }
 
   #told({ tokens, all, ttfts }) {
-    const again = `Computes ${tokens.toLocaleString("en")} of ${plural(all, "token")} before the question again`;
+    const again = `Computes ${count(tokens)} of ${plural(all, "token")} before the question again`;
     if (!ttfts.length) return `${again}; its time to the first token was not measured yet.`;
     const answers = `median of ${plural(ttfts.length, "answer")}`;
     return `${again}; first token after ${seconds(median(ttfts))} on this machine (${answers}).`;
   }
 
-  #row(name, { tokens, ttfts }, isNow) {
+  #row(policy, { tokens, ttfts }, isNow) {
     const row = element("tr");
     if (isNow) row.setAttribute("aria-current", "true");
-    const head = element("th", "", name);
+    const head = element("th", "", inWords(policy));
     head.scope = "row";
     const time = ttfts.length ? `${seconds(median(ttfts))} (${ttfts.length})` : "–";
-    row.append(head, element("td", "", tokens.toLocaleString("en")), element("td", "", time));
+    row.append(head, element("td", "", count(tokens)), element("td", "", time));
     return row;
   }
 }

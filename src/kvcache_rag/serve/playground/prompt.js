@@ -1,10 +1,10 @@
 // The prompt as coloured tokens. Everything is written as text: nothing in it is ever markup.
 
-import { element, plural } from "./text.js";
+import { count, element, plural } from "./text.js";
 
 export const STATES = {
   reused: { label: "reused", note: "keys and values come from the cache" },
-  prefilled: { label: "prefilled", note: "its chunk was not cached: computed by itself, then kept" },
+  prefilled: { label: "prefilled", note: "its chunk is not cached: an answer computes it by itself and keeps it" },
   recomputed: { label: "recomputed", note: "cached, and computed again among the other chunks" },
   pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was kept" },
   computed: { label: "computed", note: "the question; everything in a full prefill" },
@@ -25,9 +25,9 @@ export class PromptView {
   #entry(state) {
     const entry = element("li", "");
     const { label, note } = STATES[state];
-    const count = element("b", "", "–");
-    count.dataset.state = state;
-    entry.append(element("span", `token ${state}`, label), count, element("span", "quiet", note));
+    const number = element("b", "", "–");
+    number.dataset.state = state;
+    entry.append(element("span", `token ${state}`, label), number, element("span", "quiet", note));
     return entry;
   }
 
@@ -58,11 +58,15 @@ export class PromptView {
     if (left > 0) this.spans.append(element("p", "quiet", `${plural(left, "more token")} not drawn`));
   }
 
+  // Where no chunk was cached the instruction does not count as cached either, as in answers' `usage`.
   #markFresh(fresh) {
-    const chunks = this.explained.spans.filter((span) => span.kind === "chunk");
-    for (const index of fresh) {
-      for (let at = chunks[index]?.start; at < chunks[index]?.stop; at += 1) {
-        const token = this.explained.tokens[at];
+    const { spans, tokens } = this.explained;
+    const chunks = spans.filter((span) => span.kind === "chunk");
+    const isCached = ({ start, tier }, index) => !fresh.has(index) && (tier || tokens[start].state === "reused");
+    const news = chunks.filter((_, index) => fresh.has(index));
+    if (!chunks.some(isCached)) news.push(...spans.filter((span) => span.kind === "prefix"));
+    for (const { start, stop } of news) {
+      for (const token of tokens.slice(start, stop)) {
         if (token.state === "reused") token.state = "prefilled";
       }
     }
@@ -72,11 +76,11 @@ export class PromptView {
     const counts = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
     for (const token of this.explained.tokens) counts[token.state] += 1;
     this.bar.replaceChildren();
-    for (const [state, count] of Object.entries(counts)) {
-      this.legend.querySelector(`[data-state=${state}]`).textContent = count.toLocaleString("en");
-      if (!count) continue;
+    for (const [state, tokens] of Object.entries(counts)) {
+      this.legend.querySelector(`[data-state=${state}]`).textContent = count(tokens);
+      if (!tokens) continue;
       const part = element("span", state);
-      part.style.flexGrow = count;
+      part.style.flexGrow = tokens;
       this.bar.append(part);
     }
   }
@@ -100,7 +104,7 @@ export class PromptView {
   }
 
   #origin(kind, tier, state, isFresh) {
-    if (kind === "prefix") return state === "reused" ? "computed once for all questions" : "";
+    if (kind === "prefix") return state === "computed" ? "" : "computed once for all questions";
     if (isFresh) return "prefilled just now";
     return state === "prefilled" ? "not cached yet" : tier && `from ${tier}`;
   }

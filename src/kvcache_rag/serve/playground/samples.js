@@ -85,7 +85,8 @@ export const ARTICLES = [
   },
   {
     name: "Where reuse may answer worse (move the dial)",
-    question: "When was the tower clock made?",
-    documents: HANDBOOK,
+    question: "How heavy is the weight of the clock?",
+    documents: [1, 3, 5, 7, 0, 2, 4, 6].map((index) => HANDBOOK[index]),
+    policy: "reuse",
   },
 ];

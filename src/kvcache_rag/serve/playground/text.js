@@ -1,12 +1,14 @@
 // Words and elements that several parts of the page write.
 
-export const plural = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+export const plural = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return `${Math.max(value * 1000, 0.1).toFixed(value < 0.1 ? 1 : 0)} ms`;
   return `${value.toFixed(2)} s`;
 }
+
+export const count = (number) => number.toLocaleString("en");
 
 export const times = (ratio) => `${ratio.toFixed(ratio < 10 ? 1 : 0)}×`;
 
