@@ -55,6 +55,15 @@ def test_the_readme_has_blocks_that_run() -> None:
     assert sum(page == "README.md" for page, *_ in BLOCKS) >= 2
 
 
+def test_the_first_pages_install_the_same() -> None:
+    readme, home = (
+        re.findall(r"^(?:pip install|kvcache-rag) .*$", page.read_text("utf-8"), re.M)
+        for page in (ROOT / "README.md", ROOT / "docs" / "index.md")
+    )
+    assert len(readme) >= 6
+    assert readme == home
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
