@@ -26,6 +26,7 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
+from kvcache_rag import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import KnownTexts, Reference
 from llama_index.kvcache_rag.conversation import Conversation
 from llama_index.kvcache_rag.references import llm_text, warn_of_changes, without_reference
@@ -210,15 +211,32 @@ class Ask:
 
 
 @contextmanager
+def told() -> Iterator[None]:
+    """While LlamaIndex asks the LLM: what is refused reaches whoever asked.
+
+    A synthesizer of LlamaIndex takes every ValueError for an answer that cannot be parsed, and says
+    "Empty Response" instead of it.
+    """
+    is_between = _report.get() is not None  # which an error forgets on its way through spans
+    try:
+        yield
+    except InvalidInputError as error:
+        if not is_between:
+            raise
+        raise KVCacheRagError(str(error)) from error
+
+
+@contextmanager
 def writing(
     llm: KVCacheLLM, template: BasePromptTemplate, values: Mapping[str, Any]
 ) -> Iterator[None]:
     """While LlamaIndex writes a template and hands the text to `llm`."""
-    token = _planned.set((_of_template(llm, template, values),))
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    with told():
+        token = _planned.set((_of_template(llm, template, values),))
+        try:
+            yield
+        finally:
+            _planned.reset(token)
 
 
 def _of_template(
