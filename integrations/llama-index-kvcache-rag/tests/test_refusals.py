@@ -148,8 +148,11 @@ async def test_nor_for_an_object_that_is_cut(index: VectorStoreIndex, engine: En
         list(streaming.query(QUESTION).response_gen)
 
 
-def test_who_asks_the_llm_himself_gets_the_error_as_it_is(engine: Engine) -> None:
+def test_who_asks_the_llm_himself_gets_the_error_as_it_is(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
     llm = KVCacheLLM(engine=engine, max_new_tokens=2)
+    list(index.as_query_engine(llm=llm, streaming=True).query(QUESTION).response_gen)
     with pytest.raises(InvalidInputError, match="raise max_new_tokens"):
         llm.structured_predict(Keeper, PromptTemplate("Who?"))
     with pytest.raises(InvalidInputError, match="foo is no option"):

@@ -69,6 +69,8 @@ _planned: ContextVar[tuple[_Found, ...]] = ContextVar("kvcache_rag_planned", def
 # What the answer that is being made has cost so far, and what the last one did.
 _report: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_report", default=None)
 _shown: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_shown", default=None)
+# How many synthesizers, one within the other, are at work.
+_synthesizers: ContextVar[int] = ContextVar("kvcache_rag_synthesizers", default=0)
 
 
 # ---------------------------------------------------------------------- which nodes there are
@@ -93,6 +95,8 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         tags: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        if isinstance(instance, BaseSynthesizer):
+            _synthesizers.set(_synthesizers.get() + 1)
         nodes = bound_args.arguments.get("nodes")
         if isinstance(instance, BaseSynthesizer) and isinstance(nodes, list):
             _know_all(nodes)
@@ -112,6 +116,7 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         result: Any | None = None,
         **_: Any,
     ) -> None:
+        _left(instance)
         if isinstance(result, list):
             _know_all(result)
         elif isinstance(instance, BaseSynthesizer) and hasattr(result, "source_nodes"):
@@ -130,7 +135,13 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         err: BaseException | None = None,
         **_: Any,
     ) -> None:
+        _left(instance)
         _report.set(None)
+
+
+def _left(instance: Any) -> None:
+    if isinstance(instance, BaseSynthesizer):
+        _synthesizers.set(max(0, _synthesizers.get() - 1))
 
 
 def _know_all(nodes: Sequence[Any]) -> None:
@@ -217,11 +228,10 @@ def told() -> Iterator[None]:
     A synthesizer of LlamaIndex takes every ValueError for an answer that cannot be parsed, and says
     "Empty Response" instead of it.
     """
-    is_between = _report.get() is not None  # which an error forgets on its way through spans
     try:
         yield
     except InvalidInputError as error:
-        if not is_between:
+        if not _synthesizers.get():
             raise
         raise KVCacheRagError(str(error)) from error
 
