@@ -19,6 +19,7 @@ from kvcache_rag import (
     PromptTemplate,
     Reuse,
     ReusePolicy,
+    TieredStore,
 )
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
@@ -336,3 +337,18 @@ def test_a_saved_model_brings_its_template_along(tmp_path: Path) -> None:
     assert Engine.from_pretrained(str(tmp_path)).prefix_text == "Read this.\n"
     chosen = Engine.from_pretrained(str(tmp_path), template=TEMPLATE, namespace="n")
     assert (chosen.template, chosen.namespace) == (TEMPLATE, "n")
+
+
+def test_what_is_no_store_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = r"^store must be a store, not 'kv'; give DiskStore\('kv'\)$"
+    with pytest.raises(InvalidInputError, match=wanted):
+        make_engine("kv")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"^combinations must be a store, not 3"):
+        make_engine(combinations=3)
+    with pytest.raises(InvalidInputError, match=r"^a tier must be a store"):
+        TieredStore("kv", MemoryStore())  # type: ignore[arg-type]
+    monkeypatch.setattr("kvcache_rag.engine.load", None)
+    with pytest.raises(InvalidInputError, match=wanted):
+        Engine.from_pretrained("tiny", store="kv")  # type: ignore[arg-type]

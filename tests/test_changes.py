@@ -150,6 +150,8 @@ def passes_on(path: Path, option: str) -> bool:
         ("cost_aware", set()),
         ("context_window", DECLARED),
         ("kv_max_bytes", DECLARED - {"serve/settings.py"}),
+        ("kv_codec", DECLARED - {"serve/settings.py"}),
+        ("kv_ttl", DECLARED - {"serve/settings.py"}),
     ],
 )
 def test_an_option_of_the_engine_is_written_in_three_files(option: str, declared: set[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 import tests.contracts as contracts
 from kvcache_rag.codecs import Codec, Int4, Int8
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
+from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
 from tests.contracts import LAYOUTS, StoreContract, empty_chunk, flat, key_of
 from tests.test_codecs_quantised import within
 from tests.test_stores import TestMemoryStore, TestTieredStore
@@ -149,3 +149,12 @@ def test_memory_that_keeps_no_such_form_says_so() -> None:
 
 class TestInt4DiskStore(QuantisedDiskContract):
     codec = Int4()
+
+
+def test_a_codec_by_name(tmp_path: Path) -> None:
+    assert DiskStore(tmp_path, codec="int4").codec.name == Int4.name
+    assert MemoryStore(codec="int8").codec.name == Int8.name
+    assert RemoteStore("memory://bucket/kv", codec="int8").codec.name == Int8.name
+    for codec in ("int7", Int8, 8):
+        with pytest.raises(InvalidInputError, match="codec"):
+            DiskStore(tmp_path, codec=codec)  # type: ignore[arg-type]

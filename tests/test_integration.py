@@ -44,7 +44,7 @@ from kvcache_rag.integration import (
     open_engine,
     text_digest,
 )
-from kvcache_rag.integration.engine import EngineSettings, open_store
+from kvcache_rag.integration.engine import EngineSettings, memory_codec, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -571,6 +571,17 @@ def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
     assert tiered.tiers[0] is memory
     with pytest.raises(InvalidInputError, match="codec"):
         open_store(tmp_path, codec="int7")
+    with pytest.raises(InvalidInputError, match="leave its ttl out"):
+        open_store("memory://bucket/kv", ttl=7)
+
+
+@pytest.mark.parametrize(
+    ("device", "codec", "kept"),
+    [("cpu", "int8", "int8-kc-vt"), ("cuda", "int8", None), ("cpu", "int4", None)],
+)
+def test_the_form_of_chunks_in_memory(device: str, codec: str, kept: str | None) -> None:
+    found = memory_codec(codec, device)
+    assert (found and found.name) == kept
 
 
 def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None:

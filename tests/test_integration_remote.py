@@ -317,7 +317,8 @@ def test_what_is_no_url_is_refused(url: Any) -> None:
 
 
 def test_a_server_that_is_not_there_is_told(free_port: int) -> None:
-    with pytest.raises(RemoteServerError, match="ConnectError"):
+    said = rf"cannot reach the server at http://127.0.0.1:{free_port} .*`kvcache-rag serve` running"
+    with pytest.raises(RemoteServerError, match=said):
         RemoteEngine(f"http://127.0.0.1:{free_port}", retries=0).generate("?")
 
 

@@ -150,7 +150,7 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(engine: Engine) -> N
     long = [replace(one, id=f"long {one.id}", chunks=("x" * 500,)) for one in fits]
     verdict = Verification([long[0], *fits], max_new_tokens=2).verdict(engine, [Reuse()])
     assert verdict.questions == 2
-    assert any(note.startswith("1 questions were left out") for note in verdict.notes)
+    assert any(note.startswith("1 question was left out") for note in verdict.notes)
     with pytest.raises(InvalidInputError, match=r"no question fits: .*split it"):
         Verification(long, max_new_tokens=2).verdict(engine, [Reuse()])
 

@@ -508,3 +508,11 @@ def test_a_server_is_verified_by_its_answers(
     verdict = Verdict.load(out)
     assert [row.policy for row in verdict.policies] == [repr(Reuse()), repr(Reuse("composite"))]
     assert Engine.from_pretrained("tiny", gate=out).gate is not None
+
+
+def test_one_question_is_one(tmp_path: Path) -> None:
+    from test_verdict import IDENTITY
+    from verdicts import REUSE, make_verdict
+
+    unsure = make_verdict(IDENTITY, {REUSE: 0.96}, questions=1)
+    assert "but 1 question proves only" in list(lines(unsure, "v.json"))[-2]

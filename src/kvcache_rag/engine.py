@@ -46,6 +46,7 @@ from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import ChunkStore, MemoryStore
+from kvcache_rag.stores.base import check_store
 
 if TYPE_CHECKING:
     import os
@@ -143,6 +144,8 @@ class Engine:
         del self._options["self"]
         check_settings(Engine.__init__, self._options)
         check_name("namespace", namespace)
+        check_store("store", store)
+        check_store("combinations", combinations)
         checked_mode(rotation)
         self._adapter = TransformersModel(
             model, packed_attention=packed_attention, window=context_window
@@ -236,6 +239,7 @@ class Engine:
         Raises:
             InvalidInputError: If the model cannot be loaded.
         """
+        check_store("store", store)  # before the model is loaded
         further = {**(model_kwargs or {}), **({"gguf_file": gguf_file} if gguf_file else {})}
         model, tokenizer, brought = load(
             name,

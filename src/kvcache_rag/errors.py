@@ -20,7 +20,7 @@ import difflib
 import math
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -154,24 +154,49 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+# Below it "temperature" would be a slip of "template".
+_ALIKE: Final = 0.75
+
+
 def close_to(name: str, known: Collection[str]) -> str:
     """The known name that was probably meant; "" if none is like it."""
-    return next(iter(difflib.get_close_matches(name, [*known], 1)), "")
+    return next(iter(difflib.get_close_matches(name, [*known], 1, _ALIKE)), "")
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> None:
+def refuse_unknown(
+    given: Iterable[str],
+    known: Collection[str],
+    what: str,
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
     """Refuse arguments that would be taken without a word and do nothing.
 
     Args:
         given: Names of the arguments.
         known: Those that there are.
         what: "argument of ...", for the sentence.
+        elsewhere: How what other names mean is said here.
 
     Raises:
         InvalidInputError: Naming the first unknown one, and the one that was probably meant.
     """
     for name in given:
         if name not in known:
-            close = close_to(name, known)
+            close, said = close_to(name, known), (elsewhere or {}).get(name)
             hint = f"did you mean {close}?" if close else "leave it out"
-            raise InvalidInputError(f"{name} is no {what}; {hint}")
+            raise InvalidInputError(f"{name} is no {what}; {f'say it by {said}' if said else hint}")
+
+
+def first_problem(problems: Iterable[Mapping[str, Any]], owner: str) -> InvalidInputError:
+    """What pydantic found of an owner's arguments, as one sentence.
+
+    Args:
+        problems: `errors()` of its `ValidationError`; the first is told.
+        owner: The name of the class.
+    """
+    first = next(iter(problems))
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidInputError):
+        return cause
+    where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return InvalidInputError(f"{where} of {owner} cannot be used: {said}")

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _INDENT: Final = 2  # columns that may stand before a table
 
 
+def plural(count: int, noun: str, *verb: str) -> str:
+    """A count with its noun, and with the verb that one thing and several have."""
+    said = f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return " ".join([said, verb[count != 1]]) if verb else said
+
+
 def is_rich(stream: TextIO) -> bool:
     """Whether a stream shows colours and lines that move."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from kvcache_rag.errors import FingerprintMismatchError, InvalidInputError
+from kvcache_rag.progress import plural
 
 VERSION: Final = 1
 
@@ -341,7 +342,8 @@ class Verdict:
             return f"the verdict has no score of {policy}, as full prefill itself scores nothing"
         reason = f"{policy} kept {100 * row.kept:.1f} % of full prefill's score"
         if row.kept >= asked:
-            reason += f", but {self.questions} questions prove only {100 * row.kept_low:.1f} %"
+            asked_of = plural(self.questions, "question", "proves", "prove")
+            reason += f", but {asked_of} only {100 * row.kept_low:.1f} %"
         return f"{reason}, below {100 * asked:g} %"
 
     def to_json(self) -> str:

@@ -10,14 +10,13 @@ import hashlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
+from langchain_core.documents import Document
 from langchain_core.prompts import StringPromptTemplate, format_document
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import Shown
 
 if TYPE_CHECKING:
-    from langchain_core.documents import Document
-
     from kvcache_rag.integration import MetadataWatch
 
 DOCUMENT_TYPE: Final = "text-plain"
@@ -37,9 +36,9 @@ def document_block(
         A standard text-plain block; `id` is the document's, or made from a digest of its text.
 
     Raises:
-        InvalidInputError: As from `document_text`.
+        InvalidInputError: If it is no document, or as from `document_text`.
     """
-    text = document_text(document, document_prompt)
+    text = document_text(checked_document(document), document_prompt)
     block: dict[str, Any] = {
         "type": DOCUMENT_TYPE,
         "mime_type": "text/plain",
@@ -55,6 +54,20 @@ def document_block(
 def _text_id(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"kv:sha256:{digest[:32]}"
+
+
+def checked_document(document: Any) -> Document:
+    """`document` if it is one.
+
+    Raises:
+        InvalidInputError: If it is something else.
+    """
+    if not isinstance(document, Document):
+        made = "Document(text)" if isinstance(document, str) else "one such as a retriever gives"
+        raise InvalidInputError(
+            f"a document is needed, not a {type(document).__name__}; give {made}"
+        )
+    return document
 
 
 def document_text(document: Document, document_prompt: StringPromptTemplate | None = None) -> str:

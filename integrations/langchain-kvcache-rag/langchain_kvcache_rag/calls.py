@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from langchain_core.runnables.config import ensure_config
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from kvcache_rag import InvalidInputError, ReusePolicy, policy_by_name
-from kvcache_rag.integration import ConversationForms, ToolChoice
+from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import ConversationForms, ToolChoice, given_policy
 from langchain_kvcache_rag.messages import Asked, Conversation, Grounded, in_two_roles
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Call:
     def prompt_kind(self) -> str:
         """What became of the caller's messages, as `kv_cache["prompt"]` says it."""
         if isinstance(self.asked, Grounded):
+            if not self.asked.texts:
+                return "plain"
             return "rearranged" if self.asked.prefix_mismatch else "reused"
         return "pasted" if self.is_pasted else "plain"
 
@@ -210,17 +212,17 @@ def with_policy(config: RunnableConfig | None, given: Mapping[str, Any]) -> dict
 
     Args:
         config: `config["configurable"]["policy"]` is a policy or the name of one.
-        given: The keywords; a policy among them wins.
+        given: The keywords; a policy among them, or the name of one, wins.
 
     Raises:
-        InvalidInputError: If the config's policy is none.
+        InvalidInputError: If the policy is none.
     """
-    policy = ensure_config(config)["configurable"].get("policy")
-    if policy is None or given.get("policy") is not None:
+    policy = given.get("policy")
+    if policy is None:
+        policy = ensure_config(config)["configurable"].get("policy")
+    if policy is None:
         return dict(given)
-    if not isinstance(policy, ReusePolicy):
-        policy = policy_by_name(policy)
-    return {**given, "policy": policy}
+    return {**given, "policy": given_policy(policy)}
 
 
 def for_asked(asked: Asked, options: dict[str, Any]) -> dict[str, Any]:

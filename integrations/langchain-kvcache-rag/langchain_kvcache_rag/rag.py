@@ -6,6 +6,7 @@ to the chat model as content blocks, one chunk each; everything else is the chat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any
@@ -178,6 +179,7 @@ class KVCacheRAG(RunnableSerializable[RagInput, AIMessage]):
 
     def _messages(self, given: Mapping[str, Any]) -> list[BaseMessage]:
         messages = messages_of(given, self.document_prompt)
+        _warn_of_history(given)
         if self.document_prompt is not None:
             for document in given["context"]:
                 warn_of_changes(document, self.document_prompt, self._watch)
@@ -307,6 +309,17 @@ def messages_of(
     blocks: list[Any] = [document_block(document, document_prompt) for document in context]
     blocks = blocks or [document_block(Document(""))]
     return [*turns, HumanMessage(content=[*blocks, {"type": "text", "text": question}])]
+
+
+def _warn_of_history(given: Mapping[str, Any]) -> None:
+    """Warn of earlier turns under another name than is read; other keys are the chain's own."""
+    named = [name for name in given if "history" in str(name) and name != "chat_history"]
+    turns = [name for name in named if given[name] and isinstance(given[name], (list, tuple))]
+    if turns and "chat_history" not in given:
+        warnings.warn(
+            f'KVCacheRAG does not read {turns[0]!r}; give earlier turns as "chat_history"',
+            stacklevel=2,
+        )
 
 
 def _checked(given: Any) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
 from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
-from kvcache_rag.integration import open_engine, refuse_unknown, remote_engine
+from kvcache_rag.integration import (
+    first_problem,
+    given_policy,
+    open_engine,
+    refuse_unknown,
+    remote_engine,
+)
 from langchain_kvcache_rag.messages import documents_of
 from langchain_kvcache_rag.responses import PROVIDER
 from langchain_kvcache_rag.retrieved import watch
@@ -36,7 +42,9 @@ _OF_THE_ENGINE: Final = (
     "device",
     "gate",
     "kv_dir",
+    "kv_codec",
     "kv_max_bytes",
+    "kv_ttl",
     "model_kwargs",
     "press",
     "rotation",
@@ -64,6 +72,16 @@ _NAMED: Final = (
     "gate",
     "press",
 )
+
+
+# How what other packages and parts of this one call so is said here.
+_ELSEWHERE: Final = {
+    "codec": "kv_codec=",
+    "ttl": "kv_ttl=",
+    "device_map": "device=",
+    "max_new_tokens": "max_tokens=",
+    "do_sample": "temperature=",
+}
 
 
 def _path(value: Any) -> str:
@@ -99,7 +117,8 @@ class ChatSettings(BaseChatModel):
             `PromptTemplate(chat_template_kwargs=...)`.
         overflow: What to do with documents that do not fit the context window: "refine" answers in
             several rounds, "drop_lowest" leaves out the last, "error" refuses.
-        policy: What is reused of cached chunks; None for the engine's policy.
+        policy: What is reused of cached chunks, or the name of that, such as "cacheblend:0.2"; None
+            for the engine's policy.
         max_batch_size: Most prompts in one padded `generate()` of `batch` and `abatch`.
         device: "cpu", "cuda", ...; None for CUDA if there is one.
         model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype` and
@@ -107,6 +126,9 @@ class ChatSettings(BaseChatModel):
         context_window: Lower it to keep prompts short; None for the model's own.
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
+        kv_codec: Form of the chunks there: "native", or in half or a quarter of the bytes "int8"
+            or "int4"; on a CPU "int8" is also the form in memory.
+        kv_ttl: Seconds for which a chunk is kept, used or not; None for no end.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
             works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
@@ -139,13 +161,17 @@ class ChatSettings(BaseChatModel):
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     overflow: Literal["refine", "drop_lowest", "error"] = "refine"
-    policy: InstanceOf[ReusePolicy] | None = Field(default=None, exclude=True)
+    policy: Annotated[InstanceOf[ReusePolicy] | None, BeforeValidator(given_policy)] = Field(
+        default=None, exclude=True
+    )
     max_batch_size: int = Field(default=16, gt=0)
     device: str | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
     context_window: int | None = Field(default=None, gt=0)
     kv_dir: Annotated[str, BeforeValidator(_path)] | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
+    kv_codec: Literal["native", "int8", "int4"] | None = None
+    kv_ttl: float | None = Field(default=None, gt=0)
     gate: Annotated[str, BeforeValidator(_path)] | None = None
     auxiliary: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
@@ -179,7 +205,8 @@ class ChatSettings(BaseChatModel):
             named = fields.pop("model_name")
             if fields.setdefault("model", named) != named:
                 raise InvalidInputError("model and model_name differ; give one of them")
-        refuse_unknown(fields, {*type(self).model_fields, "engine"}, "argument of ChatKVCache")
+        known = {*type(self).model_fields, "engine"}
+        refuse_unknown(fields, known, "argument of ChatKVCache", _ELSEWHERE)
         if engine is not None:
             _refuse_beside_engine(fields)
         # Code for other models often hands on None for "nothing said".
@@ -187,11 +214,7 @@ class ChatSettings(BaseChatModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise InvalidInputError(
-                f"{where} of ChatKVCache cannot be used: {first['msg']}"
-            ) from error
+            raise first_problem(error.errors(), "ChatKVCache") from error
         if self.engine_source is None:
             self.engine_source = Shared(engine)
         watch()

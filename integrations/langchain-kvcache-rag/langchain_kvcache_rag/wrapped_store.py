@@ -11,6 +11,7 @@ from langchain_core.vectorstores import VectorStore
 
 from kvcache_rag import InvalidInputError
 from kvcache_rag.integration import IngestedText, Reference, TextPrefiller
+from langchain_kvcache_rag.blocks import checked_document
 from langchain_kvcache_rag.client import source_of
 
 if TYPE_CHECKING:
@@ -48,9 +49,12 @@ def prefill(
     Raises:
         ContextTooLongError: If a text does not fit the model's context window; nothing is computed
             then.
-        InvalidInputError: If it is not said once, by `llm` or by `engine`, what prefills.
+        InvalidInputError: If it is not said once, by `llm` or by `engine`, what prefills, or
+            something is no document.
     """
-    given = [Document(one) if isinstance(one, str) else one for one in documents]
+    if isinstance(documents, (str, Document)):
+        raise InvalidInputError("prefill() takes a list of documents, not one; put it into a list")
+    given = [Document(one) if isinstance(one, str) else checked_document(one) for one in documents]
     prefilling = _Prefilling(_needed(llm, engine), name)
     keys = prefilling.compute([one.page_content for one in given], show_progress=show_progress)
     prefilling.claim([one.id or "" for one in given], [one.page_content for one in given], keys)

@@ -282,7 +282,7 @@ def test_a_bad_argument_of_a_call_is_said(
         ({"model_name": "other"}, "model and model_name differ"),
         ({"max_tokens": 0}, "max_tokens of ChatKVCache cannot be used"),
         ({"temperature": -1.0}, "temperature of ChatKVCache cannot be used"),
-        ({"policy": "Reuse()"}, "policy of ChatKVCache cannot be used"),
+        ({"policy": "Reuse()"}, r"there is no policy 'reuse\(\)'; did you mean reuse"),
         ({"template": "Read."}, "template of ChatKVCache cannot be used"),
         ({"overflow": "cut"}, "overflow of ChatKVCache cannot be used"),
     ],

@@ -299,7 +299,9 @@ async def test_nothing_found(index: VectorStoreIndex, llm: KVCacheLLM, way: str)
     )
     answer, response = await ask(made, way, QUESTION)
     assert answer == response.response == "I do not know."
-    assert (response.source_nodes, response.metadata) == ([], {})
+    assert response.source_nodes == []
+    cost = response.metadata["kv_cache"]
+    assert (cost["prompt"], cost["prompt_tokens"], cost["rounds"]) == ("plain", 0, 0)
     assert said(made.chat_history) == [("user", QUESTION), ("assistant", "I do not know.")]
 
 

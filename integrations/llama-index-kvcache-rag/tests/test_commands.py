@@ -296,8 +296,10 @@ def test_ask_in_json_and_by_full_prefill(
     ingested: Callable[..., str], command: Callable[..., str]
 ) -> None:
     ingested("--chroma", "other/db", "--kv", "other/kv")
-    question = ("ask", "Who keeps the lighthouse?", "--chroma", "other/db", "--json")
-    stitched = json.loads(command(*question, "--top-k", "1", "--max-new-tokens", "6"))
+    question = ("ask", "Who keeps the lighthouse, José?", "--chroma", "other/db", "--json")
+    said = command(*question, "--top-k", "1", "--max-new-tokens", "6")
+    assert '"question": "Who keeps the lighthouse, José?"' in said
+    stitched = json.loads(said)
     full = json.loads(command(*question, "--top-k", "1", "--max-new-tokens", "6", "--full"))
     assert stitched["answer"] == full["answer"]  # one chunk in its natural place
     assert stitched["metrics"]["reused_tokens"] > 0 == full["metrics"]["reused_tokens"]
@@ -307,7 +309,7 @@ def test_ask_in_json_and_by_full_prefill(
         stitched["metrics"]
     )
     assert stitched["sources"][0]["file"] == "keeper.txt"
-    assert stitched["question"] == "Who keeps the lighthouse?"
+    assert stitched["question"] == "Who keeps the lighthouse, José?"
 
 
 def test_ask_fills_up_what_has_gone(

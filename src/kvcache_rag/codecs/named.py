@@ -20,3 +20,18 @@ def by_name(name: str) -> Codec:
         if name in (short, codec.name):
             return codec()
     raise InvalidInputError(f"there is no codec {name!r}; use one of {', '.join(CODECS)}")
+
+
+def codec_of(given: Codec | str | None) -> Codec:
+    """The codec that a store is given, itself or by its name; `Native()` without one.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
+    if given is None:
+        return Native()
+    if isinstance(given, str):
+        return by_name(given)
+    if not isinstance(given, Codec):
+        raise InvalidInputError(f'codec must be such as Int8() or "int8", not {given!r:.80}')
+    return given

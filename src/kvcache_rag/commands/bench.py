@@ -21,12 +21,11 @@ from kvcache_rag.commands.listing import (
     add_weight_format,
     check_file,
     duration,
-    plural,
     quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.progress import table
+from kvcache_rag.progress import plural, table
 
 if TYPE_CHECKING:
     import argparse

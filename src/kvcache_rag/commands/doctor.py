@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import plural, quiet, size
-from kvcache_rag.progress import plain, table
+from kvcache_rag.commands.listing import quiet, size
+from kvcache_rag.progress import plain, plural, table
 
 if TYPE_CHECKING:
     import argparse

@@ -22,9 +22,9 @@ from kvcache_rag.commands.collections import (
     open_collections,
     referenced,
 )
-from kvcache_rag.commands.listing import model_name, plural, size
+from kvcache_rag.commands.listing import model_name, size
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.progress import plain
+from kvcache_rag.progress import plain, plural
 
 if TYPE_CHECKING:
     import argparse

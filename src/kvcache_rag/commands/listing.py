@@ -96,11 +96,6 @@ def size(count: float) -> str:
     return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def duration(seconds: float) -> str:
     """A length of time in its two largest units."""
     if seconds < 60:

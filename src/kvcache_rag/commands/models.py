@@ -12,11 +12,10 @@ from kvcache_rag.commands.listing import (
     MODEL,
     add_weight_format,
     moment,
-    plural,
     quiet,
     size,
 )
-from kvcache_rag.progress import table
+from kvcache_rag.progress import plural, table
 
 if TYPE_CHECKING:
     import argparse

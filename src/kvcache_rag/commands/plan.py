@@ -16,12 +16,11 @@ from kvcache_rag.commands.listing import (
     MODEL,
     add_weight_format,
     duration,
-    plural,
     quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.progress import table
+from kvcache_rag.progress import plural, table
 
 if TYPE_CHECKING:
     import argparse

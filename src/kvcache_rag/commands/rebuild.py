@@ -23,11 +23,11 @@ from kvcache_rag.commands.listing import (
     add_weight_format,
     duration,
     model_name,
-    plural,
     quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.progress import plural
 
 if TYPE_CHECKING:
     import argparse

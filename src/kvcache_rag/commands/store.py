@@ -18,11 +18,10 @@ from kvcache_rag.commands.listing import (
     duration,
     model_name,
     moment,
-    plural,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.progress import plain, progress_bar, table
+from kvcache_rag.progress import plain, plural, progress_bar, table
 
 if TYPE_CHECKING:
     import argparse

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, add_press, add_weight_format, plural
-from kvcache_rag.progress import table
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_press, add_weight_format
+from kvcache_rag.progress import plural, table
 from kvcache_rag.scoring.statistics import trials_without_loss, wilson
 
 if TYPE_CHECKING:
@@ -459,9 +459,10 @@ def _undecided(verdict: Verdict, full: str, share: str) -> str:
     close = max(rows, key=lambda row: (row.kept >= asked, row.kept_low))
     kept = f"{_percent(close.kept)} %"
     if close.kept >= asked:
+        asked_of = plural(verdict.questions, "question", "proves", "prove")
         return (
-            f"{full}; {close.policy} kept {kept} of its score, but {verdict.questions} questions "
-            f"prove only {_percent(close.kept_low)} % where {share} is asked: give more questions "
+            f"{full}; {close.policy} kept {kept} of its score, but {asked_of} "
+            f"only {_percent(close.kept_low)} % where {share} is asked: give more questions "
             f"({_needed(verdict, close)}), or accept less with --keep."
         )
     said = f"{full}, because no policy keeps {share} of its score; the closest, {close.policy}, "
@@ -469,7 +470,8 @@ def _undecided(verdict: Verdict, full: str, share: str) -> str:
         return f"{said}keeps {kept}."
     count = _about(verdict.questions * ((close.kept_high - close.kept) / (asked - close.kept)) ** 2)
     return (
-        f"{said}keeps {kept}, and {verdict.questions} questions do not rule out "
+        f"{said}keeps {kept}, and "
+        f"{plural(verdict.questions, 'question', 'does', 'do')} not rule out "
         f"{_percent(close.kept_high)} %: {count} like these would."
     )
 

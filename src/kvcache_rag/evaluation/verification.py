@@ -33,7 +33,7 @@ from kvcache_rag.integration.references import is_remote
 from kvcache_rag.kv.mask import block_mask
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.policies import FullRecompute, Reuse, ReusePolicy
-from kvcache_rag.progress import progress_bar
+from kvcache_rag.progress import plural, progress_bar
 from kvcache_rag.scoring.ask import (
     Workplace,
     Workplaces,
@@ -486,12 +486,13 @@ def notes(
     sentences = []
     if asked < WEAK_BELOW:
         sentences.append(
-            f"This verdict is weak: {asked} questions cannot tell policies apart; give at least "
-            f"{WEAK_BELOW}, better 200."
+            f"This verdict is weak: {plural(asked, 'question')} cannot tell policies apart; "
+            f"give at least {WEAK_BELOW}, better 200."
         )
     if asked < given:
         sentences.append(
-            f"{given - asked} questions were left out, because they do not fit the context window."
+            f"{plural(given - asked, 'question', 'was', 'were')} left out, not fitting the context "
+            "window."
         )
     if full.score < LEAST_FULL_SCORE and not is_blurred:
         sentences.append(

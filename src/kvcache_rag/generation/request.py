@@ -15,6 +15,7 @@ from kvcache_rag.errors import ContextTooLongError, FingerprintMismatchError, In
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
+from kvcache_rag.policies.named import no_policy
 from kvcache_rag.prefill import ContextChunk
 from kvcache_rag.prompt.template import ChatArguments, as_messages
 
@@ -160,9 +161,7 @@ class Planner:
         if tools or chat_template_kwargs:
             arguments = ChatArguments.of(tools, chat_template_kwargs)
         if not isinstance(policy, ReusePolicy):
-            raise InvalidInputError(
-                f"policy must be such as Reuse() or policy_by_name(...), not {policy!r}"
-            )
+            raise no_policy(policy)
         if overflow not in ("error", "drop_lowest", "refine"):
             raise InvalidInputError(
                 f'overflow must be "error", "drop_lowest" or "refine", not {overflow!r}'

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcache_rag.errors import first_problem as first_problem
     from kvcache_rag.errors import refuse_unknown as refuse_unknown
     from kvcache_rag.generation.grammar import JsonGrammars as JsonGrammars
     from kvcache_rag.generation.grammar import JsonProcessor as JsonProcessor
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.watch import MetadataWatch as MetadataWatch
     from kvcache_rag.integration.watch import Shown as Shown
     from kvcache_rag.models.adapters import lasting_adapter as lasting_adapter
+    from kvcache_rag.models.generate import checked_generation as checked_generation
     from kvcache_rag.models.linears import parameter_count as parameter_count
+    from kvcache_rag.policies.named import given_policy as given_policy
     from kvcache_rag.progress import dimmed as dimmed
     from kvcache_rag.progress import is_rich as is_rich
     from kvcache_rag.progress import plain as plain

@@ -16,6 +16,7 @@ from kvcache_rag.errors import InvalidInputError, check_name, check_settings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvcache_rag.codecs import Codec
     from kvcache_rag.engine import Engine
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.models.linears import WeightFormat
@@ -190,6 +191,7 @@ def open_store(
     *,
     codec: str = "native",
     max_bytes: int | None = None,
+    ttl: float | None = None,
     memory: MemoryStore | None = None,
     **options: Any,
 ) -> ChunkStore:
@@ -199,14 +201,15 @@ def open_store(
         place: A folder, or a URL such as `s3://bucket/folder`; None for memory alone.
         codec: Form of the chunks there: "native", "int8" or "int4".
         max_bytes: Limit of a folder; who serves a URL limits it there.
+        ttl: Seconds from the writing of a chunk in a folder to its end; None for no end.
         memory: What stands before it; None for nothing.
         options: Further arguments of `DiskStore`, or for a URL of `RemoteStore`.
 
     Raises:
-        InvalidInputError: If it cannot be a store, or there is no such codec.
+        InvalidInputError: If it cannot be a store, there is no such codec, or a URL comes with a
+            `ttl`.
         MissingExtraError: If the driver of the URL is not installed.
     """
-    from kvcache_rag.codecs import by_name
     from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 
     check_settings(open_store, {"codec": codec, "max_bytes": max_bytes})
@@ -214,10 +217,30 @@ def open_store(
         return MemoryStore() if memory is None else memory
     store: ChunkStore
     if is_url(place):
-        store = RemoteStore(os.fspath(place), codec=by_name(codec), **options)
+        if ttl is not None:
+            raise InvalidInputError(
+                f"chunks at {os.fspath(place)} end where they are served; leave its ttl out"
+            )
+        store = RemoteStore(os.fspath(place), codec=codec, **options)
     else:
-        store = DiskStore(place, max_bytes=max_bytes, codec=by_name(codec), **options)
+        store = DiskStore(place, max_bytes=max_bytes, ttl=ttl, codec=codec, **options)
     return store if memory is None else TieredStore(memory, store)
+
+
+def memory_codec(codec: str, device: str | None) -> Codec | None:
+    """The form of chunks in the memory before a store: on a CPU its own, if attention reads that.
+
+    Args:
+        codec: Of the store, by name.
+        device: Of the model; None for CUDA if there is one.
+    """
+    import torch
+
+    from kvcache_rag.codecs import by_name
+
+    found = by_name(codec)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return found if found.is_attended and place == "cpu" else None
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -247,6 +270,8 @@ def open_engine(
     *,
     kv_dir: str | os.PathLike[str] | None = None,
     kv_max_bytes: int | None = None,
+    kv_codec: str | None = None,
+    kv_ttl: float | None = None,
     system_prompt: str | None = None,
     template: PromptTemplate | None = None,
     device_map: str | Mapping[str, Any] | None = None,
@@ -269,6 +294,8 @@ def open_engine(
         tokenizer: A loaded one or a name; None for the model's own.
         kv_dir: Folder of the chunks' KV; None to keep it in memory only.
         kv_max_bytes: Limit of that folder.
+        kv_codec: Form of the chunks there: "native", "int8" or "int4"; None for "native".
+        kv_ttl: Seconds for which a chunk is kept, there and in memory; None for no end.
         system_prompt: Instruction before the chunks, instead of the template's.
         template: How prompts are written; None for the one the model brings, else the default.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
@@ -314,8 +341,14 @@ def open_engine(
         auxiliary=auxiliary,
         press=press,
     )
+    codec = kv_codec or "native"
     store = open_store(
-        kv_dir, max_bytes=kv_max_bytes, memory=MemoryStore(), signing_key=signing_key
+        kv_dir,
+        codec=codec,
+        max_bytes=kv_max_bytes,
+        ttl=kv_ttl,
+        memory=MemoryStore(ttl=kv_ttl, codec=memory_codec(codec, device)),
+        signing_key=signing_key,
     )
     return settings.open(store)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, RemoteServerError
 
@@ -54,7 +54,10 @@ class ServerClient:
 
     Attributes:
         url: Where it is.
+        started_by: The command that starts such a server.
     """
+
+    started_by: ClassVar[str] = "kvcache-rag serve"
 
     def __init__(
         self,
@@ -170,7 +173,17 @@ class ServerClient:
                     )
                 yield response
         except _httpx().HTTPError as error:
-            raise LostError(f"{self.url}{path}: {error!r}") from error
+            raise LostError(self._lost(path, error)) from error
+
+    def _lost(self, path: str, error: Exception) -> str:
+        """What is wrong, where no answer came."""
+        httpx = _httpx()
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return (
+                f"cannot reach the server at {self.url} ({error or type(error).__name__}); "
+                f"is `{self.started_by}` running there?"
+            )
+        return f"the server at {self.url} was lost at {path}: {error!r}"
 
 
 def _httpx() -> Any:

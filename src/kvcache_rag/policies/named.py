@@ -12,12 +12,12 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError, close_to
-from kvcache_rag.policies.base import MOST_PARTS, Union
+from kvcache_rag.policies.base import MOST_PARTS, ReusePolicy, Union
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_rag.policies.base import ReusePolicy, Scorer
+    from kvcache_rag.policies.base import Scorer
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,27 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
         raise InvalidInputError(f"at most {MOST_PARTS} policies can be joined; name fewer")
     parts = [_one(part.strip(), auxiliary) for part in text.split("|")]
     return parts[0] if len(parts) == 1 else Union(*parts)
+
+
+def given_policy(policy: ReusePolicy | str | None) -> ReusePolicy | None:
+    """A policy as an application says it: itself, its name, or None for the engine's.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
+    if isinstance(policy, str):
+        return policy_by_name(policy)
+    if policy is not None and not isinstance(policy, ReusePolicy):
+        raise no_policy(policy)
+    return policy
+
+
+def no_policy(given: object) -> InvalidInputError:
+    """What says that something is no policy."""
+    made = f"; write {given.__name__}()" if isinstance(given, type) else ""
+    return InvalidInputError(
+        f"policy must be such as Reuse() or policy_by_name(...), not {given!r}{made}"
+    )
 
 
 def name_of(policy: ReusePolicy) -> str:

@@ -13,11 +13,9 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from kvcache_rag.codecs import by_name
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
+from kvcache_rag.integration.engine import memory_codec as codec_before
 from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.connections import HEAD, patient
@@ -178,10 +176,8 @@ def open_store(settings: ServerSettings) -> ChunkStore:
 
 
 def memory_codec(settings: ServerSettings) -> Codec | None:
-    """The form of chunks in memory: on a CPU, that of the store where attention reads it."""
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    codec = by_name(settings.codec)
-    return codec if codec.is_attended and device == "cpu" and settings.store else None
+    """The form of chunks in memory; without a store they are as the model made them."""
+    return codec_before(settings.codec, settings.device) if settings.store else None
 
 
 def open_combinations(settings: ServerSettings) -> ChunkStore:

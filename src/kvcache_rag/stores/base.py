@@ -433,6 +433,17 @@ def check_out(key: ChunkKey, layout: ChunkLayout, out: ChunkKV) -> None:
     check_chunk(key, out)
 
 
+def check_store(name: str, store: object) -> None:
+    """Refuse an argument that is no store; None is for whoever has a store of its own.
+
+    Raises:
+        InvalidInputError: Saying what makes one of a folder's name.
+    """
+    if store is not None and not isinstance(store, ChunkStore):
+        given = f"DiskStore({store!r})" if isinstance(store, str) else "a MemoryStore or DiskStore"
+        raise InvalidInputError(f"{name} must be a store, not {store!r:.80}; give {given}")
+
+
 def check_ttl(ttl: float | None) -> float | None:
     """Return the life time.
 

@@ -11,6 +11,7 @@ import torch
 from cachetools import LRUCache
 
 from kvcache_rag.codecs import Codec, EncodedChunk, Native
+from kvcache_rag.codecs.named import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -103,7 +104,7 @@ class MemoryStore(ChunkStore):
         ttl: float | None = None,
         release_grace: float = 600.0,
         tier: str | None = None,
-        codec: Codec | None = None,
+        codec: Codec | str | None = None,
     ) -> None:
         """Open an empty store; with `max_bytes` 0 it keeps nothing.
 
@@ -115,7 +116,7 @@ class MemoryStore(ChunkStore):
             ttl: Seconds for which a chunk is kept.
             release_grace: Seconds for which a released chunk is kept.
             tier: Another name than "memory" or "device".
-            codec: `Int8()` in front of a store of that codec; None for `Native()`.
+            codec: `Int8()` or "int8" in front of a store of that codec; None for `Native()`.
 
         Raises:
             InvalidInputError: If `ttl` is not above zero, or there is no such memory, or it keeps
@@ -124,7 +125,7 @@ class MemoryStore(ChunkStore):
         check_settings(MemoryStore.__init__, locals(), infinite=("ttl", "release_grace"))
         self.max_bytes = max_bytes
         self.home = Home.checked(device, pinned=pinned)
-        self._codec = codec or Native()
+        self._codec = codec_of(codec)
         is_plain = self.home.device.type == "cpu" and not pinned
         if not (isinstance(self._codec, Native) or (self._codec.is_attended and is_plain)):
             raise InvalidInputError(

@@ -16,6 +16,7 @@ from kvcache_rag.stores.base import (
     StoreStats,
     check_key,
     check_out,
+    check_store,
     joined,
 )
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
@@ -70,6 +71,8 @@ class TieredStore(ChunkStore):
         check_settings(TieredStore.__init__, locals())
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
+        for store in stores:
+            check_store("a tier", store)
         names = [store.tier for store in stores]
         unknown = {write_back} if isinstance(write_back, str) else {*write_back} - {*names}
         if unknown:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from llama_index.core.memory import BaseMemory
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.schema import NodeWithScore
+    from llama_index.core.tools.types import ToolOutput
     from typing_extensions import Self
 
     from llama_index.kvcache_rag.llm import KVCacheLLM
@@ -244,6 +246,22 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
         )
 
     # ------------------------------------------------------------------ parts of a turn
+    def _run_c3(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        streaming: bool = False,
+    ) -> tuple[Any, ToolOutput, list[NodeWithScore]]:
+        return super()._run_c3(_asked(message), chat_history, streaming)
+
+    async def _arun_c3(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        streaming: bool = False,
+    ) -> tuple[Any, ToolOutput, list[NodeWithScore]]:
+        return await super()._arun_c3(_asked(message), chat_history, streaming)
+
     def _get_response_synthesizer(  # type: ignore[override]  # packs nothing, so it is no CompactAndRefine
         self, chat_history: Sequence[ChatMessage], streaming: bool = False
     ) -> KVCacheSynthesizer:
@@ -271,6 +289,13 @@ class KVCacheChatEngine(CondensePlusContextChatEngine):
         # worse than one that nobody waited for.
         turn = self._memory.aput_messages(_turn(message, answer))
         await asyncio.shield(asyncio.ensure_future(turn))
+
+
+def _asked(message: str) -> str:
+    """A message that can be searched for."""
+    if not isinstance(message, str) or not message.strip():
+        raise InvalidInputError("the question is empty; ask something")
+    return message
 
 
 def _own(chat_history: list[ChatMessage] | None) -> list[ChatMessage] | None:

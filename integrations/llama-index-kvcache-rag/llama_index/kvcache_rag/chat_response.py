@@ -43,7 +43,7 @@ class KVCacheChatResponse(StreamingAgentChatResponse):
 
     Attributes:
         metadata: That of the nodes by their ids, and under "kv_cache" the metrics as soon as the
-            answer has ended; empty if nothing was retrieved.
+            answer has ended.
     """
 
     is_writing_to_memory: bool = False

@@ -27,13 +27,25 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, SecretStr, field_serializer
+from llama_index.core.bridge.pydantic import (
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_serializer,
+)
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 
 from kvcache_rag import InvalidInputError, cancellable
-from kvcache_rag.integration import JsonGrammars, MetadataWatch, refuse_unknown
+from kvcache_rag.integration import (
+    JsonGrammars,
+    MetadataWatch,
+    first_problem,
+    given_policy,
+    refuse_unknown,
+)
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
 from llama_index.kvcache_rag.matching import Ask, watch, writing
 from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
@@ -71,6 +83,23 @@ if TYPE_CHECKING:
 
 # What an LLM of LlamaIndex has where its user wrote no form of his own.
 _OF_LLAMA_INDEX: Final = (messages_to_prompt, default_completion_to_prompt, None)
+# Of `generate_kwargs`, what is no argument of transformers' `generate()`.
+_OF_ENGINE: Final = (
+    *("max_new_tokens", "stop", "skip_special_tokens", "json_schema"),
+    *("chat_template_kwargs", "emit", "cancelled"),
+)
+# How what other packages and parts of this one call so is said here.
+_ELSEWHERE: Final = {
+    "temperature": 'generate_kwargs={"temperature": ...}',
+    "top_p": 'generate_kwargs={"temperature": ..., "top_p": ...}',
+    "top_k": 'generate_kwargs={"temperature": ..., "top_k": ...}',
+    "do_sample": 'generate_kwargs={"temperature": ...}',
+    "max_tokens": "max_new_tokens=",
+    "device": "device_map=",
+    "codec": "kv_codec=",
+    "ttl": "kv_ttl=",
+    "overflow": "KVCacheSynthesizer(overflow=...) or KVCacheQueryEngine.from_index(overflow=...)",
+}
 
 
 class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
@@ -99,6 +128,9 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             template.
         kv_dir: Folder of the chunks' KV, None to keep it in memory only.
         kv_max_bytes: Limit of that folder; the least recently used chunks go first.
+        kv_codec: Form of the chunks there: "native", or in half or a quarter of the bytes "int8"
+            or "int4"; on a CPU "int8" is also the form in memory.
+        kv_ttl: Seconds for which a chunk is kept, used or not; None for no end.
         gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
         auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
             works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
@@ -130,6 +162,8 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     is_chat_model: bool | None = None
     kv_dir: PathText | None = None
     kv_max_bytes: int | None = Field(default=None, gt=0)
+    kv_codec: Literal["native", "int8", "int4"] | None = None
+    kv_ttl: float | None = Field(default=None, gt=0)
     gate: PathText | None = None
     auxiliary: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
@@ -155,7 +189,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         model: Any = None,
         tokenizer: Any = None,
         template: PromptTemplate | None = None,
-        policy: ReusePolicy | None = None,
+        policy: ReusePolicy | str | None = None,
         **fields: Any,
     ) -> None:
         """Take an engine, a loaded model, or the name of one.
@@ -165,29 +199,36 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             model: A loaded transformers model, with `tokenizer`.
             tokenizer: Of `model`, or instead of the one of `model_name`.
             template: How prompts are written; None for the model's own or the default.
-            policy: What is reused of cached chunks; None for the engine's policy.
+            policy: What is reused of cached chunks, or the name of that, such as
+                "cacheblend:0.2"; None for the engine's policy.
             fields: The attributes of the class, and those of every LlamaIndex LLM.
 
         Raises:
-            InvalidInputError: If an argument is unknown, or `engine` comes with what only a new
-                engine could use.
+            InvalidInputError: If an argument is unknown or cannot be used, or `engine` comes with
+                what only a new engine could use.
         """
         fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
         own = ("engine", "model", "tokenizer", "template", "policy")
-        refuse_unknown(
-            fields, {*type(self).model_fields, *own}, f"argument of {type(self).__name__}"
-        )
+        name = type(self).__name__
+        known = {*type(self).model_fields, *own}
+        refuse_unknown(fields, known, f"argument of {name}", _ELSEWHERE)
         if isinstance(model, str):
             raise InvalidInputError(
                 f"model= takes a loaded model; name one by KVCacheLLM(model_name={model!r})"
             )
         # `HuggingFaceLLM` takes None for "nothing"; pydantic would refuse it.
-        super().__init__(**{name: value for name, value in fields.items() if value is not None})
+        given = {field: value for field, value in fields.items() if value is not None}
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise first_problem(error.errors(), name) from error
         if engine is not None:
-            given = {"base_url": self.base_url, "template": template}
-            refuse_beside_engine(self, model=model, tokenizer=tokenizer, **given)
-        self._engine, self._policy, self._loads = engine, policy, engine is None
+            beside = {"base_url": self.base_url, "template": template}
+            refuse_beside_engine(self, model=model, tokenizer=tokenizer, **beside)
+        self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
         self._given = (model, tokenizer, template)
+        if self.generate_kwargs and self.base_url is None:  # a server checks what it is told
+            _check_generation(self.generate_kwargs)
         loaded = model if engine is None else engine.model
         if not self.model_name and loaded is not None:
             self.model_name = str(getattr(loaded, "name_or_path", "") or type(loaded).__name__)
@@ -533,6 +574,13 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Without an engine; it is loaded with the first use."""
         KVCacheLLM.__init__(self, policy=state["policy"], **state["fields"])
+
+
+def _check_generation(generate_kwargs: Mapping[str, Any]) -> None:
+    from kvcache_rag.integration import checked_generation  # with torch
+
+    options = {name: one for name, one in generate_kwargs.items() if name not in _OF_ENGINE}
+    checked_generation(options, streaming=False)
 
 
 def _both(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
+from kvcache_rag import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import KnownTexts, Reference
 from llama_index.kvcache_rag.conversation import Conversation
 from llama_index.kvcache_rag.references import llm_text, warn_of_changes, without_reference
@@ -68,6 +69,8 @@ _planned: ContextVar[tuple[_Found, ...]] = ContextVar("kvcache_rag_planned", def
 # What the answer that is being made has cost so far, and what the last one did.
 _report: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_report", default=None)
 _shown: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_shown", default=None)
+# How many synthesizers, one within the other, are at work.
+_synthesizers: ContextVar[int] = ContextVar("kvcache_rag_synthesizers", default=0)
 
 
 # ---------------------------------------------------------------------- which nodes there are
@@ -92,6 +95,8 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         tags: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        if isinstance(instance, BaseSynthesizer):
+            _synthesizers.set(_synthesizers.get() + 1)
         nodes = bound_args.arguments.get("nodes")
         if isinstance(instance, BaseSynthesizer) and isinstance(nodes, list):
             _know_all(nodes)
@@ -111,6 +116,7 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         result: Any | None = None,
         **_: Any,
     ) -> None:
+        _left(instance)
         if isinstance(result, list):
             _know_all(result)
         elif isinstance(instance, BaseSynthesizer) and hasattr(result, "source_nodes"):
@@ -129,7 +135,13 @@ class _Watch(BaseSpanHandler[BaseSpan]):
         err: BaseException | None = None,
         **_: Any,
     ) -> None:
+        _left(instance)
         _report.set(None)
+
+
+def _left(instance: Any) -> None:
+    if isinstance(instance, BaseSynthesizer):
+        _synthesizers.set(max(0, _synthesizers.get() - 1))
 
 
 def _know_all(nodes: Sequence[Any]) -> None:
@@ -210,15 +222,31 @@ class Ask:
 
 
 @contextmanager
+def told() -> Iterator[None]:
+    """While LlamaIndex asks the LLM: what is refused reaches whoever asked.
+
+    A synthesizer of LlamaIndex takes every ValueError for an answer that cannot be parsed, and says
+    "Empty Response" instead of it.
+    """
+    try:
+        yield
+    except InvalidInputError as error:
+        if not _synthesizers.get():
+            raise
+        raise KVCacheRagError(str(error)) from error
+
+
+@contextmanager
 def writing(
     llm: KVCacheLLM, template: BasePromptTemplate, values: Mapping[str, Any]
 ) -> Iterator[None]:
     """While LlamaIndex writes a template and hands the text to `llm`."""
-    token = _planned.set((_of_template(llm, template, values),))
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    with told():
+        token = _planned.set((_of_template(llm, template, values),))
+        try:
+            yield
+        finally:
+            _planned.reset(token)
 
 
 def _of_template(

@@ -29,6 +29,7 @@ from pydantic_core import from_json
 
 from kvcache_rag import InvalidInputError, MissingExtraError
 from kvcache_rag.integration import json_grammar
+from llama_index.kvcache_rag.matching import told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -65,10 +66,11 @@ class StructuredOutput(CustomLLM):
             InvalidInputError: If decoding cannot be held to the schema, or the answer is cut.
             MissingExtraError: If llguidance is not installed.
         """
-        twin = self._held_to(output_cls)
-        found: Model = super(StructuredOutput, twin).structured_predict(
-            output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
-        )
+        with told():
+            twin = self._held_to(output_cls)
+            found: Model = super(StructuredOutput, twin).structured_predict(
+                output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
+            )
         return found
 
     async def astructured_predict(
@@ -79,10 +81,11 @@ class StructuredOutput(CustomLLM):
         **prompt_args: Any,
     ) -> Model:
         """`structured_predict` that does not block the event loop."""
-        twin = self._held_to(output_cls)
-        found: Model = await super(StructuredOutput, twin).astructured_predict(
-            output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
-        )
+        with told():
+            twin = self._held_to(output_cls)
+            found: Model = await super(StructuredOutput, twin).astructured_predict(
+                output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
+            )
         return found
 
     def stream_structured_predict(
@@ -93,10 +96,11 @@ class StructuredOutput(CustomLLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         """`structured_predict`, as objects that grow; the last one is whole."""
-        twin = self._held_to(output_cls)
-        return super(StructuredOutput, twin).stream_structured_predict(
-            output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
-        )
+        with told():
+            twin = self._held_to(output_cls)
+            return super(StructuredOutput, twin).stream_structured_predict(
+                output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
+            )
 
     async def astream_structured_predict(
         self,
@@ -106,10 +110,11 @@ class StructuredOutput(CustomLLM):
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
         """`stream_structured_predict` that does not block the event loop."""
-        twin = self._held_to(output_cls)
-        return await super(StructuredOutput, twin).astream_structured_predict(
-            output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
-        )
+        with told():
+            twin = self._held_to(output_cls)
+            return await super(StructuredOutput, twin).astream_structured_predict(
+                output_cls, prompt.model_copy(), llm_kwargs, **prompt_args
+            )
 
     def _structured_stream_call(
         self,
@@ -304,7 +309,7 @@ def _objects(
     responses: Generator[Any, None, None], output_cls: type[Model]
 ) -> Generator[Any, None, None]:
     growing = _Growing(output_cls)
-    with closing(responses):
+    with told(), closing(responses):
         for response in responses:
             yield from growing.read(response)
 
@@ -313,10 +318,11 @@ async def _aobjects(
     responses: AsyncGenerator[Any, None], output_cls: type[Model]
 ) -> AsyncGenerator[Any, None]:
     growing = _Growing(output_cls)
-    async with aclosing(responses):
-        async for response in responses:
-            for found in growing.read(response):
-                yield found
+    with told():
+        async with aclosing(responses):
+            async for response in responses:
+                for found in growing.read(response):
+                    yield found
 
 
 def _is_json(text: str) -> bool:

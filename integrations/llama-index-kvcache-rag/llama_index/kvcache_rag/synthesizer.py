@@ -23,8 +23,8 @@ from llama_index.core.instrumentation.events.synthesis import (
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
-from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import json_instruction, refuse_unknown
+from kvcache_rag import InvalidInputError, Metrics
+from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm_with_class
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
@@ -75,7 +75,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         self,
         llm: LLM | None = None,
         *,
-        policy: ReusePolicy | None = None,
+        policy: ReusePolicy | str | None = None,
         overflow: str = "refine",
         text_qa_template: BasePromptTemplate | None = None,
         chat_history: Sequence[ChatMessage] = (),
@@ -89,7 +89,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
 
         Args:
             llm: A `KVCacheLLM`, or what its `as_structured_llm` gave; None for `Settings.llm`.
-            policy: What is reused; None for the LLM's policy.
+            policy: What is reused, or the name of that; None for the LLM's policy.
             overflow: What to do when the chunks do not fit the context window: "refine" (several
                 rounds), "drop_lowest" or "error".
             text_qa_template: A template with `context_str` and, behind it, `query_str`; None for
@@ -119,7 +119,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         super().__init__(
             llm=self._kv_llm, streaming=streaming, output_cls=output_cls, **{**helpers, **options}
         )
-        self._policy, self._overflow = policy, overflow
+        self._policy, self._overflow = given_policy(policy), overflow
         self._template, self._messages = text_qa_template, tuple(chat_history)
         self._generate_kwargs, self._told = dict(generate_kwargs or {}), ""
         if output_cls is not None:
@@ -156,7 +156,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Answer from nodes; without any, with the empty response."""
-        report: dict[str, Any] = {}
+        report = _report_on(nodes)
         given = {**response_kwargs, "kv_nodes": nodes, "kv_report": report}
         response = super().synthesize(query, nodes, additional_source_nodes, **given)
         return _reported(response, report)
@@ -169,7 +169,7 @@ class KVCacheSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """`synthesize` that does not block the event loop."""
-        report: dict[str, Any] = {}
+        report = _report_on(nodes)
         given = {**response_kwargs, "kv_nodes": nodes, "kv_report": report}
         response = await super().asynthesize(query, nodes, additional_source_nodes, **given)
         return _reported(response, report)
@@ -317,8 +317,12 @@ class KVCacheSynthesizer(BaseSynthesizer):
             self._mismatches.forget()
 
 
+def _report_on(nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
+    """Where metrics go; without nodes the model is not asked, and nothing is what it cost."""
+    return {} if nodes else {**Metrics(rounds=0).to_dict(), "prompt": "plain"}
+
+
 def _reported(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:
     """Put the metrics beside the nodes' metadata; a stream fills them in when it ends."""
-    if response.source_nodes:
-        response.metadata = {**(response.metadata or {}), "kv_cache": report}
+    response.metadata = {**(response.metadata or {}), "kv_cache": report}
     return response

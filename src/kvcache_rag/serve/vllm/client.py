@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.integration.http import RefusedError, ServerClient
@@ -29,6 +29,8 @@ class EngineDescription:
 
 class EngineClient(ServerClient):
     """Asks one server of vLLM."""
+
+    started_by: ClassVar[str] = "vllm serve"
 
     async def describe(self) -> EngineDescription:
         """What it serves.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.codecs.named import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
-    from kvcache_rag.codecs import Room
+    from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
@@ -110,6 +110,7 @@ class DiskStore(ChunkStore):
         release_grace: Seconds between the release of a chunk and its end.
         temp_age: Age in seconds from which unfinished files count as left over.
         tier: Name under which hits are counted.
+        codec: Form of the chunks; given as such as `Int8()` or "int8", None for `Native()`.
         signing_key: What files are signed by and have to be signed by; None without one.
     """
 
@@ -122,7 +123,7 @@ class DiskStore(ChunkStore):
         quota: Quota = None,
         ttl: float | None = None,
         durable: bool = True,
-        codec: Codec | None = None,
+        codec: Codec | str | None = None,
         release_grace: float = 600.0,
         temp_age: float = 3600.0,
         tier: str = "disk",
@@ -152,7 +153,7 @@ class DiskStore(ChunkStore):
         self.temp_age = temp_age
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
-        self._codec = codec or Native()
+        self._codec = codec_of(codec)
         self._root = str(self.root)
         self._counters = Counters(tier)
         self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)

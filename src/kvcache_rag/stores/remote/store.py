@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 
-from kvcache_rag.codecs import Codec, Native
+from kvcache_rag.codecs.named import codec_of
 from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from kvcache_rag.codecs import Room
+    from kvcache_rag.codecs import Codec, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
     from kvcache_rag.stores.disk.file import ReadV
     from kvcache_rag.stores.signing import KeySource
@@ -99,7 +99,7 @@ class RemoteStore(ChunkStore):
         self,
         url: str,
         *,
-        codec: Codec | None = None,
+        codec: Codec | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout: float = 10.0,
         retries: int = 1,
@@ -113,7 +113,7 @@ class RemoteStore(ChunkStore):
 
         Args:
             url: `s3://bucket/folder`, `gs://`, `az://`, `file:///folder`, or another of fsspec's.
-            codec: The form of the chunks, `Native` by default.
+            codec: The form of the chunks, such as `Int8()` or "int8"; None for `Native()`.
             storage_options: Arguments of the driver: credentials, `endpoint_url`, ...  They appear
                 in no message.
             timeout: See the attributes, also for the others.
@@ -144,7 +144,7 @@ class RemoteStore(ChunkStore):
         self.max_object_bytes = max_object_bytes
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
-        self._codec = codec or Native()
+        self._codec = codec_of(codec)
         self._option_names = sorted(options)
         self._counters = Counters(tier)
         self._stripes = ThreadLocks()

@@ -51,7 +51,8 @@ def _print(arguments: argparse.Namespace, response: Any) -> None:
     if arguments.json:
         answer = "".join(pieces)
         values = {"question": arguments.question, "answer": answer}
-        print(json.dumps({**values, "metrics": metrics, "sources": sources}, indent=2))
+        said = {**values, "metrics": metrics, "sources": sources}
+        print(json.dumps(said, indent=2, ensure_ascii=False))
         return
     print(f"\n\n{metrics_line(metrics)}")
     print("\n".join(source_lines(sources)))

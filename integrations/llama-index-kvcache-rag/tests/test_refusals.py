@@ -1,0 +1,174 @@
+"""What cannot be used is told to whoever said it, also where LlamaIndex stands between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from llama_index.core import Document, PromptTemplate, VectorStoreIndex
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.memory import ChatMemoryBuffer
+
+from kvcache_rag import CacheBlend, InvalidInputError, KVCacheRagError, Reuse, policy_by_name
+from llama_index.kvcache_rag import (
+    HashEmbedding,
+    KVCacheChatEngine,
+    KVCacheLLM,
+    KVCacheQueryEngine,
+    KVCacheSynthesizer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_rag import Engine
+
+QUESTION = "Who keeps the lighthouse?"
+
+
+class Keeper(BaseModel):
+    """Who keeps it."""
+
+    name: str
+
+
+@pytest.fixture
+def index() -> VectorStoreIndex:
+    document = Document(text="The lighthouse keeper is called Marlow.")
+    return VectorStoreIndex.from_documents([document], embed_model=HashEmbedding())
+
+
+# ---------------------------------------------------------------------- when the LLM is made
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generate_kwargs": {"foo": 1}}, r"^foo is no option of generate\(\)"),
+        (
+            {"generate_kwargs": {"temperature": -1, "do_sample": True}},
+            "^temperature must be a number from 0 up, not -1",
+        ),
+        ({"policy": CacheBlend}, r"^policy must be such as Reuse\(\) .*; write CacheBlend\(\)$"),
+        ({"policy": 3}, "^policy must be such as .*, not 3$"),
+        ({"policy": "fast"}, "^there is no policy 'fast'"),
+        ({"max_new_tokens": 0}, "^max_new_tokens of KVCacheLLM cannot be used: [^\n]*$"),
+        ({"kv_max_bytes": "10GB"}, "^kv_max_bytes of KVCacheLLM cannot be used: [^\n]*$"),
+        ({"kv_dir": 3}, "^kv_dir of KVCacheLLM cannot be used: must be a path, not a int$"),
+        ({"kv_codec": "int2"}, "^kv_codec of KVCacheLLM cannot be used"),
+        ({"kv_ttl": 0}, "^kv_ttl of KVCacheLLM cannot be used"),
+    ],
+)
+def test_of_the_llm(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        KVCacheLLM(model_name="tiny", **options)
+
+
+def test_what_is_no_argument_of_generate_is_taken_where_the_engine_knows_it() -> None:
+    KVCacheLLM(model_name="tiny", generate_kwargs={"stop": ["."], "max_new_tokens": 3, "top_k": 5})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("temperature", 'say it by generate_kwargs={"temperature": ...}'),
+        ("overflow", r"say it by KVCacheSynthesizer\(overflow=...\)"),
+        ("codec", "say it by kv_codec="),
+        ("ttl", "say it by kv_ttl="),
+    ],
+)
+def test_how_it_is_said_here(given: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{given} is no argument of KVCacheLLM; {said}"):
+        KVCacheLLM(model_name="tiny", **{given: 1})
+
+
+def test_a_policy_by_name(engine: Engine, index: VectorStoreIndex) -> None:
+    """Every place that takes a policy takes its name, and refuses alike what is none."""
+    blend = policy_by_name("cacheblend:0.5")
+    assert KVCacheLLM(model_name="tiny", policy="cacheblend:0.5")._policy == blend
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="full")
+    made: list[Callable[..., Any]] = [
+        lambda policy: KVCacheSynthesizer(llm, policy=policy),
+        lambda policy: KVCacheQueryEngine.from_index(index, llm, policy=policy),
+        lambda policy: KVCacheChatEngine.from_index(index, llm, policy=policy),
+    ]
+    for make in made:
+        with pytest.raises(InvalidInputError, match="there is no policy 'fast'"):
+            make("fast")
+        with pytest.raises(InvalidInputError, match=r"write Reuse\(\)"):
+            make(Reuse)
+    response = made[1]("cacheblend:0.5").query(QUESTION)
+    assert response.metadata["kv_cache"]["policy"].startswith("CacheBlend(ratio=0.5")
+    response = KVCacheQueryEngine.from_index(index, llm).query(QUESTION)
+    assert response.metadata["kv_cache"]["policy"] == "FullRecompute()"
+
+
+def test_an_engine_from_a_policy_by_name(tmp_path: Any) -> None:
+    llm = KVCacheLLM(
+        model_name="tiny", device_map="cpu", policy="cacheblend:0.5", kv_dir=tmp_path,
+        kv_codec="int8", kv_ttl=60,
+    )  # fmt: skip
+    memory, disk = llm.engine.store.tiers  # type: ignore[attr-defined]
+    assert (memory.codec.name, disk.codec.name) == ("int8-kc-vt", "int8-kc-vt")
+    assert (memory.ttl, disk.ttl) == (60, 60)
+
+
+# ---------------------------------------------------------------------- in engines of LlamaIndex
+@pytest.fixture
+def refusing(engine: Engine) -> KVCacheLLM:
+    """What it wants is known when it is asked."""
+    return KVCacheLLM(engine=engine, max_new_tokens=4, policy=policy_by_name("cacheclip"))
+
+
+async def test_a_stock_engine_gives_no_empty_response(
+    index: VectorStoreIndex, refusing: KVCacheLLM
+) -> None:
+    stock = index.as_query_engine(llm=refusing)
+    with pytest.raises(KVCacheRagError, match="auxiliary") as told:
+        stock.query(QUESTION)
+    assert not isinstance(told.value, ValueError)
+    assert isinstance(told.value.__cause__, InvalidInputError)
+    with pytest.raises(KVCacheRagError, match="auxiliary"):
+        await stock.aquery(QUESTION)
+    memory = ChatMemoryBuffer.from_defaults(token_limit=99, tokenizer_fn=str.split)
+    chat = index.as_chat_engine(chat_mode="context", llm=refusing, memory=memory)
+    with pytest.raises(KVCacheRagError, match="auxiliary"):
+        chat.chat(QUESTION)
+    with pytest.raises(KVCacheRagError, match="auxiliary"):
+        list(index.as_query_engine(llm=refusing, streaming=True).query(QUESTION).response_gen)
+
+
+async def test_nor_for_an_object_that_is_cut(index: VectorStoreIndex, engine: Engine) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2)
+    stock = index.as_query_engine(llm=llm, output_cls=Keeper)
+    with pytest.raises(KVCacheRagError, match="raise max_new_tokens"):
+        stock.query(QUESTION)
+    with pytest.raises(KVCacheRagError, match="raise max_new_tokens"):
+        await stock.aquery(QUESTION)
+    streaming = index.as_query_engine(llm=llm, output_cls=Keeper, streaming=True)
+    with pytest.raises(KVCacheRagError, match="raise max_new_tokens"):
+        list(streaming.query(QUESTION).response_gen)
+
+
+def test_who_asks_the_llm_himself_gets_the_error_as_it_is(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2)
+    list(index.as_query_engine(llm=llm, streaming=True).query(QUESTION).response_gen)
+    with pytest.raises(InvalidInputError, match="raise max_new_tokens"):
+        llm.structured_predict(Keeper, PromptTemplate("Who?"))
+    with pytest.raises(InvalidInputError, match="foo is no option"):
+        llm.complete("Who?", foo=1)
+
+
+# ---------------------------------------------------------------------- what is asked
+@pytest.mark.parametrize("message", ["", "   ", None])
+async def test_an_empty_message_is_told_before_anything_is_searched_for(
+    index: VectorStoreIndex, llm: KVCacheLLM, message: Any
+) -> None:
+    made = KVCacheChatEngine.from_index(index, llm)
+    for ask in (made.chat, made.stream_chat):
+        with pytest.raises(InvalidInputError, match="the question is empty; ask something"):
+            ask(message)
+    for later in (made.achat, made.astream_chat):
+        with pytest.raises(InvalidInputError, match="the question is empty; ask something"):
+            await later(message)
+    assert made.chat_history == []
