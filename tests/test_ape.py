@@ -26,7 +26,7 @@ from laws import (
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
-from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build, byte_tokenizer
 
 from kvcache_rag import Ape, DiskStore, Engine, Reuse
 from kvcache_rag.codecs import Int8
@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.prompt.renderer import PromptIds
 
-OWN_CODE = [
-    "falcon",
-    "gptj",
-    *BY_PLACE,
-]  # attention that does not go through transformers' interface
+OWN_CODE = [*OWN_ATTENTION, *BY_PLACE]
 WEIGHED = [name for name in FAMILIES if name not in OWN_CODE]
 REFERENCE = "two_sets_of_columns"
 

@@ -9,7 +9,7 @@ import access
 import pytest
 import torch
 from torch import Tensor
-from zoo import BY_PLACE, FAMILIES, build
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.models.attention import scaled
@@ -240,7 +240,7 @@ def test_far_apart_scores_are_neither_lost_nor_infinite() -> None:
 def test_every_family_but_those_with_attention_of_their_own(name: str, dtype: torch.dtype) -> None:
     model = TransformersModel(build(name, dtype=dtype))
     before = access.attention(model.model.config)
-    if name in ("falcon", "gptj", *BY_PLACE):
+    if name in (*OWN_ATTENTION, *BY_PLACE):
         with pytest.raises(UnsupportedModelError, match=r"^\w+: its attention does not go"):
             ensure_weighable(model)
     else:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, refused
 from torch import Tensor
-from zoo import FAMILIES, REFUSED, build, byte_tokenizer
+from zoo import FAMILIES, OWN_ATTENTION, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     Ape,
@@ -44,11 +44,13 @@ TOLERANCE = 1e-4
 # Copied for good, and why: nothing else may fall back unnoticed.
 NOT_DEFERRED = {
     "gemma2": "gemma2: Gemma2Attention passes softcap, which no kernel knows",
-    "falcon": "falcon: its attention does not go through transformers' attention interface",
     "falcon alibi": "falcon: its attention does not go through transformers' attention interface",
     "bloom": "bloom: its attention does not go through transformers' attention interface",
     "mpt": "mpt: its attention does not go through transformers' attention interface",
-    "gptj": "gptj: its attention does not go through transformers' attention interface",
+    **{
+        name: f"{name}: its attention does not go through transformers' attention interface"
+        for name in OWN_ATTENTION
+    },
     "deepseek_v2": "deepseek_v2: layer 0 keeps rotated columns in its V slot",
     "deepseek_v3": "deepseek_v3: layer 0 keeps rotated columns in its V slot",
 }

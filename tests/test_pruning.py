@@ -20,7 +20,7 @@ from laws import (
     pruned_logits,
     sequence_logits,
 )
-from zoo import BY_PLACE, FAMILIES, REFUSED, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, REFUSED, build, byte_tokenizer
 
 from kvcache_rag import (
     Ape,
@@ -59,14 +59,15 @@ needs_kernel = pytest.mark.skipif(
 )
 SCHEMES = ["reordered", "composite"]
 PRUNING = [Knorm(0.5), ExpectedAttention(0.5), SnapKV(0.5)]
-# MLA keeps another form of the keys than its queries meet, and Falcon's attention is its own.
+# MLA keeps another form of the keys than its queries meet, and some attend in a way of their own.
 UNSEEN = {
     ("deepseek_v3", ExpectedAttention): "another form of the keys",
-    ("falcon", ExpectedAttention): "sees no queries",
-    ("falcon", SnapKV): "sees no queries",
     ("deepseek_v2", ExpectedAttention): "another form of the keys",
-    ("gptj", ExpectedAttention): "sees no queries",
-    ("gptj", SnapKV): "sees no queries",
+    **{
+        (name, kind): "sees no queries"
+        for name in OWN_ATTENTION
+        for kind in (ExpectedAttention, SnapKV)
+    },
 }
 PRUNABLE = [name for name in FAMILIES if name not in BY_PLACE]
 

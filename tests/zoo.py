@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.falcon import modeling_falcon
+from transformers.models.gptj import modeling_gptj
 
 VOCABULARY = 300
 BASE: dict[str, Any] = {
@@ -367,6 +369,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 # Families whose attention counts places: nothing can stand at another position than its place.
 BY_PLACE = ("falcon alibi", "bloom", "mpt")
+# Families whose attention does not go through transformers' interface; gptj's does from 5.24 on.
+OWN_ATTENTION = tuple(
+    name
+    for name, module in {"falcon": modeling_falcon, "gptj": modeling_gptj}.items()
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+)
 # Not every transformers that is allowed has all of them.
 for _rows in (FAMILIES, REFUSED):
     for _name in [name for name, row in _rows.items() if row[0] not in CONFIG_MAPPING]:
