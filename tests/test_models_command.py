@@ -56,7 +56,7 @@ def test_a_model_with_rotary_keys_is_supported(
             "downloaded; did you mean 'smollm2'?",
         ),
         ("org/none", "and HF_HUB_OFFLINE keeps it from being downloaded"),
-        ("docs", "docs is no folder of a model (there is no config.json in it)"),
+        ("docs", "cannot load the model 'docs': there is no config.json in that folder"),
     ],
 )
 def test_a_model_that_is_not_there_says_why(
