@@ -315,7 +315,9 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
 def _check_folder(path: str, name: str, subfolder: str) -> None:
     folder = Path(path)
     if folder.is_dir() and not (folder / subfolder / "config.json").is_file():
-        raise InvalidInputError(f"cannot load the model {name!r}: there is no config.json in that folder")
+        raise InvalidInputError(
+            f"cannot load the model {name!r}: there is no config.json in that folder"
+        )
 
 
 def _unloaded(kind: str, name: str, error: Exception) -> InvalidInputError:
