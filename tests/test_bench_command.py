@@ -244,7 +244,11 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
         (["--corpus", "absent"], "there is no corpus absent"),
         (["--corpus", "empty.jsonl"], "there is no text in empty.jsonl"),
         (["--corpus", "broken.jsonl"], "broken.jsonl, line 1 cannot be read: it is not JSON"),
-        (["--corpus", "."], "there is no .md or .txt file with text in ."),
+        pytest.param(
+            ["--corpus", "."],
+            "there is no file with text (.docx, .htm, .html, .md, .pdf, .txt) in .",
+            id="words14-there is no .md or .txt file with text in .",
+        ),
         (
             ["--corpus", "corpus.jsonl", "--queries", "empty.jsonl"],
             "empty.jsonl has no questions; write one a line",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from corpus_traps import TEMPLATE, saved_model, write_lines
+from documents import pdf
 from small import make_tokenizer
 from store_place import Place, write
 
@@ -95,6 +96,21 @@ def test_a_folder_of_texts_is_cut_by_tokens(model: str, tmp_path: Path) -> None:
     assert len(pieces) > 3
     assert missing(model, store, [*pieces, "short"]) == []
     assert missing(model, store, [long]) == [long]
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, store = tmp_path / "texts", str(tmp_path / "kv")
+    folder.mkdir()
+    (folder / "a.md").write_text("alpha")
+    (folder / "b.pdf").write_bytes(pdf(["beta"]))
+    (folder / "c.txt").write_bytes(b"caf\xe9")
+    (folder / "d.png").write_bytes(b"")
+    assert cli.main(["build", model, str(folder), "--store", store]) == 1
+    told = capsys.readouterr().out
+    assert "1 text not in the store:\n  c.txt: it is not UTF-8 text; save it as UTF-8\n" in told
+    assert missing(model, store, ["alpha", "beta"]) == []
 
 
 def test_rows_of_a_collection_are_built_as_they_read_in_prompts(

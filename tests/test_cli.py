@@ -104,6 +104,72 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["echo", "a", "--codde=3"],
+            "kvcache-rag echo: error: there is no option --codde; did you mean --code? "
+            "(kvcache-rag echo --help lists what there is)",
+        ),
+        (["echo", "a", "--xyz"], "kvcache-rag echo: error: there is no option --xyz ("),
+        (["echo", "a", "b"], "'b' is one word too many; put quotes around what has spaces ("),
+        (["echo"], "kvcache-rag echo: error: the following arguments are required: word ("),
+        (["--hlep"], "kvcache-rag: error: there is no option --hlep; did you mean --help? ("),
+        (["store", "ls", "kv", "--chnks"], "kvcache-rag store ls: error: there is no option --ch"),
+        (["store", "lss", "kv"], "kvcache-rag store: error: there is no 'lss' among ls, du, "),
+        (
+            ["serve", "--weight-format", "int9"],
+            "argument --weight-format: there is no 'int9' among auto, plain, int8, int4; did you ",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_what_was_meant(
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if words[0] != "echo":
+        monkeypatch.setattr(cli, "entry_points", entry_points)
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["help", "store"], "usage: kvcache-rag store "),
+        (["help", "store", "ls"], "usage: kvcache-rag store ls "),
+    ],
+)
+def test_help_is_a_word_too(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(says)
+    assert cli.main(["help"]) == 0
+    assert "commands:\n" in capsys.readouterr().out
+
+
+def test_debug_may_stand_behind_an_action(tmp_path: Path) -> None:
+    with pytest.raises(KVCacheRagError, match="there is no folder"):
+        cli.main(["store", "ls", str(tmp_path / "nowhere"), "--debug"])
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcache_rag", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, version("kvcache-rag"))
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])

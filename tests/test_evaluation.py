@@ -176,6 +176,7 @@ def test_differences_are_printed_below_the_floor(
         (["--task", "reader_single", "--model", "./no/such/model"], "no model folder"),
         (["--task", "niah_single_1", "--model", "./no/such/model"], "no model folder"),
         (["--policies", "cacheclip", "--auxiliary", "./no/such/model"], "no model folder"),
+        (["--task", "reader_single", "--models", "no/such"], "cannot load the model 'no/such'"),
     ],
 )
 def test_settings_that_cannot_be_used_say_so_at_once(given: list[str], says: str) -> None:

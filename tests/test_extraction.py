@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 from documents import docx, pdf
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.integration import LeftOut, extract_text, extraction, read_folder, suffixes
+from kvcache_rag.integration import (
+    LeftOut,
+    extract_text,
+    extraction,
+    left_out_lines,
+    read_folder,
+    suffixes,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +172,33 @@ def test_a_file_that_cannot_be_opened_is_left_out(
     found = read_folder(str(folder))
     assert list(found.texts) == ["sub/a.txt"]
     assert LeftOut("b.pdf", "it cannot be opened (Permission denied)") in found.left_out
+
+
+def test_what_is_no_file_is_left_out_with_its_reason(folder: Path) -> None:
+    (folder / "linked.txt").symlink_to(folder / "sub" / "a.txt")
+    (folder / "other").symlink_to(folder / "sub")
+    (folder / "gone.txt").symlink_to(folder / "nowhere")
+    (folder / ".hidden").symlink_to(folder / "sub")
+    os.mkfifo(folder / "pipe.txt")
+    found = read_folder(str(folder))
+    assert found.texts["linked.txt"] == "Ann"
+    assert "other/a.txt" not in found.texts
+    told = [one for one in found.left_out if "." not in one.name or one.name[0] in "gp"]
+    assert told == [
+        LeftOut("gone.txt", "it is a link to nothing"),
+        LeftOut(
+            "other",
+            "it is a link to a folder, which is not followed; put its files here",
+            is_read=True,
+        ),
+        LeftOut("photo.png", "only .docx, .htm, .html, .md, .pdf, .txt files are read"),
+        LeftOut("pipe.txt", "it is neither a file nor a folder"),
+    ]
+    assert "  other: it is a link to a folder" in "\n".join(left_out_lines(found.left_out))
+
+
+def test_a_folder_may_be_without_text_where_that_is_said(tmp_path: Path) -> None:
+    assert read_folder(str(tmp_path), allow_empty=True).texts == {}
 
 
 def test_a_folder_without_text_says_why_its_first_file_gave_none(folder: Path) -> None:

@@ -249,6 +249,17 @@ def test_a_server_that_gives_no_reasons_is_advised_too() -> None:
     assert "700 tokens of chunks were computed because they were not cached" in metrics.summary()
 
 
+def test_what_came_from_a_disk_was_not_copied_out_of_memory() -> None:
+    parts = {"ttft": 0.038, "load": 0.012, "stitch": 0.008, "prefill": 0.015}
+    metrics = Metrics(**parts, hits={"disk": 6}, reused_tokens=3606, query_tokens=15)
+    moved = replace(metrics, rotation="copied", not_deferred="few tokens")
+    assert "Getting chunks out of their store is most of it: keep what" in moved.summary()
+    told = replace(moved, not_deferred='the engine was made with rotation="copied"')
+    assert 'rotation="auto" attends to them' in told.summary()
+    near = replace(moved, hits={"memory": 6})
+    assert "Copying chunks out of memory is most of it" in near.summary()
+
+
 def test_every_rule_is_reached() -> None:
     """By the scenes above, the reasons of misses and a server's report."""
     assert len(_RULES) == len(SCENES) + len(get_args(MissReason)) + 1

@@ -47,6 +47,31 @@ def test_a_model_with_rotary_keys_is_supported(
     assert out.endswith("supported: chunks can be stitched\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "smolm2",
+            "'smolm2': it is not on this machine, and HF_HUB_OFFLINE keeps it from being "
+            "downloaded; did you mean 'smollm2'?",
+        ),
+        ("org/none", "and HF_HUB_OFFLINE keeps it from being downloaded"),
+        ("docs", "cannot load the model 'docs': there is no config.json in that folder"),
+    ],
+)
+def test_a_model_that_is_not_there_says_why(
+    name: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    assert cli.main(["models", "check", name]) == 2
+    assert capsys.readouterr().err.strip().endswith(says)
+
+
 def test_the_dtype_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "check", save(LLAMA, tmp_path), "--dtype", "bfloat16"]) == 0
     assert "dtype           bfloat16" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from documents import pdf
 from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
@@ -126,6 +127,24 @@ def test_it_is_told_to_people(folder: str, capsys: pytest.CaptureFixture[str]) -
     assert "tokens/s, measured on 2 chunks" in out
 
 
+def test_what_ingest_reads_is_planned_and_what_it_leaves_out_is_said(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(folder, "c.pdf").write_bytes(pdf(["The harbour master is called Sabine."]))
+    Path(folder, "latin.txt").write_bytes(b"caf\xe9")
+    assert cli.main(["plan", folder, "--model", "x", "--sample", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("3 files, ")
+    assert out.splitlines()[-4:] == [
+        "left out 3 files:",
+        "  empty.txt: there is no text in it",
+        "  latin.txt: it is not UTF-8 text; save it as UTF-8",
+        "  data.csv: only .docx, .htm, .html, .md, .pdf, .txt files are read",
+    ]
+    told = planned(capsys, folder, "--sample", "0")
+    assert (told["files"], sorted(told["left_out"])) == (3, ["data.csv", "empty.txt", "latin.txt"])
+
+
 def test_pieces_overlap_and_lose_nothing() -> None:
     text = "".join(LINES)
     assert "".join(cut(text, make_tokenizer(), 64, 0)) == text
@@ -139,7 +158,11 @@ def test_pieces_overlap_and_lose_nothing() -> None:
     ("words", "says"),
     [
         (["{nowhere}"], "there is no folder"),
-        (["{empty}"], "there is no .md or .txt file with text"),
+        pytest.param(
+            ["{empty}"],
+            "there is no file with text (.docx, .htm, .html, .md, .pdf, .txt) in ",
+            id="words1-there is no .md or .txt file with text",
+        ),
         (["{texts}", "--overlap", "256"], "--overlap must be at least 0 and less"),
         (["{texts}", "--overlap", "-1"], "--overlap must be at least 0 and less"),
         (["{texts}", "--sample", "-1"], "--sample must be at least 0"),

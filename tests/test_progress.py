@@ -80,10 +80,38 @@ def test_a_table_on_a_terminal_has_heads_and_numbers_on_the_right() -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_a_table_that_is_too_wide_loses_nothing() -> None:
-    lines = [*map(bare, table([["digest", "n"], ["x" * 150, "[b]7"]], RIGHT))]
-    assert "".join(lines).count("x") == 150
-    assert any(line.endswith("[b]7") for line in lines), "no markup"
-    assert max(map(len, lines)) <= 58
+    lines = table([["digest", "n"], ["x" * 150, "[b]7"]], RIGHT)
+    assert lines == [f"{'digest':150}     n", f"{'x' * 150}  [b]7"], "what is copied is whole"
+
+
+def test_a_table_is_drawn_if_it_fits_and_nothing_of_it_is_ever_cut(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [["policy", "n", "of full"], ["reordered by something", "1234567", "0.25x"]]
+    drawn = []
+    for columns in range(20, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = table(rows, frozenset({1, 2}))
+        drawn.append(len(lines) == 3)
+        assert bare(lines[-1]).split() == [*rows[1][0].split(), *rows[1][1:]]
+        assert not drawn[-1] or max(len(bare(line)) for line in lines) <= columns - 2
+    assert sorted(drawn) == drawn, "from some width on"
+    assert set(drawn) == {False, True}
+
+
+def test_a_report_with_a_table_that_is_too_wide_is_plain(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ["reordered", "0.2512345", "97.5 (94.1-98.9)", "of full"]
+    report = "\n".join(("# Head", "", *(f"| {' | '.join(one)} |" for one in (row, ["-"] * 4, row))))
+    drawn = []
+    for columns in range(20, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = bare(markdown(report))
+        drawn.append(shown != report)
+        assert [shown.count(cell) for cell in row] == [2] * 4, "nothing is cut or folded"
+    assert sorted(drawn) == drawn
+    assert set(drawn) == {False, True}
 
 
 @pytest.mark.parametrize("rich", [True, False])
@@ -159,4 +187,32 @@ def test_a_bar_is_silent_without_work_or_unless_asked(
 def test_a_bar_that_is_piped_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(2, "verify", "file", show=True) as bar:
         bar.update(2)
-    assert "verify: 100%|" in capsys.readouterr().err
+    assert bar.n == 2
+    assert capsys.readouterr().err == "", "what is soon over is not told"
+
+
+@pytest.mark.parametrize("dumb", [True, False])
+def test_where_lines_cannot_move_there_is_one_now_and_then(
+    dumb: bool, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb" if dumb else "xterm")
+    monkeypatch.setattr(terminal, "isatty", lambda: dumb)
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress_bar(5, "outer", "file", show=True) as outer:
+        with progress_bar(None, "inner", "chunk", show=True) as inner:
+            inner.update()
+        for step in range(5):
+            now = 20.0 * step
+            outer.set_postfix(left=4 - step)
+            outer.update()
+    assert terminal.getvalue() == ("outer: 3/5 files, left=2\nouter: 5/5 files, left=0\n")
+
+
+def test_a_notebook_has_its_own_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = type("OutStream", (Terminal,), {"__module__": "ipykernel.iostream"})()
+    monkeypatch.setattr(kernel, "isatty", lambda: False)
+    monkeypatch.setattr(progress.sys, "stderr", kernel)
+    with progress_bar(1, "prefill", "chunk", show=True) as bar:
+        bar.update()
+    assert type(bar).__module__.startswith("tqdm.")

@@ -135,6 +135,32 @@ def test_beyond_loopback_somebody_has_to_have_said_so(tmp_path: Path) -> None:
         assert not is_loopback(host)
 
 
+def test_what_is_logged_has_time_level_and_logger() -> None:
+    code = (
+        "import logging; from kvcache_rag.commands import serve; serve.log_to_stderr('{level}');"
+        "serve.log_to_stderr('{level}'); log = logging.getLogger('kvcache_rag.serve');"
+        "log.info('opened'); log.warning('%s is full', 'kv')"
+    )
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+    for level, said in (("warning", ""), ("info", f"{stamp}INFO kvcache_rag.serve: opened\n")):
+        command = [sys.executable, "-c", code.format(level=level)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        pattern = f"{said}{stamp}WARNING kvcache_rag.serve: kv is full\n"
+        assert re.fullmatch(pattern, done.stderr), done.stderr
+
+
+def test_a_store_that_cannot_be_written_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    startup._check_store(settings_of("--store", "/proc/1/kv"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith("the store /proc/1/kv cannot be written (No such file or dir")
+    for words in ((), ("--store", "."), ("--store", "s3://bucket/kv")):
+        startup._check_store(settings_of(*words))
+    assert len(caplog.records) == 1
+
+
 def test_a_key_is_made_and_shown_once(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "keys"
     assert main(["serve", "--api-keys", str(file), "--new-key", "acme"]) == 0

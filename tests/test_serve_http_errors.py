@@ -100,6 +100,21 @@ async def test_what_cannot_be_honoured_is_named(changes: Any, param: str, says: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"docments": []}, "there is no field docments; did you mean documents?"),
+        ({"kvcache": {"ratoi": 0.2}}, "there is no field kvcache.ratoi; did you mean ratio?"),
+        ({"documents": [{"text": "a", "url": "u"}]}, "no field documents[0].url; leave it out"),
+    ],
+)
+async def test_a_field_that_is_not_there_says_which_was_meant(changes: Any, says: str) -> None:
+    app, _ = scripted()
+    async with client(app) as http:
+        error = error_of(await http.post(CHAT, json={**chat(), **changes}), 400)
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
     ("path", "asks"),
     [
         (CHAT, {"messages": [USER]}),

@@ -229,6 +229,21 @@ def test_vectors_of_another_length_are_refused_at_the_start(tmp_path: Path) -> N
         opened(tmp_path)
 
 
+def test_a_collection_that_is_not_there_is_a_warning_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_rows(tmp_path, "docs")
+    opened(tmp_path, collection="dosc")
+    assert [record.message for record in caplog.records] == [
+        "there is no collection 'dosc' in the database: questions are answered with 404 until "
+        "documents are ingested into it"
+    ]
+    new_key(tmp_path / "keys", "acme")
+    opened(tmp_path, collection="of-{namespace}", api_keys=tmp_path / "keys")
+    opened(tmp_path)
+    assert len(caplog.records) == 1, "a tenant may have none yet"
+
+
 def test_the_embedding_is_the_one_that_ingest_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -336,6 +337,20 @@ def test_a_folder_that_is_not_there_is_not_made(
     assert cli.main(["store", action, str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in refused(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("action", ["ls", "du", "verify", "gc", "fix-permissions"])
+def test_a_folder_that_is_no_store_is_left_alone(
+    tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    tmp_path.chmod(0o755)
+    words = ["--owner", "x"] if action == "gc" else []
+    assert cli.main(["store", action, str(tmp_path), *words]) == 2
+    assert "is no folder of a store, nothing in it is a DiskStore's; name the" in refused(capsys)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["store", "verify", str(tmp_path / "empty")]) == 0, "of a store that is new"
 
 
 def test_an_unknown_collection_is_not_made(

@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import CancelledError
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,8 +25,10 @@ from serve_works import answer_of, held, loaded, make_work, reader
 
 from kvcache_rag import CacheBlend, Engine, FullRecompute, InvalidInputError, PromptTemplate
 from kvcache_rag.generation import telemetry
+from kvcache_rag.models.pretrained import name_of, note_name
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag.serve.startup import open_engine
 from tools.scripted import Ear
 
 if TYPE_CHECKING:
@@ -74,6 +77,30 @@ def names(spans: list[ReadableSpan]) -> list[str]:
     return [span.name.removeprefix("kvcache_rag.") for span in spans]
 
 
+# ---------------------------------------------------------------------- which model
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("tiny", "tiny"),
+        ("org/name", "org/name"),
+        ("{folder}/reader", "reader"),
+        ("{folder}/reader/snapshots/0123456789abcdef", "reader@01234567"),
+        ("{folder}/models--org--name/snapshots/0123456789abcdef", "org/name@01234567"),
+    ],
+)
+def test_a_model_has_the_name_by_which_it_was_asked_for(
+    tmp_path: Path, given: str, known: str
+) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_name_or_path="/somewhere/model"))
+    assert name_of(model) == "model"
+    note_name(model, given.format(folder=tmp_path))
+    assert name_of(model) == known
+
+
+def test_a_served_model_has_the_name_in_requests() -> None:
+    assert name_of(open_engine(settings(served_name="assistant")).model) == "assistant"
+
+
 # ---------------------------------------------------------------------- one answer
 def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) -> None:
     engine = reader()
@@ -81,7 +108,7 @@ def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) 
     with trace.get_tracer("app").start_as_current_span("app") as app:
         answer = engine.generate(QUESTION, TEXTS, max_new_tokens=8, temperature=0.5, top_k=3)
     metrics = answer.metrics
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert span.kind == SpanKind.INTERNAL
     assert span.status.status_code == StatusCode.UNSET
     assert span.parent is not None
@@ -92,7 +119,7 @@ def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) 
     assert {name: value for name, value in said.items() if name.startswith("gen_ai.")} == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvcache_rag",
-        "gen_ai.request.model": "model",
+        "gen_ai.request.model": "tiny",
         "gen_ai.request.max_tokens": 8,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_k": 3.0,
@@ -122,7 +149,7 @@ def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExport
     engine = reader()
     engine.add(TEXTS)
     metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=4, policy=CacheBlend(0.5)).metrics
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     parts = children(exporter, span)
     assert names(parts) == ["load", "stitch", "choose", "recompute", "prefill", "decode"]
     edges = [(part.start_time or 0, part.end_time or 0) for part in parts]
@@ -139,7 +166,7 @@ def test_its_parts_are_children_at_their_real_times(exporter: InMemorySpanExport
 
 def test_a_full_prefill_loads_nothing(exporter: InMemorySpanExporter) -> None:
     reader().generate(QUESTION, TEXTS, max_new_tokens=4, policy=FullRecompute())
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert names(children(exporter, span)) == ["prefill", "decode"]
 
 
@@ -147,13 +174,13 @@ def test_rounds_are_parts_of_one_answer(exporter: InMemorySpanExporter) -> None:
     engine = reader(context_window=120)
     answer = engine.generate(QUESTION, TEXTS * 2, max_new_tokens=4, overflow="refine")
     assert answer.metrics.rounds > 1
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert names(children(exporter, span)).count("prefill") == answer.metrics.rounds
 
 
 def test_a_text_that_is_continued_is_a_completion(exporter: InMemorySpanExporter) -> None:
     reader().complete("The red lamp", max_new_tokens=2)
-    (span,) = named(exporter, "text_completion model")
+    (span,) = named(exporter, "text_completion tiny")
     assert (span.attributes or {})["gen_ai.operation.name"] == "text_completion"
 
 
@@ -182,7 +209,7 @@ def test_a_stream_belongs_to_who_asked_for_it(exporter: InMemorySpanExporter) ->
     with trace.get_tracer("app").start_as_current_span("app") as app:
         stream = engine.stream(QUESTION, TEXTS, max_new_tokens=4)
     list(stream)
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert span.parent is not None
     assert span.parent.span_id == app.get_span_context().span_id
     said = span.attributes or {}
@@ -196,7 +223,7 @@ async def test_async_answers_belong_to_who_awaits_them(exporter: InMemorySpanExp
         await engine.agenerate(QUESTION, TEXTS, max_new_tokens=2)
         await engine.acomplete("The red lamp", max_new_tokens=2)
         assert [piece async for piece in engine.astream(QUESTION, TEXTS, max_new_tokens=2)]
-    spans = [*named(exporter, "chat model"), *named(exporter, "text_completion model")]
+    spans = [*named(exporter, "chat tiny"), *named(exporter, "text_completion tiny")]
     assert len(spans) == 3
     assert {span.parent and span.parent.span_id for span in spans} == {
         app.get_span_context().span_id
@@ -208,7 +235,7 @@ def test_each_of_a_batch_has_a_span_and_parts_of_its_own(exporter: InMemorySpanE
     engine.add(TEXTS)
     asked = [(QUESTION, TEXTS), (QUESTION, TEXTS[1:]), (QUESTION, TEXTS)]
     answers = engine.generate_batch(asked, max_new_tokens=3)
-    spans = named(exporter, "chat model")
+    spans = named(exporter, "chat tiny")
     assert len(spans) == 3
     for span, answer in zip(spans, answers, strict=True):
         said = span.attributes or {}
@@ -226,7 +253,7 @@ def test_each_of_a_batch_has_a_span_and_parts_of_its_own(exporter: InMemorySpanE
 def test_an_error_ends_the_span_with_its_type(exporter: InMemorySpanExporter) -> None:
     with pytest.raises(RuntimeError, match="no room"):
         reader().generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert span.status.status_code == StatusCode.ERROR
     assert (span.attributes or {})["error.type"] == "RuntimeError"
     assert (span.status.description, span.events) == (None, ())
@@ -238,7 +265,7 @@ def test_an_engine_goes_on_after_an_error(exporter: InMemorySpanExporter) -> Non
         engine.generate(QUESTION, TEXTS, max_new_tokens=4, emit=failing)
     exporter.clear()
     engine.generate(QUESTION, TEXTS, max_new_tokens=2)
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert span.status.status_code == StatusCode.UNSET
 
 
@@ -260,7 +287,7 @@ def test_an_ingestion_is_a_span(exporter: InMemorySpanExporter) -> None:
         [1, first[0].tokens, 1],
         [2, sum(key.tokens for key in keys), 1],
     ]
-    assert {one["gen_ai.request.model"] for one in said} == {"model"}
+    assert {one["gen_ai.request.model"] for one in said} == {"tiny"}
 
 
 def test_so_is_one_of_combinations(exporter: InMemorySpanExporter) -> None:
@@ -311,7 +338,7 @@ async def test_a_server_goes_on_with_the_trace_of_its_client(
     async with client(server) as http:
         reply = await http.post("/v1/chat/completions", json=body, headers={"traceparent": CALLER})
     assert reply.status_code == 200, reply.text
-    (span,) = named(exporter, "chat model")
+    (span,) = named(exporter, "chat tiny")
     assert traced_by(exporter, span, CALLER)
     assert ("gen_ai.request.stream" in (span.attributes or {})) == streamed
     (queue,) = named(exporter, "kvcache_rag.queue")
@@ -349,7 +376,7 @@ async def test_requests_of_a_batch_stay_in_traces_of_their_own(
         await asyncio.gather(front, *tasks)
     finally:
         await backend.close()
-    spans = named(exporter, "chat model")
+    spans = named(exporter, "chat tiny")
     batches = Counter((span.attributes or {})["kvcache_rag.batch"] for span in spans)
     assert batches[2] >= 2
     parents = [span.parent and f"{span.context.trace_id:032x}" for span in spans]

@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +106,16 @@ def _other_template(engine: Engine) -> Any:
     from dataclasses import replace
 
     return replace(engine.template, system="Say something else.\n")
+
+
+def test_without_questions_it_says_so_before_anything_is_loaded() -> None:
+    code = (
+        "import sys; from kvcache_rag import cli; code = cli.main(['verify', 'tiny']);"
+        "sys.exit(3 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "give --questions FILE with questions of your own" in done.stderr
 
 
 def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(

@@ -128,7 +128,7 @@ def once_imported(files: Mapping[str, Path]) -> dict[str, str]:
 def figures() -> dict[str, Any]:
     """Everything that is reported, as JSON."""
     files = modules()
-    named = {name: path for name, path in files.items() if path.name != "__init__.py"}
+    named = {name: path for name, path in files.items() if not path.name.startswith("__")}
     once = once_imported(files)
     lengths = {name: len(path.read_bytes().splitlines()) for name, path in files.items()}
     long = {name: length for name, length in lengths.items() if length > LONG}

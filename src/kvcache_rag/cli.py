@@ -16,16 +16,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 from kvcache_rag.errors import KVCacheRagError, close_to
+from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 GROUP: Final = "kvcache_rag.commands"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+# transformers reads them when it is imported, here and in processes that are started meanwhile.
+_QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 # Commands that other distributions bring, and what to install for them as a newcomer calls them:
 # with the embedding that is their default.
@@ -49,12 +54,49 @@ class CommandError(KVCacheRagError):
     """A subcommand does not exist or cannot be loaded."""
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """Says a mistake in one line, with what was probably meant; those of its actions do so, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what was wrong, and leave."""
+        line = f"{self.prog}: error: {plain(message)} ({self.prog} --help lists what there is)"
+        self.exit(REFUSED, f"{line}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, but what is not known is refused where it was said."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, unknown
+
+    def _refuse(self, words: Sequence[str]) -> NoReturn:
+        option = next((word for word in words if word.startswith("-")), None)
+        if option is None:
+            self.error(f"{words[0]!r} is one word too many; put quotes around what has spaces")
+        name = option.partition("=")[0]
+        close = close_to(name, self._option_string_actions)
+        self.error(f"there is no option {name}{f'; did you mean {close}?' if close else ''}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [*map(str, action.choices)]
+        close = close_to(str(value), known)
+        hint = f"; did you mean {close}?" if close else ""
+        is_action = isinstance(action, argparse._SubParsersAction)
+        message = f"there is no {value!r} among {', '.join(known)}{hint}"
+        raise argparse.ArgumentError(None if is_action else action, message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvcache-rag` with `argv`, by default those of the process; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     parser = _parser()
     options = parser.parse_args(words[:at])
+    if words[at : at + 1] == ["help"]:
+        options.help = True
+        at += 1
     if at == len(words):
         parser.epilog = _list_commands()
         if options.help:
@@ -62,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         parser.print_help(sys.stderr)
         return REFUSED
-    rest = ["--help", *words[at + 1 :]] if options.help else words[at + 1 :]
+    rest = [*words[at + 1 :], "--help"] if options.help else words[at + 1 :]
     return _guarded(words[at], rest, debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="kvcache-rag",
         usage="%(prog)s [--help] [--version] [--debug] COMMAND ...",
         description="Answer from chunks whose KV caches were computed once.",
@@ -145,7 +187,7 @@ def _load(point: EntryPoint) -> Command:
 def _guarded(name: str, words: Sequence[str], *, debug: bool) -> int:
     debug = debug or "--debug" in words
     try:
-        return _run(name, words)
+        return _run(name, [word for word in words if word != "--debug"])  # also behind an action
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -164,12 +206,31 @@ def _guarded(name: str, words: Sequence[str], *, debug: bool) -> int:
 
 def _run(name: str, words: Sequence[str]) -> int:
     command = _find(name)
-    parser = argparse.ArgumentParser(prog=f"kvcache-rag {name}", description=command.HELP)
+    parser = ArgumentParser(prog=f"kvcache-rag {name}", description=command.HELP)
     command.add_arguments(parser)
     _add_debug(parser)
-    code = command.run(parser.parse_args(words))
+    with _quiet_transformers():
+        code = command.run(parser.parse_args(words))
     sys.stdout.flush()
     return code
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """It reports errors only, and shows no bars."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    if loaded := sys.modules.get("transformers.utils.logging"):
+        loaded.set_verbosity_error()
+        loaded.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def _say(error: BaseException) -> str:

@@ -256,7 +256,14 @@ def _missed_by(reason: MissReason, metrics: Metrics) -> bool:
 
 
 def _is_loaded_slowly(metrics: Metrics) -> bool:
-    return _leads(metrics, "load") and not metrics.hits.keys() <= _MEMORY
+    if metrics.hits.keys() <= _MEMORY:
+        return False
+    return _leads(metrics, "load") or (not _is_told(metrics) and _leads(metrics, "load", "stitch"))
+
+
+def _is_told(metrics: Metrics) -> bool:
+    """Whether keys are moved because the engine was told so."""
+    return 'rotation="copied"' in metrics.not_deferred
 
 
 _MEMORY: Final = {"memory", "device", "combinations"}  # tiers of this process
@@ -320,11 +327,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
     ),
     _Rule(
         _is_loaded_slowly,
-        "Loading is most of it: keep what is asked often in memory"
+        "Getting chunks out of their store is most of it: keep what is asked often in memory"
         " (TieredStore(MemoryStore(), store)), or store chunks in half the bytes (codec=Int8()).",
     ),
     _Rule(
-        lambda m: 'rotation="copied"' in m.not_deferred and _leads(m, "load", "stitch"),
+        lambda m: _is_told(m) and _leads(m, "load", "stitch"),
         'Copying chunks and moving their keys is most of it: rotation="auto" attends to them where'
         " they lie if that is sooner.",
     ),

@@ -1,7 +1,8 @@
 """What a terminal shows: progress bars and tables by rich, and plain text anywhere else.
 
 Plain is what is piped, and what `NO_COLOR` or `TERM=dumb` ask for; scripts read it, so it stays as
-it is.
+it is.  A table that is wider than the terminal is plain, too: nothing of it is cut or folded, the
+terminal wraps its lines, and what is copied is whole.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
@@ -16,8 +19,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+    from typing_extensions import Self
 
 _INDENT: Final = 2  # columns that may stand before a table
+_PADDING: Final = 3  # columns between two cells of Markdown
+_PAUSE: Final = 30.0  # seconds between two lines of progress
 
 
 def plural(count: int, noun: str, *verb: str) -> str:
@@ -76,10 +82,11 @@ def table(
         heads: Whether the first row are heads.
     """
     rows = [[plain(cell) for cell in row] for row in rows]
-    return (_rich_table if is_rich(sys.stdout) else _plain_table)(rows, right, heads)
+    drawn = _rich_table(rows, right, heads) if is_rich(sys.stdout) else None
+    return drawn or _plain_table(rows, right)
 
 
-def _plain_table(rows: Sequence[Sequence[str]], right: frozenset[int], _: bool) -> list[str]:
+def _plain_table(rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -90,8 +97,12 @@ def _plain_table(rows: Sequence[Sequence[str]], right: frozenset[int], _: bool) 
     ]
 
 
-def _rich_table(rows: Sequence[Sequence[str]], right: frozenset[int], heads: bool) -> list[str]:
+def _rich_table(
+    rows: Sequence[Sequence[str]], right: frozenset[int], heads: bool
+) -> list[str] | None:
+    """None if it does not fit."""
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -104,18 +115,16 @@ def _rich_table(rows: Sequence[Sequence[str]], right: frozenset[int], heads: boo
         show_edge=False,
     )
     for index, head in enumerate(rows[0]):
-        # What does not fit is folded, never cut.
-        made.add_column(
-            Text(head if heads else ""),
-            justify="right" if index in right else "left",
-            overflow="fold",
-            no_wrap=index in right,
-        )
+        made.add_column(Text(head if heads else ""), justify="right" if index in right else "left")
     for row in rows[heads:]:
         made.add_row(*map(Text, row))
     writer = console(sys.stdout)
+    width = writer.width - _INDENT
+    unbounded = writer.options.update(width=1_000_000)
+    if Measurement.get(writer, unbounded, made).maximum > width:
+        return None
     with writer.capture() as captured:
-        writer.print(made, width=writer.width - _INDENT)
+        writer.print(made, width=width)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -126,9 +135,18 @@ def markdown(text: str) -> str:
     from rich.markdown import Markdown
 
     writer = console(sys.stdout)
+    if _table_width(text) > writer.width:
+        return text  # as for tables: rich would cut its cells
     with writer.capture() as captured:
         writer.print(Markdown(text))
     return captured.get()
+
+
+def _table_width(text: str) -> int:
+    """Columns that the tables of a report in Markdown take at most; 0 without any."""
+    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")]
+    columns = zip_longest(*rows, fillvalue="")
+    return sum(max(len(cell.strip()) for cell in column) + _PADDING for column in columns)
 
 
 # ---------------------------------------------------------------------- bars
@@ -146,29 +164,25 @@ def progress_bar(
         show: Whether to show it.
         scaled: Whether to write thousands as "k".
     """
-    if show and total != 0 and is_rich(sys.stderr):
-        return RichBar(total, description, unit.strip(), scaled=scaled)
-    from tqdm.auto import tqdm
+    if not show or total == 0:
+        return Bar(total, description, unit.strip(), scaled=scaled)
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        from tqdm.auto import tqdm
 
-    return tqdm(
-        total=total,
-        desc=description,
-        unit=unit,
-        disable=not show or total == 0,
-        leave=True,
-        unit_scale=scaled,
-    )
+        return tqdm(total=total, desc=description, unit=unit, unit_scale=scaled)
+    kind = RichBar if is_rich(sys.stderr) else LineBar
+    return kind(total, description, unit.strip(), scaled=scaled)
 
 
-class RichBar:
-    """One bar of rich, called as tqdm's is.
+class Bar:
+    """Counts, and shows nothing; called as tqdm's bars are.
 
     Attributes:
         n: Units that are done.
     """
 
     def __init__(self, total: int | None, description: str, unit: str, *, scaled: bool) -> None:
-        """Show it, below those that are there already.
+        """Begin to count.
 
         Args:
             total: As for `progress_bar`.
@@ -178,13 +192,11 @@ class RichBar:
         """
         self.n = 0
         self._total, self._unit, self._scaled, self._note = total, unit, scaled, ""
-        self._task: Any = _SHOWN.add(description, total, self._counted())
+        self._description = description
 
     def update(self, count: int = 1) -> None:
         """Units more are done."""
         self.n += count
-        if self._task is not None:
-            _SHOWN.move(self._task, self.n, self._counted())
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:  # tqdm's
         """Say something behind the counts, with the next update."""
@@ -197,11 +209,8 @@ class RichBar:
 
     def close(self) -> None:
         """Leave it standing as it is."""
-        if self._task is not None:
-            _SHOWN.end(self._task)
-            self._task = None
 
-    def __enter__(self) -> RichBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -214,6 +223,47 @@ class RichBar:
         plural = "" if (self._total or self.n) == 1 else "s"
         unit = self._unit if self._unit.endswith("s") else f"{self._unit}{plural}"
         return " ".join([*parts, unit]) + (f", {self._note}" if self._note else "")
+
+
+class RichBar(Bar):
+    """One bar of rich, below those that are there already."""
+
+    def __init__(self, total: int | None, description: str, unit: str, *, scaled: bool) -> None:
+        """Show it; arguments as for `Bar`."""
+        super().__init__(total, description, unit, scaled=scaled)
+        self._task: Any = _SHOWN.add(description, total, self._counted())
+
+    def update(self, count: int = 1) -> None:
+        super().update(count)
+        if self._task is not None:
+            _SHOWN.move(self._task, self.n, self._counted())
+
+    def close(self) -> None:
+        if self._task is not None:
+            _SHOWN.end(self._task)
+            self._task = None
+
+
+class LineBar(Bar):
+    """A line now and then, where lines cannot move; nothing of what is soon over."""
+
+    def __init__(self, total: int | None, description: str, unit: str, *, scaled: bool) -> None:
+        """Wait; arguments as for `Bar`."""
+        super().__init__(total, description, unit, scaled=scaled)
+        self._said, self._written = time.monotonic(), -1
+
+    def update(self, count: int = 1) -> None:
+        super().update(count)
+        if time.monotonic() - self._said >= _PAUSE:
+            self._write()
+
+    def close(self) -> None:
+        if self._written not in (-1, self.n):
+            self._write()
+
+    def _write(self) -> None:
+        self._said, self._written = time.monotonic(), self.n
+        sys.stderr.write(f"{self._description}: {self._counted()}\n")
 
 
 def _number(count: int, scaled: bool) -> str:

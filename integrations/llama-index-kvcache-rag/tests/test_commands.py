@@ -18,7 +18,7 @@ from llama_index.core.schema import MetadataMode
 from small import make_model, make_tokenizer
 
 from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, cli
-from kvcache_rag.integration import LeftOut, extraction
+from kvcache_rag.integration import LeftOut, extraction, left_out_lines
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine
 from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
 from llama_index.kvcache_rag.commands import ask, chat, corpus, demo, demo_app, ingest, report
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+ONLY = "only .docx, .htm, .html, .md, .pdf, .txt files are read"
 MODULES = {"demo": demo, "ingest": ingest, "ask": ask, "chat": chat}
 
 
@@ -140,6 +141,86 @@ def test_other_chunk_size_splits_anew(ingested: Callable[..., str]) -> None:
     assert f"{count - 2} chunk" in longer  # both short files stay one chunk each, with their KV
 
 
+def test_a_collection_is_of_one_folder_until_another_may_take_its_place(
+    ingested: Callable[..., str], command: Callable[..., str], files: Path, tmp_path: Path
+) -> None:
+    ingested()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "long.txt").write_bytes(b"\xff")
+    (other / "new.txt").write_text("The ferry leaves at nine.", encoding="utf-8")
+    said = command("ingest", "other", code=2)
+    assert f"the collection 'docs' holds the files of {files}; say --collection NAME" in said
+    assert "3 files" in ingested(), "nothing was taken out"
+    said = command("ingest", "other", "--replace")
+    assert said.startswith("1 file, 1 chunk in chroma\n")
+    assert "removed 3 files: keeper.txt, long.txt, sub/bread.md\n" in said
+    assert "long.txt: it is not UTF-8 text; save it as UTF-8\n" in said, (
+        "of other files nothing stays"
+    )
+    assert "removed" not in command("ingest", f"{files}/../other")
+    assert "removed" not in command("ingest", str(files), "--collection", "second")
+
+
+def test_settings_without_a_folder_are_of_any(
+    ingested: Callable[..., str], command: Callable[..., str], files: Path, tmp_path: Path
+) -> None:
+    ingested()
+    noted = tmp_path / "chroma.docs.kvcache-rag.json"
+    values = json.loads(noted.read_text())
+    assert values.pop("folder") == "texts", "both can be moved together"
+    noted.write_text(json.dumps(values))
+    shutil.copytree(files, tmp_path / "copy")
+    (tmp_path / "copy" / "keeper.txt").unlink()
+    assert "removed 1 file: keeper.txt\n" in command("ingest", "copy")
+    assert "holds the files of" in command("ingest", str(files), code=2)
+
+
+def test_a_folder_that_lost_all_its_files_empties_the_collection(
+    ingested: Callable[..., str], command: Callable[..., str], files: Path
+) -> None:
+    ingested()
+    for path in files.rglob("*.*"):
+        path.unlink()
+    said = command("ingest", str(files))
+    assert said.startswith("0 files, 0 chunks in chroma\n")
+    assert "removed 3 files: keeper.txt, long.txt, sub/bread.md" in said
+    assert "the collection 'docs' is empty; ingest first" in command("ask", "Who?", code=2)
+    assert "0 files, 0 chunks" in command("ingest", str(files)), "nor is it an error later"
+
+
+def test_a_name_that_is_not_utf8_is_left_out(ingested: Callable[..., str], files: Path) -> None:
+    (files / os.fsdecode(b"caf\xe9.txt")).write_text("The cafe is closed.", encoding="utf-8")
+    said = ingested()
+    assert said.startswith("3 files, ")
+    assert r"  caf\udce9.txt: its name is not UTF-8; rename it" in said.splitlines()
+
+
+def test_files_of_a_folder_that_is_closed_now_stay(
+    ingested: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, real = ingested(), os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path) == str(files / "sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    again = ingested()
+    assert again.splitlines()[0] == first.splitlines()[0]
+    assert "  sub: it cannot be opened (Permission denied)" in again
+    assert "removed" not in again
+
+
+def test_what_is_piped_has_no_lines_that_move(files: Path, tmp_path: Path) -> None:
+    words = ["ingest", str(files), "--embed", "hash"]  # by the packaged model, from its folder
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcache_rag", *words], capture_output=True, cwd=tmp_path, check=True
+    )
+    assert done.stderr.decode() == f"{ingest._TINY_NOTE}\n"
+
+
 def test_other_embedding_is_refused(
     ingested: Callable[..., str], command: Any, files: Path
 ) -> None:
@@ -180,6 +261,7 @@ def test_ingest_says_what_it_could_not_keep(
         (["texts", "--overlap", "300"], "--overlap"),
         (["texts", "--embed", "./no/such/embedding"], "cannot load the embedding"),
         (["texts", "--embed", "hash", "--model", "./no/such/model"], "no model folder"),
+        (["texts/keeper.txt"], "texts/keeper.txt is a file; name its folder, texts"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -246,18 +328,18 @@ def test_a_file_that_cannot_be_read_any_more_keeps_what_it_said(
 def test_many_files_that_are_left_out_are_counted() -> None:
     left_out = (
         *(LeftOut(f"{number:02}.pdf", "broken") for number in range(22)),
-        *(LeftOut(f"{number}.png", "only text") for number in range(4)),
-        LeftOut("a.xlsx", "only text"),
-        LeftOut("make\x1bfile", "only text"),
+        *(LeftOut(f"{number}.png", ONLY) for number in range(4)),
+        LeftOut("a.xlsx", ONLY),
+        LeftOut("make\x1bfile", ONLY),
     )
-    lines = [*ingest._left_out_lines(left_out, {"03.pdf"})]
+    lines = [*left_out_lines(left_out, {"03.pdf"})]
     assert lines[0] == "left out 28 files:"
     assert lines[4] == "  03.pdf: broken; what it said before is kept"
     assert lines[-2:] == [
         "  and 2 more that could not be read",
-        "  4 .png, 1 .xlsx, 1 without an ending: only text",
+        f"  4 .png, 1 .xlsx, 1 without an ending: {ONLY}",
     ]
-    assert [*ingest._left_out_lines(left_out[-1:], set())][1] == r"  make\x1bfile: only text"
+    assert [*left_out_lines(left_out[-1:])][1] == rf"  make\x1bfile: {ONLY}"
 
 
 def test_ingest_needs_the_extra_before_it_writes_anything(
@@ -346,7 +428,7 @@ def test_ask_says_when_it_cannot_know_where(
 ) -> None:
     ingested()
     said = command("ask", "q", "--collection", "other", code=2)
-    assert "collection 'other' is empty" in said
+    assert "there is no collection 'other' in chroma, only docs" in said
     noted = tmp_path / "chroma.docs.kvcache-rag.json"
     shutil.copytree(tmp_path / "chroma", tmp_path / "second")
     shutil.copy(noted, tmp_path / "second.docs.kvcache-rag.json")
@@ -489,7 +571,9 @@ def test_chat_goes_on_after_a_question_that_fails(
 def test_chat_needs_utf8_and_something_ingested(
     talk: Callable[..., str], command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "the collection 'other' is empty" in talk(words=("--collection", "other"), code=2)
+    assert "there is no collection 'other' in chroma" in talk(
+        words=("--collection", "other"), code=2
+    )
     assert "must be at least 1" in talk(words=("--top-k", "0"), code=2)
     latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", latin)

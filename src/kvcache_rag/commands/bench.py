@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
+    FOLDER,
     MODEL,
     add_weight_format,
     check_file,
     duration,
-    quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         metavar="CORPUS",
         type=Path,
-        help='folder with .txt and .md files, or file of JSON lines ({"text": ...}), as for build',
+        help=f'{FOLDER}, or file of JSON lines ({{"text": ...}}), as for build',
     )
     own.add_argument(
         "--queries",
@@ -187,8 +187,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> Engine:
     from kvcache_rag.integration.engine import EngineSettings
 
-    with quiet():
-        return EngineSettings.of(arguments, namespace=NAMESPACE, cost_aware=False).open()
+    return EngineSettings.of(arguments, namespace=NAMESPACE, cost_aware=False).open()
 
 
 def _stores(
@@ -253,11 +252,14 @@ def _question(row: str, where: str) -> str:
 
 def _texts(corpus: Path) -> list[str] | dict[str, str]:
     """Texts of a file, which are chunks; or of a folder's files by name, which will be cut."""
-    from kvcache_rag.commands.corpora import read_texts
     from kvcache_rag.corpus.texts import JsonLines, Reading
+    from kvcache_rag.integration.extraction import left_out_lines, read_folder
 
     if corpus.is_dir():
-        return read_texts(str(corpus))
+        found = read_folder(str(corpus))
+        for line in left_out_lines(found.left_out):
+            print(line, file=sys.stderr)
+        return found.texts
     if not corpus.is_file():
         raise InvalidInputError(
             f"there is no corpus {corpus}; name a file of JSON lines or a folder"

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
+    FOLDER,
     MODEL,
     add_press,
     add_signing_key,
     add_weight_format,
     check_file,
     duration,
-    quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "corpus",
         metavar="CORPUS",
         nargs="?",
-        help='file of JSON lines ({"text": ...} or {"documents": [...]}), or folder with .txt and '
-        ".md files",
+        help=f'file of JSON lines ({{"text": ...}} or {{"documents": [...]}}), or {FOLDER}',
     )
     parser.add_argument(
         "--store", required=True, metavar="DIR|URL", help="shared folder, or such as s3://bucket/kv"
@@ -128,8 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings.check()
     build = Build(settings, corpus, workers, arguments.batch)
     try:
-        with quiet():
-            build.run()
+        build.run()
     except BaseException:
         if build.tally.done:
             print(f"stopped: {_counts(build)}; run it again to go on", file=sys.stderr)

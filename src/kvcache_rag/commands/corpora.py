@@ -1,15 +1,14 @@
-"""Where `build` and `plan` take texts from: text files cut by tokens, and Chroma collections."""
+"""Where `build` and `plan` take texts from: files cut by tokens, and Chroma collections."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.corpus.texts import Item
-from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.integration.extraction import TEXT_SUFFIXES, extract_text, visible_files
+from kvcache_rag.integration.extraction import is_known_kind, read_folder
+from kvcache_rag.progress import plain
 from kvcache_rag.prompt.tokens import TextEncoder
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ _PAGE: Final = 500  # rows held at a time
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The .md and .txt files of a folder, cut by tokens.
+    """The files of a folder that `ingest` reads, cut by tokens.
 
     Attributes:
         folder: Where they are.
@@ -38,37 +37,19 @@ class TextFiles:
     overlap: int
 
     def items(self) -> Iterator[Item]:
-        """The pieces, file by file."""
+        """The pieces, file by file; a file that cannot be read is an item with a problem."""
         from kvcache_rag.models.pretrained import load_tokenizer, resolve
 
-        texts = read_texts(self.folder)
+        found = read_folder(self.folder)
+        for one in found.left_out:
+            if is_known_kind(one.name):
+                yield Item(plain(one.name), problem="" if one.is_read else one.reason)
         revision = self.settings.revision
         options = {"revision": revision} if revision else {}
         tokenizer = load_tokenizer(resolve(self.settings.model), options)
-        for name, text in texts.items():
+        for name, text in found.texts.items():
             for number, piece in enumerate(cut(text, tokenizer, self.size, self.overlap), start=1):
                 yield Item(f"{name}, piece {number}", piece)
-
-
-def read_texts(folder: str) -> dict[str, str]:
-    """The text files under a folder by their path, without hidden and empty ones.
-
-    Raises:
-        InvalidInputError: If there is none, or one is not UTF-8 text.
-    """
-    root, texts = Path(folder), {}
-    for path in visible_files(root):
-        if path.suffix.lower() in TEXT_SUFFIXES:
-            try:
-                text = extract_text(path.name, path.read_bytes())
-            except InvalidInputError as error:
-                raise InvalidInputError(f"{path}: {error}") from error
-            if text.strip():
-                texts[path.relative_to(root).as_posix()] = text
-    if not texts:
-        kinds = " or ".join(TEXT_SUFFIXES)
-        raise InvalidInputError(f"there is no {kinds} file with text in {folder}")
-    return texts
 
 
 def cut(text: str, tokenizer: Any, size: int, overlap: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import quiet, size
+from kvcache_rag.commands.listing import size
 from kvcache_rag.progress import plain, plural, table
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, try, print; 0 if all is well, 1 else."""
-    with quiet():
-        found = examined(arguments.kv_dir)
+    found = examined(arguments.kv_dir)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

@@ -130,12 +130,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print tables with 95 % intervals, and write what was asked for."""
     from kvcache_rag.evaluation.runner import evaluate
+    from kvcache_rag.models.pretrained import check_model
 
     _check(arguments)
     policies = _policies(arguments)
     tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
     metrics = _metrics(arguments.metric, tasks)
     cells = _cells(arguments, policies)
+    for model in arguments.models:
+        check_model(model)  # before a bar promises thousands of answers
     records = evaluate(
         tasks,
         cells,

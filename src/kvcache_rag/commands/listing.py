@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 
-# How commands say what a model, an adapter and its weights may be.
+# How commands say what a folder of texts, a model, an adapter and its weights may be.
+FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
 MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
 ADAPTER: Final = "PEFT adapter for the model: folder, or an installed name such as block"
 WEIGHT_FORMATS: Final = ("auto", "plain", "int8", "int4")
@@ -25,10 +23,7 @@ WEIGHT_FORMAT: Final = (
     "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"
 )
 
-# transformers reads them when it is imported.
 PRESS: Final = "keep a share of each chunk's tokens: knorm:0.5, expected-attention:..., snapkv:..."
-
-_QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
@@ -39,26 +34,6 @@ def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
 def add_press(parser: Any) -> None:
     """Declare what keeps a share of each chunk's tokens."""
     parser.add_argument("--press", metavar="NAME:SHARE", help=PRESS)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Transformers reports errors only, here and in processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update(_QUIET)
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def add_signing_key(parser: Any) -> None:

@@ -12,7 +12,6 @@ from kvcache_rag.commands.listing import (
     MODEL,
     add_weight_format,
     moment,
-    quiet,
     size,
 )
 from kvcache_rag.progress import plural, table
@@ -88,15 +87,14 @@ def _load(arguments: argparse.Namespace) -> Any:
     from kvcache_rag.models.pretrained import load
 
     options = {"revision": arguments.revision} if arguments.revision else {}
-    with quiet():
-        model, _, _ = load(
-            arguments.model,
-            dtype=arguments.dtype,
-            device=None,
-            options=options,
-            adapter=arguments.adapter,
-            weight_format=arguments.weight_format or "auto",
-        )
+    model, _, _ = load(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=None,
+        options=options,
+        adapter=arguments.adapter,
+        weight_format=arguments.weight_format or "auto",
+    )
     return model
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
+    FOLDER,
     MODEL,
     add_weight_format,
     duration,
-    quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError
@@ -35,7 +35,7 @@ CODECS = ("native", "int8", "int4")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the texts, the model and how they are cut."""
-    parser.add_argument("folder", metavar="DIR", help="folder with .txt and .md files")
+    parser.add_argument("folder", metavar="DIR", help=FOLDER)
     parser.add_argument("--model", default="tiny", help=f"{MODEL} (default: tiny)")
     parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
     add_weight_format(parser)
@@ -52,27 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Count, measure a few chunks, and print; nothing is stored."""
-    from kvcache_rag.commands.corpora import cut, read_texts
+    from kvcache_rag.commands.corpora import cut
+    from kvcache_rag.integration.extraction import left_out_lines, read_folder
 
     if not 0 <= arguments.overlap < arguments.chunk_size:
         raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
     if arguments.sample < 0:
         raise InvalidInputError("--sample must be at least 0")
-    texts = read_texts(arguments.folder)
+    found = read_folder(arguments.folder)
     engine, layout = _open(arguments)
     pieces = [
         piece
-        for text in texts.values()
+        for text in found.texts.values()
         for piece in cut(text, engine.tokenizer, arguments.chunk_size, arguments.overlap)
     ]
     plan = _count(engine, pieces)
     pace = _measure(engine, plan, arguments.sample)
     values = _described(arguments, layout, plan, pace)
-    values = {"model": arguments.model, "files": len(texts), **values}
+    left_out = {one.name: one.reason for one in found.left_out}
+    values = {"model": arguments.model, "files": len(found.texts), "left_out": left_out, **values}
     if arguments.json:
         print(json.dumps(values))
     else:
-        print("\n".join(_lines(values, arguments.codec)))
+        lines = [*_lines(values, arguments.codec), *left_out_lines(found.left_out)]
+        print("\n".join(lines))
     return 0
 
 
@@ -115,8 +118,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Engine, ChunkLayout]:
     if arguments.kv is not None:
         _check_store(arguments.kv)
     store = open_store(arguments.kv, codec=arguments.codec)
-    with quiet():
-        engine = EngineSettings.of(arguments).open(store)
+    engine = EngineSettings.of(arguments).open(store)
     return engine, TransformersModel(engine.model).measured.chunk_layout
 
 

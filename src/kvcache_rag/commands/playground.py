@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if serve.no_model(arguments, "playground tiny"):
         return serve.REFUSED
     settings = serve.settings_of(arguments)
-    serve.quiet()
+    serve.log_to_stderr("warning")
     from kvcache_rag.serve import startup
 
     def announce(line: str, page: str) -> None:

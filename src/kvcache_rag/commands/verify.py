@@ -157,6 +157,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("--seed must not be negative")
     if not 0 < arguments.keep <= 1:
         raise InvalidInputError("--keep must be above 0 and at most 1")
+    if arguments.questions is None and arguments.task is None:
+        raise InvalidInputError(
+            "give --questions FILE with questions of your own, or --task reader for a first try"
+        )
     check_file(arguments.out)
     asked = arguments.questions
     if asked is not None and asked.resolve() == arguments.out.resolve():
@@ -164,7 +168,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _planned(arguments: argparse.Namespace) -> Verification:
-    from kvcache_rag.errors import InvalidInputError
     from kvcache_rag.evaluation.verification import AGREEMENT, Verification
 
     score: Scoring | None = None
@@ -176,13 +179,9 @@ def _planned(arguments: argparse.Namespace) -> Verification:
         answered = all(question.answers or question.answer_groups for question in questions)
         score, measure = (own_score, "f1") if answered else (None, AGREEMENT)
         source = arguments.questions.name
-    elif arguments.task is not None:
+    else:
         questions, score, measure = _task(arguments)
         source = arguments.task
-    else:
-        raise InvalidInputError(
-            "give --questions FILE with questions of your own, or --task reader for a first try"
-        )
     return Verification(
         questions=questions,
         score=score,

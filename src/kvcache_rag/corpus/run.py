@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache_rag.corpus.processes import Processes
 from kvcache_rag.corpus.texts import NAMED, Reading, Text
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
     from kvcache_rag.corpus.texts import Corpus
     from kvcache_rag.corpus.worker import BuildSettings, Failure
-
-
-PAUSE: Final = 30.0  # seconds between two lines of progress
 
 
 class Workers(Protocol):
@@ -140,7 +136,7 @@ class Tally:
 
 
 class Progress:
-    """Shows a tally while it grows: a bar in a terminal, now and then a line elsewhere.
+    """Shows a tally while it grows.
 
     Attributes:
         tally: What is shown.
@@ -149,26 +145,15 @@ class Progress:
     def __init__(self, tally: Tally) -> None:
         """Show nothing yet; how many texts there are is known at the end only."""
         self.tally = tally
-        self._is_terminal = sys.stderr.isatty()
-        self._said = time.monotonic()
-        self._bar: Any = progress_bar(None, "build", " chunks", show=self._is_terminal)
+        self._bar: Any = progress_bar(None, "build", " chunks", show=True)
 
     def update(self) -> None:
         """Show what the tally says now."""
         tally = self.tally
-        if self._is_terminal:
-            self._bar.set_postfix_str(
-                f"{tally.there} there, {tally.tokens_per_second:.0f} tokens/s", refresh=False
-            )
-            self._bar.update(tally.done - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._said >= PAUSE:
-            self._said = now
-            sys.stderr.write(
-                f"build: {tally.done} chunks, {tally.prefilled} prefilled, {tally.there} there, "
-                f"{tally.tokens_per_second:.0f} tokens/s\n"
-            )
+        self._bar.set_postfix_str(
+            f"{tally.there} there, {tally.tokens_per_second:.0f} tokens/s", refresh=False
+        )
+        self._bar.update(tally.done - self._bar.n)
 
     def close(self) -> None:
         """Leave the last state standing."""

@@ -5,8 +5,6 @@ Settings and reports are small values: they are sent to processes and to actors,
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,6 +127,7 @@ class BuildSettings:
             MissingExtraError: If the driver of the store is not installed.
         """
         from kvcache_rag.kv.chunk import ChunkKey
+        from kvcache_rag.stores.disk.folders import why_unwritable
 
         store = self.open_store()
         if self.is_remote:
@@ -137,14 +136,10 @@ class BuildSettings:
             if stats.failures:
                 raise InvalidInputError(f"the store cannot be reached: {stats.last_failure}")
             return
-        try:
-            with tempfile.TemporaryFile(dir=os.path.abspath(self.store)):
-                pass
-        except OSError as error:
+        if why := why_unwritable(self.store):
             raise InvalidInputError(
-                f"the store {self.store} cannot be written ({error.strerror}); name a folder that "
-                "can"
-            ) from error
+                f"the store {self.store} cannot be written ({why}); name a folder that can"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ token ids, nor the name of a tenant; errors are told by their types, as messages
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from kvcache_rag.models.pretrained import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,15 +58,9 @@ def opened(model: TransformersModel, store: ChunkStore, rotation: str) -> None:
         rotations = {f"{len(one.layout.layers)} layers {one.key_rotation}" for one in groups}
         LOG.info(
             "opened %s (%s, %s on %s) over the tier %s: rotation=%r, %s",
-            *(name_of(model), model.config.model_type, model.dtype, model.device, store.tier),
+            *(name_of(model.model), model.config.model_type, model.dtype, model.device, store.tier),
             *(rotation, model.why_refused or ", ".join(sorted(rotations))),
         )
-
-
-def name_of(model: TransformersModel) -> str:
-    """The name under which a model was loaded, of a folder the last one; else its type."""
-    name = str(getattr(model.model.config, "_name_or_path", ""))
-    return (os.path.basename(name) if os.path.isabs(name) else name) or model.config.model_type
 
 
 def tracer() -> Tracer | None:
@@ -187,7 +182,7 @@ class _Spans:
         """Open one for each, as of its call."""
         self._tracer, self._clock = tracer, _Clock()
         self._size = len(requests)
-        name, carried = name_of(model), _CARRIED.get()
+        name, carried = name_of(model.model), _CARRIED.get()
         self._spans: list[Span] = []
         for number, request in enumerate(requests):
             operation = "text_completion" if request.is_plain else "chat"
@@ -311,7 +306,7 @@ def added(
     clock = _Clock()
     told: dict[str, Any] = {
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": name_of(model),
+        "gen_ai.request.model": name_of(model.model),
         "kvcache_rag.chunks": len(chunks),
         "kvcache_rag.tokens": sum(map(len, chunks)),
     }

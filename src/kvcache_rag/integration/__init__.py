@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.extraction import FolderTexts as FolderTexts
     from kvcache_rag.integration.extraction import LeftOut as LeftOut
     from kvcache_rag.integration.extraction import extract_text as extract_text
+    from kvcache_rag.integration.extraction import left_out_lines as left_out_lines
     from kvcache_rag.integration.extraction import read_folder as read_folder
     from kvcache_rag.integration.extraction import suffixes as suffixes
     from kvcache_rag.integration.known_texts import FoundText as FoundText

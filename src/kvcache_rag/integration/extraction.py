@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,14 +19,22 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.progress import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 TEXT_SUFFIXES: Final = (".md", ".txt")
 
 _NO_TEXT: Final = "there is no text in it"
 _SCANNED: Final = "there is no text in it; pages that were scanned need OCR first"
+_LINKED: Final = "it is a link to a folder, which is not followed; put its files here"
+_DANGLING: Final = "it is a link to nothing"
+_SPECIAL: Final = "it is neither a file nor a folder"
+_NAMED_OTHERWISE: Final = "its name is not UTF-8; rename it"
+
+_SHOWN: Final = 20  # files left out that are named
+_FEW: Final = 5  # of kinds that are never read
 
 # Files of Word are zips; with a password, or of before 2007, they are one of these.
 _OLD_OFFICE: Final = b"\xd0\xcf\x11\xe0"
@@ -41,12 +51,12 @@ _BLOCKS: Final = (
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file that gave no text.
+    """A file, or what stands in place of one, that gave no text.
 
     Attributes:
         name: Its path below the folder.
         reason: Why, for people.
-        is_read: Whether it could be read, and there is nothing in it to keep.
+        is_read: Whether nothing can be in it, so that there is nothing to keep.
     """
 
     name: str
@@ -72,51 +82,129 @@ def suffixes() -> tuple[str, ...]:
     return tuple(sorted((*TEXT_SUFFIXES, *_READERS)))
 
 
-def read_folder(folder: str) -> FolderTexts:
-    """Read every file under a folder that is not hidden.
+def is_known_kind(name: str) -> bool:
+    """Whether a file of this name can be read, as far as its ending says."""
+    return _kind(name) in suffixes()
+
+
+def read_folder(folder: str, *, allow_empty: bool = False) -> FolderTexts:
+    """Read every file under a folder that is not hidden; links to folders are not followed.
+
+    Args:
+        folder: Where they are.
+        allow_empty: Whether there may be no text at all.
 
     Raises:
         InvalidInputError: If there is no such folder, or no text in it.
         MissingExtraError: If a file needs a library that is not installed.
     """
     root = Path(folder)
-    paths = list(visible_files(root))
-    check_readable(paths)
+    entries = list(_entries(root))
+    check_readable(path for path, problem in entries if not problem)
     texts: dict[str, str] = {}
     left_out: list[LeftOut] = []
-    for path in paths:
+    for path, problem in entries:
         name = path.relative_to(root).as_posix()
         try:
-            text = extract_text(name, b"" if _kind(name) not in suffixes() else path.read_bytes())
+            text = _file_text(path, name, problem)
         except OSError as error:
-            left_out.append(LeftOut(name, f"it cannot be opened ({error.strerror})"))
+            left_out.append(LeftOut(name, _unopened(error)))
         except InvalidInputError as error:
-            left_out.append(LeftOut(name, str(error)))
+            left_out.append(LeftOut(name, str(error), is_read=problem == _LINKED))
         else:
             if text.strip():
                 texts[name] = text
             else:
                 reason = _SCANNED if _kind(name) == ".pdf" else _NO_TEXT
                 left_out.append(LeftOut(name, reason, is_read=True))
-    if not texts:
+    if not texts and not allow_empty:
         kinds = ", ".join(suffixes())
-        why = "".join(f"; {one.name}: {one.reason}" for one in left_out[:1])
+        why = "".join(f"; {plain(one.name)}: {one.reason}" for one in left_out[:1])
         raise InvalidInputError(f"there is no file with text ({kinds}) in {folder}{why}")
     return FolderTexts(texts, tuple(left_out))
 
 
-def visible_files(root: Path) -> Iterator[Path]:
-    """The files under a folder in the order of their paths, without hidden ones.
+def _file_text(path: Path, name: str, problem: str) -> str:
+    if problem:
+        raise InvalidInputError(problem)
+    if not is_known_kind(name):
+        return extract_text(name, b"")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(_NAMED_OTHERWISE) from None
+    return extract_text(name, path.read_bytes())
+
+
+def _unopened(error: OSError) -> str:
+    return f"it cannot be opened ({error.strerror})"
+
+
+def _entries(root: Path) -> list[tuple[Path, str]]:
+    """What is under a folder in the order of its paths, without what is hidden.
+
+    Each file has a "" beside it, and everything else, also a folder that is not looked into, why.
 
     Raises:
         InvalidInputError: If there is no such folder.
     """
     if not root.is_dir():
+        if root.exists():
+            raise InvalidInputError(f"{root} is a file; name its folder, {root.parent}")
         raise InvalidInputError(f"there is no folder {root}")
-    for path in sorted(root.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if not hidden and path.is_file():
-            yield path
+    found: list[tuple[Path, str]] = []
+
+    def closed(error: OSError) -> None:
+        if Path(error.filename) == root:
+            raise InvalidInputError(f"the folder {root}: {_unopened(error)}") from error
+        found.append((Path(error.filename), _unopened(error)))
+
+    for place, folders, files in os.walk(root, onerror=closed):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [Path(place, name) for name in folders if Path(place, name).is_symlink()]
+        found += [(path, _LINKED) for path in links]
+        shown = [Path(place, name) for name in files if not name.startswith(".")]
+        found += [(path, _problem(path)) for path in shown]
+    return sorted(found)
+
+
+def _problem(path: Path) -> str:
+    """Why something that is no folder cannot be read; "" for a file, or a link to one."""
+    if path.is_file():
+        return ""
+    return _SPECIAL if path.exists() else _DANGLING
+
+
+def left_out_lines(left_out: Sequence[LeftOut], kept: Collection[str] = ()) -> Iterator[str]:
+    """What of a folder was left out and why, for people.
+
+    Args:
+        left_out: Of `read_folder`.
+        kept: Names of which something that was read before is kept.
+    """
+    if not left_out:
+        return
+    yield f"left out {len(left_out)} file{'s' * (len(left_out) != 1)}:"
+    why_others = _why_unknown()
+    others = [one for one in left_out if one.reason == why_others]
+    named = [one for one in left_out if one.reason != why_others]
+    for one in named[:_SHOWN]:
+        before = "; what it said before is kept" if one.name in kept else ""
+        yield f"  {plain(one.name)}: {plain(one.reason)}{before}"
+    if len(named) > _SHOWN:
+        yield f"  and {len(named) - _SHOWN} more that could not be read"
+    if others:
+        names = [plain(one.name) for one in others]
+        if len(names) > _FEW:
+            kinds = Counter(
+                plain(PurePath(one.name).suffix) or "without an ending" for one in others
+            )
+            names = [f"{count} {kind}" for kind, count in kinds.most_common()]
+        yield f"  {', '.join(names)}: {why_others}"
+
+
+def _why_unknown() -> str:
+    return f"only {', '.join(suffixes())} files are read"
 
 
 def check_readable(paths: Iterable[Path]) -> None:
@@ -146,7 +234,7 @@ def extract_text(name: str, data: bytes) -> str:
     if suffix in TEXT_SUFFIXES:
         return _text(data)
     if suffix not in _READERS:
-        raise InvalidInputError(f"only {', '.join(suffixes())} files are read")
+        raise InvalidInputError(_why_unknown())
     check_readable([Path(name)])
     try:
         text = _READERS[suffix].read(data)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import constants as hub
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to
 from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, merged, with_adapter
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, pack_weights
@@ -81,6 +82,9 @@ _LOADING: Final = threading.RLock()
 
 # Characters of another library's message that are passed on.
 _LONGEST = 400
+
+# Of a loaded model: the name by which it was asked for.
+_GIVEN: Final = "_kvcache_rag_name"
 
 # Arguments of `from_pretrained` that say where something lies on the hub.
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
@@ -154,7 +158,43 @@ def load(
         if adapter is not None:
             model = merged(with_adapter(model, adapter, os.fspath(name)))
     pack_weights(model, weight_format)
+    note_name(model, os.fspath(name))
     return model, tokenizer, brought_template(resolved, adapter)
+
+
+def note_name(model: Any, name: str) -> None:
+    """Let logs and spans call a model by this name."""
+    setattr(model, _GIVEN, name)
+
+
+def name_of(model: Any) -> str:
+    """The name by which a model was asked for, of a path no more than tells it from others."""
+    name = str(getattr(model, _GIVEN, "") or getattr(model.config, "_name_or_path", ""))
+    path = Path(name)
+    if not (path.is_absolute() or path.exists()):
+        return name or str(model.config.model_type)
+    path = Path(os.path.abspath(path))
+    if path.parent.name != "snapshots":
+        return path.name
+    # The hub's own cache, or a copy of it: the last part is a commit.
+    folder = path.parent.parent.name
+    return f"{folder.removeprefix('models--').replace('--', '/')}@{path.name[:8]}"
+
+
+def check_model(name: str) -> None:
+    """Say before hours of work whether a model is there.
+
+    Raises:
+        InvalidInputError: If it is not, or cannot be read.
+    """
+    resolved = resolve(name)
+    if resolved.endswith(SUFFIX) or is_adapter(Path(resolved)):
+        return
+    _check_folder(resolved, name, "")
+    try:
+        AutoConfig.from_pretrained(resolved)
+    except Exception as error:  # as in `_plain`
+        raise _unloaded("model", name, error) from error
 
 
 def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
@@ -187,8 +227,6 @@ def brought_template(
 
 def own_dtype(name: str) -> torch.dtype:
     """The dtype of a checkpoint, as "auto" would load it."""
-    from transformers import AutoConfig
-
     resolved = resolve(name)
     if resolved.endswith(SUFFIX):
         return GgufHeader.read(Path(resolved)).dtype
@@ -228,6 +266,7 @@ def _plain(
             further = {k: v for k, v in options.items() if k not in (*_HUB, "gguf_file")}
             model, its = load_gguf(gguf, dtype=dtype, options=further, own_tokenizer=own)
         else:
+            _check_folder(path, name, str(options.get("subfolder") or ""))
             its = AutoTokenizer.from_pretrained(path, **common) if own else None
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         if "device_map" not in options:
@@ -235,7 +274,7 @@ def _plain(
     except (torch.OutOfMemoryError, KVCacheRagError):
         raise
     except Exception as error:  # libraries below raise what they like for a bad file or argument
-        raise InvalidInputError(f"cannot load the model {name!r}: {_reason(error)}") from error
+        raise _unloaded("model", name, error) from error
     return model, its if own else tokenizer
 
 
@@ -270,10 +309,24 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, KVCacheRagError):
             raise
-        raise InvalidInputError(f"cannot load the tokenizer {name!r}: {_reason(error)}") from error
+        raise _unloaded("tokenizer", name, error) from error
 
 
-def _reason(error: Exception) -> str:
-    """What a library says, on one line and not at length."""
+def _check_folder(path: str, name: str, subfolder: str) -> None:
+    folder = Path(path)
+    if folder.is_dir() and not (folder / subfolder / "config.json").is_file():
+        raise InvalidInputError(
+            f"cannot load the model {name!r}: there is no config.json in that folder"
+        )
+
+
+def _unloaded(kind: str, name: str, error: Exception) -> InvalidInputError:
+    """What a library says, on one line and not at length; or what we know better."""
     words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+    reason = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+    if not Path(name).exists():
+        if hub.HF_HUB_OFFLINE and isinstance(error, OSError):
+            reason = "it is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded"
+        close = close_to(name, [TINY, *PACKAGED])
+        reason += f"; did you mean {close!r}?" if close else ""
+    return InvalidInputError(f"cannot load the {kind} {name!r}: {reason}")

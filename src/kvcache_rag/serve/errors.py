@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -21,6 +21,7 @@ from kvcache_rag.errors import (
     InvalidInputError,
     KVCacheRagError,
     UnsupportedModelError,
+    close_to,
 )
 from kvcache_rag.serve.backend import (
     BAD_REQUEST,
@@ -33,7 +34,7 @@ from kvcache_rag.serve.backend import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import TypeAlias
 
     from fastapi import FastAPI
@@ -197,6 +198,8 @@ def failure(
 
 def http_failure(error: BaseException, scope: Mapping[str, Any]) -> Failed:
     """The same for an HTTP request, whose client is told the name by which the log knows it."""
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors(), scope.get("route"))
     name = str(scope.get("kvcache_rag.request_id", "unknown"))
     request = Request(dict(scope))
     return failure(
@@ -228,10 +231,14 @@ def _routing(error: HTTPException, asked: str) -> Failed:
     return Failed(error.status_code, INVALID, " ".join(str(error.detail).split()), code=code)
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> Failed:
+def _invalid(errors: Sequence[Mapping[str, Any]], route: Any) -> Failed:
     """What is wrong with a body, as pydantic found it: one sentence about one error.
 
     What was sent is not repeated: it may be long, and it may be no text that can be sent back.
+
+    Args:
+        errors: Of pydantic.
+        route: FastAPI's, which has the form of the body.
     """
     first = next((error for error in errors if _named(error) in _UNSUPPORTED), errors[0])
     if first["type"] == "json_invalid":
@@ -241,14 +248,30 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> Failed:
     if not path:
         message = "the body must be a JSON object, sent with its content type"
         return Failed(BAD_REQUEST, INVALID, message)
-    return Failed(BAD_REQUEST, INVALID, _sentence(first, path), param=path)
+    known = _fields_beside(first, route) if first["type"] == "extra_forbidden" else ()
+    return Failed(BAD_REQUEST, INVALID, _sentence(first, path, known), param=path)
+
+
+def _fields_beside(error: Mapping[str, Any], route: Any) -> Collection[str]:
+    """Names that a field may have where one has another; () where forms differ."""
+    form = _form_of(route.body_field.field_info.annotation)
+    for part in _place(error)[:-1]:
+        if part not in getattr(form, "model_fields", ()):
+            return ()
+        form = _form_of(form.model_fields[part].annotation)
+    return [name for name in getattr(form, "model_fields", ()) if name not in _UNSUPPORTED]
+
+
+def _form_of(annotation: Any) -> Any:
+    """The model in an annotation, which may be optional; None for none."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
 
 
 # The first row whose class an error is of.
 _TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Told], ...]] = (
     ((ApiError, FailedRequest), lambda error, _: error.failed),
     (USERS, _mistake),
-    (RequestValidationError, lambda error, _: _invalid(error.errors())),
     (HTTPException, _routing),
     (NoReplicaError, lambda *_: _NO_REPLICA),
     (ReplicaLostError, lambda *_: _LOST),
@@ -285,10 +308,12 @@ _IN_MESSAGES: Final = {
 }
 
 
-def _sentence(error: Mapping[str, Any], path: str) -> str:
+def _sentence(error: Mapping[str, Any], path: str, known: Collection[str]) -> str:
     name, kind, text = _named(error), str(error["type"]), str(error["msg"])
     if kind == "extra_forbidden" and name not in _UNSUPPORTED:
-        return f"there is no field {path}; leave it out"
+        close = close_to(str(_place(error)[-1]), known)
+        hint = f"did you mean {close}?" if close else "leave it out"
+        return f"there is no field {path}; {hint}"
     if kind == "missing":
         return f"{path} is missing"
     if name in _UNSUPPORTED:

@@ -329,7 +329,13 @@ def _check_vectors(retriever: ChromaRetriever, collection: str, name: str) -> No
         Rows(documents).nearest(retriever.embed("?"), 1)
     except Exception as error:
         if is_gone(error):
-            return  # a tenant who has no documents yet
+            if PLACE not in retriever.collection:  # else of a tenant who has no documents yet
+                LOG.warning(
+                    "there is no collection %r in the database: questions are answered with 404 "
+                    "until documents are ingested into it",
+                    collection,
+                )
+            return
         raise InvalidInputError(
             f"the collection {collection!r} cannot be searched by the embedding {name}: "
             f"{' '.join(str(error).split())}"

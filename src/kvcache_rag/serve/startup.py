@@ -17,6 +17,7 @@ from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.engine import EngineSettings, is_url
 from kvcache_rag.integration.engine import memory_codec as codec_before
 from kvcache_rag.integration.engine import open_store as open_place
+from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.connections import HEAD, patient
 from kvcache_rag.serve.local import LocalBackend
@@ -24,6 +25,7 @@ from kvcache_rag.serve.retrieval import open_retriever
 from kvcache_rag.serve.settings import VLLM
 from kvcache_rag.serve.shutdown import leave
 from kvcache_rag.stores import MemoryStore
+from kvcache_rag.stores.disk.folders import why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +81,7 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
     with listening(settings.host, settings.port) as listener:
         retriever = open_retriever(settings)
         with opened_backend(settings, retriever) as backend:
+            _check_store(settings)
             app = build_app(backend, settings, retriever=retriever)
             url = _url(listener)
             line = announcement(settings, url)
@@ -86,6 +89,18 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
                 asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
             if not app.state.context.shutdown.is_complete:
                 leave()
+
+
+def _check_store(settings: ServerSettings) -> None:
+    """Say if nothing can be added to the folder of this process's engine."""
+    if settings.store is None or is_url(settings.store) or settings.replicas is not None:
+        return
+    if why := why_unwritable(settings.store):
+        _LOG.warning(
+            "the store %s cannot be written (%s): what it holds is read, and what is computed is "
+            "kept in memory alone",
+            *(settings.store, why),
+        )
 
 
 @contextmanager
@@ -157,7 +172,9 @@ def open_engine(settings: ServerSettings) -> Engine:
     template = settings.prompt_template()
     store = open_store(settings)
     wanted = EngineSettings.of(settings, template=template)
-    return wanted.open(store, open_combinations(settings))
+    engine = wanted.open(store, open_combinations(settings))
+    note_name(engine.model, settings.name)
+    return engine
 
 
 def open_store(settings: ServerSettings) -> ChunkStore:

@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -61,6 +62,9 @@ MAX_QUARANTINED = 4  # per namespace
 MAX_MANIFEST = 64 << 10  # bytes
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
+
+# Names in a store's own folder, those of remotes too.
+_OF_A_STORE = re.compile(rf"{_NAMESPACE.pattern}(\.epoch)?|sweep\.lock|\.tmp.*")
 
 _SPEC = re.compile(r"[0-9a-f]{16}")
 
@@ -262,6 +266,15 @@ def check_folder(root: str, path: str) -> None:
     check_folder(root, os.path.dirname(path))
     if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
         _check_one(root, path)
+
+
+def why_unwritable(path: str | os.PathLike[str]) -> str:
+    """Why no file can be made in a folder; "" if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=os.path.abspath(path)):  # permissions alone do not say it
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def make_folder(root: str, path: str) -> None:
@@ -587,6 +600,12 @@ def namespaces(root: str | os.PathLike[str]) -> Iterator[NamespaceFolder]:
     """The namespaces of a store's folder, by name; none if there is no such folder."""
     for entry in _subfolders(os.path.realpath(root), _NAMESPACE):
         yield NamespaceFolder(entry.name, entry.path)
+
+
+def is_store(root: str) -> bool:
+    """Whether a folder is empty, or something in it is of a store."""
+    names = os.listdir(root)
+    return not names or any(map(_OF_A_STORE.fullmatch, names))
 
 
 def _scan(path: str) -> Iterator[os.DirEntry[str]]:

@@ -46,6 +46,7 @@ class Settings:
         adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
+        folder: Whose files are in it, "" where that was not noted.
     """
 
     model: str = TINY
@@ -57,6 +58,7 @@ class Settings:
     overlap: int = 32
     adapter: str | None = None
     weight_format: WeightFormat = "auto"
+    folder: str = ""
 
     @property
     def path(self) -> Path:
@@ -80,6 +82,23 @@ class Settings:
                 f"say --embed {self.embed}, or another --chroma"
             )
 
+    def is_of(self, folder: str) -> bool:
+        """Whether the files of this folder are in it; False where that was not noted."""
+        return bool(self.folder) and os.path.realpath(folder) == os.path.realpath(self.folder)
+
+    def check_folder(self, folder: str) -> None:
+        """Refuse files that would take the place of another folder's.
+
+        Raises:
+            InvalidInputError: If it was noted that another folder was ingested.
+        """
+        if self.folder and not self.is_of(folder):
+            raise InvalidInputError(
+                f"the collection {self.collection!r} holds the files of {self.folder}; say "
+                f"--collection NAME for a second one beside it, or --replace to have those of "
+                f"{folder} in their place"
+            )
+
     def _beside(self, suffix: str) -> Path:
         chroma = Path(self.chroma)
         return chroma.with_name(f"{chroma.name}.{self.collection}{suffix}")
@@ -99,6 +118,10 @@ class Settings:
             del values["adapter"]
         if self.weight_format == "auto":
             del values["weight_format"]
+        if self.folder:
+            values["folder"] = os.path.relpath(os.path.realpath(self.folder), folder.resolve())
+        else:
+            del values["folder"]
         self.path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -112,7 +135,8 @@ class Settings:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
             chroma = path.name.removesuffix(f".{found.collection}{SUFFIX}")
             kv = os.path.normpath(path.parent / found.kv)
-            return replace(found, chroma=str(path.with_name(chroma)), kv=kv)
+            files = found.folder and os.path.normpath(path.parent.resolve() / found.folder)
+            return replace(found, chroma=str(path.with_name(chroma)), kv=kv, folder=files)
         except (ValueError, TypeError) as error:
             raise InvalidInputError(f"{path} cannot be read ({error}); run ingest again") from error
 
@@ -236,7 +260,21 @@ def _ingested(arguments: argparse.Namespace) -> Settings:
         )
     if found is not None:
         found.check_embedding(settings.embed)
+    _check_collection(settings)
     return settings
+
+
+def _check_collection(settings: Settings) -> None:
+    """Refuse a collection that is not there, before opening it makes it."""
+    import chromadb
+
+    client = chromadb.PersistentClient(path=os.path.abspath(settings.chroma))
+    names = sorted(str(one.name) for one in client.list_collections())
+    if settings.collection not in names:
+        there = f"only {', '.join(names)}" if names else "nor any other; run ingest first"
+        raise InvalidInputError(
+            f"there is no collection {settings.collection!r} in {settings.chroma}, {there}"
+        )
 
 
 def embedding(name: str) -> BaseEmbedding:
@@ -249,7 +287,7 @@ def embedding(name: str) -> BaseEmbedding:
 
     if name == "hash":
         return HashEmbedding()
-    quiet()
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     try:
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
@@ -273,32 +311,24 @@ def open_store(settings: Settings, llm: KVCacheLLM | None) -> KVCacheVectorStore
     """The collection of `settings`, new or existing."""
     from llama_index.kvcache_rag import KVCacheVectorStore
 
-    quiet()
     Path(settings.chroma).mkdir(parents=True, exist_ok=True)
     return KVCacheVectorStore.from_params(settings.collection, persist_dir=settings.chroma, llm=llm)
 
 
-def quiet() -> None:
-    """Keep the loading of models out of a command's output."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
-
-
-def read_documents(folder: str) -> tuple[list[Document], tuple[LeftOut, ...]]:
+def read_documents(
+    folder: str, *, allow_empty: bool = False
+) -> tuple[list[Document], tuple[LeftOut, ...]]:
     """Files under `folder` as documents, identified by their path; and those without text.
 
     The path is kept out of the LLM's text: moving a file does not change what its chunks say.
 
     Raises:
-        InvalidInputError: If there is no text in any.
+        InvalidInputError: If there is no text in any, unless `allow_empty`.
         MissingExtraError: If one needs a library that is not installed.
     """
     from llama_index.core.schema import Document
 
-    found = read_folder(folder)
+    found = read_folder(folder, allow_empty=allow_empty)
     hidden = ["file_path"]
     documents = [
         Document(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from kvcache_rag.integration import parameter_count
-from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store, quiet
+from llama_index.kvcache_rag.commands.corpus import Settings, embedding, open_store
 from llama_index.kvcache_rag.commands.report import chunk_files, stored_chunks
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class DemoApp:
             embed=embed,
             collection=collection,
         )
-        quiet()
         self.llm = KVCacheLLM(
             model_name=model,
             adapter=adapter,

@@ -2,18 +2,17 @@
 
 Run again it does only what changed: files are known by their path and the digest of their text,
 chunks by theirs.  What a file said stays when it cannot be read any more; what is gone or empty is
-taken out.
+taken out.  A collection is of one folder; another one's files take their place only when told.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import PurePath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.integration import is_rich, plain, suffixes
+from kvcache_rag.integration import left_out_lines, plain
 from llama_index.kvcache_rag.commands.corpus import (
     TINY,
     Settings,
@@ -26,7 +25,6 @@ from llama_index.kvcache_rag.commands.report import chunk_files, plural, size, s
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
 
     from llama_index.core.storage.docstore import SimpleDocumentStore
 
@@ -38,8 +36,7 @@ _TINY_NOTE: Final = (
     "note: tiny can read made-up facts only, such as the demo's; for texts of your own ingest with "
     "--model smollm2 or a model of yours"
 )
-_SHOWN: Final = 20  # files left out that are named
-_FEW: Final = 5  # of kinds that are never read
+_SHOWN: Final = 20  # files taken out that are named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
     )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="take out the files of the folder that was ingested before, if it is another one",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,8 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     from kvcache_rag import InvalidInputError
     from llama_index.kvcache_rag import KVCacheLLM, KVCachePrefill
 
-    documents, left_out = read_documents(arguments.folder)
     settings, before = _settings(arguments)
+    is_same = before is not None and (not before.folder or before.is_of(arguments.folder))
+    if before is not None and not arguments.replace:
+        before.check_folder(arguments.folder)
+    # A folder that was ingested may have lost all its files.
+    documents, left_out = read_documents(
+        arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
+    )
     if not 0 <= settings.overlap < settings.chunk_size:
         raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
     embed_model = embedding(settings.embed)
@@ -76,13 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
     held = chunk_files(settings.kv)
     settings.save()
     embedding_beside = KVCachePrefill(llm=llm, embed_model=embed_model, show_progress=True)
-    kept = {one.name for one in left_out if not one.is_read} & _known(docstore)
-    _ingest(documents, settings, store, docstore, embedding_beside, kept)
+    kept = _kept(left_out, _known(docstore)) if is_same else set()
+    removed = _ingest(documents, settings, store, docstore, embedding_beside, kept)
     store.prefill_missing(show_progress=True)
     docstore.persist(str(settings.docstore))
     engine.store.sweep()
     missing = _report(settings, store, len(documents) + len(kept), held)
-    print("\n".join(_left_out_lines(left_out, kept)), end="\n" if left_out else "")
+    for line in (*_removed_lines(removed), *left_out_lines(left_out, kept)):
+        print(line)
     if missing:
         reason = engine.store.stats().last_failure or "they were evicted"
         raise InvalidInputError(f"{plural(missing, 'chunk')} could not be kept: {reason}")
@@ -124,6 +133,16 @@ def _known(docstore: SimpleDocumentStore) -> set[str]:
     return set(docstore.get_all_document_hashes().values())
 
 
+def _kept(left_out: tuple[LeftOut, ...], known: set[str]) -> set[str]:
+    """Ids of documents that cannot be read now, or lie in a folder that cannot."""
+    closed = {one.name for one in left_out if not one.is_read}
+    return {
+        name
+        for name in known
+        if name in closed or any(str(above) in closed for above in PurePosixPath(name).parents)
+    }
+
+
 def _ingest(
     documents: list[Any],
     settings: Settings,
@@ -131,7 +150,8 @@ def _ingest(
     docstore: SimpleDocumentStore,
     embedding_beside: KVCachePrefill,
     kept: set[str],
-) -> None:
+) -> list[str]:
+    """Bring the collection in step; gives the documents that were taken out."""
     from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
     from llama_index.core.node_parser import SentenceSplitter
 
@@ -139,7 +159,8 @@ def _ingest(
     # Left behind by a run that was stopped before it could note what it had done.
     store.delete_documents(sorted(there - known))
     # Not by the pipeline, to which what cannot be read now would be gone.
-    for gone in sorted(known - there - kept):
+    removed = sorted(known - there - kept)
+    for gone in removed:
         docstore.delete_document(gone)
         store.delete(gone)
     splitter = SentenceSplitter(chunk_size=settings.chunk_size, chunk_overlap=settings.overlap)
@@ -150,8 +171,8 @@ def _ingest(
         docstore_strategy=DocstoreStrategy.UPSERTS,
         disable_cache=True,
     )
-    # LlamaIndex's bars and ours would write over each other on a terminal.
-    pipeline.run(documents=documents, show_progress=not is_rich(sys.stderr))
+    pipeline.run(documents=documents)  # its bars and ours would write over each other
+    return removed
 
 
 def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]) -> int:
@@ -165,23 +186,9 @@ def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dic
     return len(chunks - found.keys())
 
 
-def _left_out_lines(left_out: tuple[LeftOut, ...], kept: set[str]) -> Iterator[str]:
-    """What is not in the collection as it lies in the folder, and why."""
-    if not left_out:
-        return
-    yield f"left out {plural(len(left_out), 'file')}:"
-    others = [one for one in left_out if PurePath(one.name).suffix.lower() not in suffixes()]
-    named = [one for one in left_out if one not in others]
-    for one in named[:_SHOWN]:
-        before = "; what it said before is kept" if one.name in kept else ""
-        yield f"  {plain(one.name)}: {plain(one.reason)}{before}"
-    if len(named) > _SHOWN:
-        yield f"  and {len(named) - _SHOWN} more that could not be read"
-    if others:
-        names = [plain(one.name) for one in others]
-        if len(names) > _FEW:
-            kinds = Counter(
-                plain(PurePath(one.name).suffix) or "without an ending" for one in others
-            )
-            names = [f"{count} {kind}" for kind, count in kinds.most_common()]
-        yield f"  {', '.join(names)}: {others[0].reason}"
+def _removed_lines(removed: list[str]) -> list[str]:
+    if not removed:
+        return []
+    names = ", ".join(map(plain, removed[:_SHOWN]))
+    more = f" and {len(removed) - _SHOWN} more" if len(removed) > _SHOWN else ""
+    return [f"removed {plural(len(removed), 'file')}: {names}{more}"]
