@@ -204,9 +204,10 @@ $(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
+	@sed -nE 's/^(($(LOWEST_TOOLS))==[^#]*).*/\1/p' constraints.txt > $(LOWEST)/tools.txt
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
 		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
-		$$(sed -nE 's/^(($(LOWEST_TOOLS))==[^ ;]+).*/\1/p' constraints.txt) \
+		-r $(LOWEST)/tools.txt \
 		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
 		-e ./integrations/vllm-kvcache-rag
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)

