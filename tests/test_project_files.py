@@ -71,6 +71,32 @@ def test_a_workflow_may_do_no_more_than_it_needs(path: Path) -> None:
         assert "${{" not in step.get("run", "")
 
 
+def test_nothing_is_published_that_was_not_tested() -> None:
+    jobs = loaded(ROOT / ".github/workflows/wheels.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "test"
+    tested = [step.get("run", step.get("uses")) for step in jobs["test"]["steps"]]
+    assert "actions/download-artifact@v5" in tested, "the files that are published"
+    assert any(run.startswith("make test-sdists") for run in tested)
+    assert "cancel-in-progress" not in text(".github/workflows/wheels.yml")
+    pages = loaded(ROOT / ".github/workflows/docs.yml")["concurrency"]["cancel-in-progress"]
+    assert pages == "${{ github.event_name == 'pull_request' }}"
+
+
+def test_jobs_that_install_other_things_have_caches_of_their_own() -> None:
+    """A cache is known by the system, Python and these files, and written once."""
+    others = {"docs": {"requirements-docs.txt"}, "test-lowest": {"Makefile", "**/pyproject.toml"}}
+    usual = {"requirements-dev.txt", "**/pyproject.toml"}
+    for path in WORKFLOWS:
+        for job in loaded(path)["jobs"].values():
+            run = {step["run"].split()[1] for step in job["steps"] if "run" in step}
+            wanted = next((files for name, files in others.items() if name in run), usual)
+            for given in (step.get("with", {}) for step in job["steps"]):
+                if "cache" in given:
+                    files = {*given["cache-dependency-path"].split()}
+                    assert wanted <= files, (path.stem, run)
+                    assert (wanted == usual) == ("requirements-dev.txt" in files), (path.stem, run)
+
+
 def test_every_python_that_is_named_is_tested() -> None:
     matrix = loaded(ROOT / ".github/workflows/tests.yml")["jobs"]["test"]["strategy"]["matrix"]
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text("pyproject.toml"))
@@ -252,3 +278,45 @@ def test_a_newcomer_who_cannot_go_on_is_told_in_one_sentence(tmp_path: Path) -> 
     last = done.stderr.splitlines()[-1]
     assert last.startswith("newcomer: step 1 (Clone) failed: fatal: ")
     assert str(tmp_path / "nowhere") in last
+
+
+# ---------------------------------------------------------------------- the Makefile
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "src").mkdir(parents=True, exist_ok=True)
+    command = ["make", "--no-print-directory", "-f", ROOT / "Makefile", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_an_environment_of_another_checkout_stays_that_ones(tmp_path: Path) -> None:
+    one, other, pip = tmp_path / "one", tmp_path / "other", tmp_path / "one/.venv/bin/pip"
+    pip.parent.mkdir(parents=True)
+    pip.touch()
+    assert make(one, "own").returncode == 0
+    assert make(one, "own", f"VENV={one}/.venv").returncode == 0
+    taken = make(other, "own", f"VENV={one}/.venv")
+    assert taken.returncode != 0
+    assert f"{one}/.venv is the environment of {one}; leave VENV= out, or " in taken.stderr
+    assert make(one, "own").returncode == 0
+    for stamp in ("$(VENV)/.installed-demo", "$(VENV)/.installed-dev", "$(LOWEST)/.installed"):
+        assert re.search(rf"(?m)^{re.escape(stamp)}: .+ \| own$", text("Makefile")), stamp
+
+
+def test_a_python_that_is_not_there_is_not_called_too_old(tmp_path: Path) -> None:
+    found = make(tmp_path, ".venv/bin/pip", "PYTHON=no-such-python")
+    assert found.returncode != 0
+    assert found.stderr.startswith("there is no no-such-python; install Python 3.10 or newer")
+
+
+def test_who_reaches_no_package_index_is_told(tmp_path: Path) -> None:
+    pip = tmp_path / ".venv/bin/pip"
+    pip.parent.mkdir(parents=True)
+    pip.write_text("#!/bin/sh\necho ResolutionImpossible >&2; exit 1\n")
+    pip.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "hatch_build.py"):
+        (tmp_path / name).touch()
+    for name in ("llama-index-kvcache-rag", "kvcache-rag-smollm2"):
+        (tmp_path / "integrations" / name).mkdir(parents=True)
+        (tmp_path / "integrations" / name / "pyproject.toml").touch()
+    found = make(tmp_path, "demo")
+    assert found.returncode != 0
+    assert "is a package index within reach?" in found.stderr
