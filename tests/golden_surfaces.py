@@ -41,7 +41,7 @@ _OURS: Final = ("kvcache_rag", "langchain_kvcache_rag", "llama_index.kvcache_rag
 
 # ---------------------------------------------------------------------- test ids
 def moves() -> dict[str, str]:
-    """New place by old place, of modules and of tests; "" for what is gone on purpose."""
+    """New place by old place of frozen tests; "" for what is gone on purpose."""
     if not MOVES.is_file():
         return {}
     with MOVES.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""What must not change while modules are moved and merged, against the files of `tests/golden`.
+"""What must not change by accident, against the files of `tests/golden`.
 
 `tools/freeze.py` writes those files, from code that is known to be right.
 """

@@ -1,4 +1,4 @@
-"""Write `tests/golden`: what must not change while modules are moved and merged.
+"""Write `tests/golden`: what must not change by accident.
 
 Run from the repository root: `python tools/freeze.py PART ...` writes parts anew from the code as
 it is, `python tools/freeze.py --check-ids` collects all tests and compares them with the frozen
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
 
 GOLDEN: Final = cases.GOLDEN
-# The comparison itself is no test of the code before the moves.
+# The comparison itself, which grows with what is frozen.
 _OWN: Final = "tests/test_golden.py"
 
 
