@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from kvcache_rag import __version__
-from tests.golden_surfaces import PACKAGES, projects
+from tests.golden_surfaces import PACKAGES, SOURCES, configuration, projects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -142,13 +142,6 @@ def test_the_tools_of_the_lowest_versions_are_pinned_for_the_lowest_python() -> 
 
 
 # ---------------------------------------------------------------------- requirements
-SOURCES = {
-    "kvcache-rag": "src/kvcache_rag",
-    "kvcache-rag-smollm2": "integrations/kvcache-rag-smollm2/kvcache_rag_smollm2",
-    "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
-    "llama-index-kvcache-rag": "integrations/llama-index-kvcache-rag/llama_index",
-    "vllm-kvcache-rag": "integrations/vllm-kvcache-rag/vllm_kvcache_rag",
-}
 # Modules that are imported where an extra is installed.
 OF_EXTRAS = {
     "src/kvcache_rag/serve/": {"serve"},
@@ -251,6 +244,17 @@ def test_the_public_packages_are_those_that_are_frozen() -> None:
     known = {f"kvcache_rag{one}" if one.startswith(".") else one for one in named}
     frozen = {*PACKAGES, "vllm_kvcache_rag"} - {"kvcache_rag.commands"}  # which has no names
     assert known == frozen
+
+
+def test_the_settings_that_are_public_are_those_that_are_frozen() -> None:
+    page = text("docs/versions.md")
+    row = next(line for line in page.splitlines() if "configuration.json" in line)
+    assert re.findall(r"`(KVCACHE_RAG_\w+)`", row) == configuration()["environment"]
+    table = (
+        text("docs/vllm.md").partition("\n`kv_connector_extra_config`:\n")[2].partition("\n## ")[0]
+    )
+    keys = re.findall(r"(?m)^\| `(\w+)` \|", table)
+    assert keys == [*configuration()["kv_connector_extra_config"]]
 
 
 @pytest.mark.parametrize("name", PAGES)

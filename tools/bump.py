@@ -31,6 +31,10 @@ PLACES: Final = (
     ("integrations/llama-index-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/vllm-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("tests/golden/projects.json", (_PIN,)),
+    (
+        "docs/versions.md",
+        (r"(?m)(of version )(\S+)( ask for )", r"(`kvcache-rag~=)([^`]+)(`: that one)"),
+    ),
     ("CITATION.cff", (r"(?m)^(version: )(\S+)()$",)),
 )
 """Every file that names the version, and how."""

@@ -266,8 +266,9 @@ def write_help() -> None:
 
 
 def write_interface() -> None:
-    """`interface.json`, `projects.json` and `representations.json`."""
+    """`interface.json`, `projects.json`, `configuration.json` and `representations.json`."""
     _write("interface.json", cases.to_json(surfaces.interface()))
+    _write("configuration.json", cases.to_json(surfaces.configuration()))
     _write("projects.json", cases.to_json(surfaces.projects()))
     _write("representations.json", cases.to_json(surfaces.representations()))
 
