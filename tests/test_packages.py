@@ -164,6 +164,7 @@ def test_the_core_brings_its_kernels(built: Path) -> None:
     with tarfile.open(next(built.glob("kvcache_rag-*.tar.gz"))) as sdist:
         packed = {Path(*Path(one).parts[1:]).as_posix() for one in sdist.getnames()}
     assert {f"src/{one}" for one in sources} | {"hatch_build.py"} <= packed
+    assert "Makefile" not in packed, "what its targets install is not there"
     assert not any(one.endswith(".so") for one in packed)
 
 
