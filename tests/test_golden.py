@@ -1,4 +1,4 @@
-"""What must not change while modules are moved and merged, against the files of `tests/golden`.
+"""What must not change by accident, against the files of `tests/golden`.
 
 `tools/freeze.py` writes those files, from code that is known to be right.
 """
@@ -59,7 +59,7 @@ def golden(name: str) -> Any:
 
 # Which part of `tools/freeze.py` writes a file.
 PARTS = {
-    **dict.fromkeys(("interface", "projects", "representations"), "interface"),
+    **dict.fromkeys(("configuration", "interface", "projects", "representations"), "interface"),
     **dict.fromkeys(("openapi", "openapi_keys", "metrics"), "server"),
 }
 
@@ -477,15 +477,24 @@ def test_the_public_interface_is_as_ever() -> None:
     assert_same("interface.json", surfaces.interface())
 
 
-def test_a_public_name_that_goes_is_told_with_what_to_do() -> None:
+def test_a_public_name_that_goes_is_told_with_what_to_do(tmp_path: Path) -> None:
+    renamed = tmp_path / "connector.py"
+    renamed.write_text("class Connector:\n    pass\n")
     now = golden("interface.json")
     gone = now["kvcache_rag"].pop("Engine")
     now["kvcache_rag"]["Motor"] = gone
-    now["vllm_kvcache_rag"]["KVCacheRAGConnector"]["bases"] = []
+    now["langchain_kvcache_rag"]["ChatKVCache"]["bases"] = []
+    now["vllm_kvcache_rag"] = surfaces.written_class(renamed, surfaces.CONNECTOR)
     with pytest.raises(AssertionError) as told:
         assert_same("interface.json", now)
     text = str(told.value)
-    for part in ("/Engine is gone", "/Motor is new", "/bases: ", "tools/freeze.py interface"):
+    for part in (
+        "/Engine is gone",
+        "/KVCacheRAGConnector is gone",
+        "/Motor is new",
+        "/bases: ",
+        "tools/freeze.py interface",
+    ):
         assert part in text
 
 
@@ -499,6 +508,10 @@ def test_what_writes_a_file_anew_is_named(name: str, part: str) -> None:
 
 def test_entry_points_and_extras_are_as_ever() -> None:
     assert_same("projects.json", surfaces.projects())
+
+
+def test_settings_outside_of_python_are_as_ever() -> None:
+    assert_same("configuration.json", surfaces.configuration())
 
 
 def test_every_entry_point_leads_somewhere() -> None:

@@ -167,6 +167,7 @@ def test_the_core_brings_its_kernels(built: Path) -> None:
     with tarfile.open(next(built.glob("kvcache_rag-*.tar.gz"))) as sdist:
         packed = {Path(*Path(one).parts[1:]).as_posix() for one in sdist.getnames()}
     assert {f"src/{one}" for one in sources} | {"hatch_build.py"} <= packed
+    assert "Makefile" not in packed, "what its targets install is not there"
     assert not any(one.endswith(".so") for one in packed)
 
 
@@ -221,6 +222,17 @@ def test_a_version_that_stayed_behind_is_named(name: str, copied: Path) -> None:
     bump.bump("7.8.9", "2031-02-03", copied)
     shutil.copy(ROOT / name, copied / name)
     assert [one.partition(" says ")[0] for one in bump.problems("7.8.9", copied)][:1] == [name]
+
+
+@pytest.mark.parametrize("form", [">=0.1,<0.2", f"=={__version__}"])
+def test_a_requirement_in_another_form_is_named(form: str, copied: Path) -> None:
+    name = "integrations/llama-index-kvcache-rag/pyproject.toml"
+    text = (copied / name).read_text(encoding="utf-8")
+    (copied / name).write_text(text.replace(f"[documents]~={__version__}", f"[documents]{form}"))
+    bump.bump("7.8.9", "2031-02-03", copied)
+    assert f"{name} asks for kvcache-rag{form}" in {
+        one.partition(";")[0] for one in bump.problems("7.8.9", copied)
+    }
 
 
 @pytest.mark.parametrize("word", ["v1.2.3", "1.2", "1.2.3.dev0", ""])

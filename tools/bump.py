@@ -21,6 +21,8 @@ VERSION: Final = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 _PROJECT: Final = r'(?m)^(version = ")([^"]+)(")$'
 # A fix of one dist goes with every fix of the others: the first two numbers have to agree.
 _PIN: Final = r'("kvcache-rag(?:\[[a-z,]+\])?~=)([^",;]+)(["; ])'
+# Any other form would stay what it was.
+_ASKED: Final = r'"kvcache-rag(?:\[[a-z,]+\])?([~=<>!][^";]*)'
 PLACES: Final = (
     ("pyproject.toml", (_PROJECT,)),
     ("src/kvcache_rag/__init__.py", (r'(?m)^(__version__ = ")([^"]+)(")$',)),
@@ -29,6 +31,10 @@ PLACES: Final = (
     ("integrations/llama-index-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/vllm-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("tests/golden/projects.json", (_PIN,)),
+    (
+        "docs/versions.md",
+        (r"(?m)(of version )(\S+)( ask for )", r"(`kvcache-rag~=)([^`]+)(`: that one)"),
+    ),
     ("CITATION.cff", (r"(?m)^(version: )(\S+)()$",)),
 )
 """Every file that names the version, and how."""
@@ -79,6 +85,9 @@ def problems(version: str, root: Path = ROOT) -> Iterator[str]:
             found = {match[2] for match in re.finditer(pattern, text)}
             if found != {version}:
                 yield f"{name} says {', '.join(sorted(found)) or 'no version'}, not {version}"
+        for asked in re.findall(_ASKED, text):
+            if asked[:2] != "~=" or "," in asked:
+                yield f"{name} asks for kvcache-rag{asked}; write kvcache-rag~={version}"
     if f"\n## {version} - " not in (root / _CHANGELOG).read_text(encoding="utf-8"):
         yield f"{_CHANGELOG} has no section of {version}"
 

@@ -1,7 +1,7 @@
 """Scripted questions over tiny models, and an ear for every function of ours that is entered.
 
 Shared by `tools/walks.py` and `tools/work.py`. The scripts use public names only, so they say the
-same of the code before and after a move.
+same of two versions of the code.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
     python tools/shape.py                          # the figures, and the names behind them
     python tools/shape.py --json FILE
-    python tools/shape.py --plan tools/moves.csv   # circles among the folders that the plan makes
 
 Code lines are lines of the files as they are formatted, without blanks, comments and docstrings. An
 importer is a module that imports another anywhere, also for types; `__init__` files, which only
@@ -27,13 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.import_graph import (
     SOURCE,
     Imports,
-    folder_graph,
     modules,
     parsed,
-    read_plan,
-    report,
     top,
-    unplanned,
 )
 
 if TYPE_CHECKING:
@@ -175,29 +170,14 @@ def show(found: Mapping[str, Any], *, brief: bool = False) -> Iterator[str]:
                 yield f"  {name:44} {', '.join(one) if isinstance(one, list) else one}"
 
 
-def show_plan(path: Path, *, types: bool) -> int:
-    """Print the circles that a plan of moves would make; returns how many there are."""
-    imports = Imports()
-    plan = read_plan(path)
-    for old in unplanned(plan, imports.files):
-        print(f"NO SUCH MODULE: {old}")
-    lines = list(report(folder_graph(imports.all(types=types), plan), plan))
-    print("\n".join(lines))
-    return sum(line.startswith("CIRCLE") for line in lines)
-
-
 def main() -> int:
     """Run from the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", type=Path, metavar="CSV", help="old,new: where modules move")
-    parser.add_argument("--types", action="store_true", help="with --plan: imports for types, too")
     parser.add_argument("--brief", action="store_true", help="without the names behind figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
-    if arguments.plan is not None:
-        return 1 if show_plan(arguments.plan, types=arguments.types) else 0
     found = figures()
     print("\n".join(show(found, brief=arguments.brief)))
     if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""An agent that searches a folder of Markdown files, by LangChain's `create_agent`.
+"""An agent that searches a folder of texts, by LangChain's `create_agent`.
 
     python examples/agent/agent.py ["question" ...] [--model smollm2] [--free]
 
@@ -23,6 +23,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from pydantic import Field
 
 from kvcache_rag import KVCacheRagError
+from kvcache_rag.integration import read_folder, suffixes
 from langchain_kvcache_rag import ChatKVCache, HashEmbeddings, document_block
 
 if TYPE_CHECKING:
@@ -36,16 +37,14 @@ QUESTIONS: Final = ("How do agents reuse what their tools found?", "And what is 
 
 def search_tool(folder: Path) -> Any:
     """A tool that finds passages of the files of a folder."""
-    files = sorted(folder.rglob("*.md"))
-    if not files:
-        raise SystemExit(f"agent: there is no .md file in {folder}; name a folder that has some")
+    files = read_folder(str(folder))
+    for one in files.left_out:
+        if one.name.endswith(suffixes()):
+            print(f"{one.name} is left out: {one.reason}", file=sys.stderr)
     splitter = RecursiveCharacterTextSplitter(chunk_size=900, chunk_overlap=0)
     store = InMemoryVectorStore(HashEmbeddings())  # finds words, and needs no model
     store.add_documents(
-        splitter.create_documents(
-            [file.read_text(encoding="utf-8") for file in files],
-            [{"file": file.name} for file in files],
-        )
+        splitter.create_documents([*files.texts.values()], [{"file": name} for name in files.texts])
     )
 
     @tool(response_format="content_and_artifact")
@@ -77,11 +76,8 @@ def show(step: int, message: AIMessage) -> None:
     calls = [f"{call['name']}({call['args']})" for call in message.tool_calls]
     print(f"step {step}: {', '.join(calls) or message.text}")
     if cost := message.response_metadata.get("kv_cache"):
-        print(
-            f"  {cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed; "
-            f"first token after {cost['ttft']:.2f} s",
-            flush=True,
-        )
+        tokens = f"{cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed"
+        print(f"  {tokens}; first token after {cost['ttft']:.2f} s", flush=True)
 
 
 def converse(llm: Any, search: Any, questions: Sequence[str], *, free: bool) -> list[BaseMessage]:
@@ -91,12 +87,13 @@ def converse(llm: Any, search: Any, questions: Sequence[str], *, free: bool) -> 
     step = 0
     for question in questions:
         print(f"\n{question}")
-        before = len(messages) + 1
-        messages = agent.invoke({"messages": [*messages, HumanMessage(question)]})["messages"]
-        for message in messages[before:]:
-            if isinstance(message, AIMessage):
-                step += 1
-                show(step, message)
+        asked = {"messages": [*messages, HumanMessage(question)]}
+        for state in agent.stream(asked, stream_mode="values"):  # each step when it is done
+            for message in state["messages"][len(messages) :]:
+                if isinstance(message, AIMessage):
+                    step += 1
+                    show(step, message)
+            messages = state["messages"]
     return messages
 
 
@@ -104,10 +101,12 @@ def main() -> None:
     """Ask the questions of the command line, or two about the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
-    parser.add_argument("--folder", type=Path, default=DOCS, help="with .md files")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="of texts")
     parser.add_argument("--model", default="smollm2", help="hub id, folder, GGUF file or smollm2")
     parser.add_argument("--free", action="store_true", help="the model decides when to search")
     arguments = parser.parse_args()
+    if not all(question.strip() for question in arguments.questions):
+        parser.error("a question is empty; ask something")
     llm = ChatKVCache(model=arguments.model, max_tokens=96)
     converse(llm, search_tool(arguments.folder), arguments.questions, free=arguments.free)
 
@@ -117,3 +116,5 @@ if __name__ == "__main__":
         main()
     except KVCacheRagError as error:
         sys.exit(f"agent: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

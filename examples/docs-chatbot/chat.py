@@ -1,4 +1,4 @@
-"""Chat in the terminal with a folder of Markdown files; every answer names its sources.
+"""Chat in the terminal with a folder of texts; every answer names its sources.
 
     python examples/docs-chatbot/chat.py [FOLDER] [--model smollm2] [--prefill]
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from llama_index.core.ingestion import run_transformations
 from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter
 
 from kvcache_rag import KVCacheRagError
+from kvcache_rag.integration import read_folder, suffixes
 from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheLLM, prefill
 
 if TYPE_CHECKING:
@@ -29,18 +31,19 @@ DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 
 def nodes_of(folder: Path) -> list[Any]:
     """The files of a folder, cut at headings and then at sentences."""
-    files = sorted(folder.rglob("*.md"))
-    if not files:
-        raise SystemExit(f"chat: there is no .md file in {folder}; name a folder that has some")
+    found = read_folder(str(folder))
+    for one in found.left_out:
+        if one.name.endswith(suffixes()):
+            print(f"{one.name} is left out: {one.reason}", file=sys.stderr)
     documents = [
         Document(
-            text=file.read_text(encoding="utf-8"),
-            metadata={"file": str(file.relative_to(folder))},
+            text=text,
+            metadata={"file": name},
             # What the model reads is the text alone: the same text is then the same chunk.
             excluded_llm_metadata_keys=["file", "header_path"],
             excluded_embed_metadata_keys=["file"],
         )
-        for file in files
+        for name, text in found.texts.items()
     ]
     cuts = [MarkdownNodeParser(), SentenceSplitter(chunk_size=256, chunk_overlap=0)]
     return list(run_transformations(documents, cuts))
@@ -50,9 +53,12 @@ def embedding(name: str) -> BaseEmbedding:
     """What finds chunks: words alone ("hash", which needs no model), or a model."""
     if name == "hash":
         return HashEmbedding()
-    from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+    try:
+        from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
-    return HuggingFaceEmbedding(model_name=name)
+        return HuggingFaceEmbedding(model_name=name)
+    except (ImportError, OSError) as error:  # not installed, or not to be had
+        raise SystemExit(f"chat: no --embed {name}: {str(error).splitlines()[0]}") from None
 
 
 def chat_engine(arguments: argparse.Namespace) -> KVCacheChatEngine:
@@ -84,33 +90,25 @@ def answer(engine: KVCacheChatEngine, question: str) -> None:
         print(piece, end="", flush=True)
     print()
     print(*sources(response.source_nodes), sep="\n")
-    cost: Any = response.metadata["kv_cache"] if response.metadata else {}
-    print(
-        f"  {cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed; "
-        f"first token after {cost['ttft']:.2f} s\n",
-        flush=True,
-    )
+    if cost := (response.metadata or {}).get("kv_cache"):
+        tokens = f"{cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed"
+        print(f"  {tokens}; first token after {cost['ttft']:.2f} s\n", flush=True)
 
 
 def main() -> None:
     """Answer questions until there are no more."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=DOCS, help="with .md files")
+    parser.add_argument("folder", nargs="?", type=Path, default=DOCS, help="of texts")
     parser.add_argument("--model", default="smollm2", help="hub id, folder, GGUF file or smollm2")
     parser.add_argument("--embed", default="hash", help="hash, or a sentence-transformers model")
     parser.add_argument("--kv", default="kv", help="folder of the chunks' keys and values")
-    parser.add_argument("--top-k", type=int, default=4, help="chunks that an answer is made of")
+    parser.add_argument("--top-k", type=int, default=4, choices=range(1, 33), metavar="CHUNKS")
     parser.add_argument("--prefill", action="store_true", help="all chunks now, not when needed")
     engine = chat_engine(parser.parse_args())
-    while question := _read():
-        answer(engine, question)
-
-
-def _read() -> str:
-    try:
-        return input("\nquestion (nothing to end): " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return ""
+    prompt = "\nquestion (nothing to end): " if sys.stdin.isatty() else ""
+    with suppress(EOFError):
+        while question := input(prompt).strip():
+            answer(engine, question)
 
 
 if __name__ == "__main__":
@@ -118,3 +116,5 @@ if __name__ == "__main__":
         main()
     except KVCacheRagError as error:
         sys.exit(f"chat: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.stores import DiskStore, RemoteStore, TieredStore
-from vllm_kvcache_rag.settings import ConnectorSettings, check_engine
+from vllm_kvcache_rag.settings import ConnectorSettings, check_engine, distribution
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_it_is_said_what_to_install() -> None:
+    wanted = (
+        r"^vLLM is not installed: pip install 'vllm-kvcache-rag\[cuda\]', or \[cpu\] without a GPU$"
+    )
+    with pytest.raises(MissingExtraError, match=wanted):
+        from vllm_kvcache_rag import KVCacheRAGConnector  # noqa: F401
+    with pytest.raises(MissingExtraError, match=wanted):
+        distribution()
 
 
 def test_a_folder_with_memory_before_it(tmp_path: Path) -> None:

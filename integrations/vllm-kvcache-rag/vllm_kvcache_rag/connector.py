@@ -6,21 +6,31 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-)
-from vllm.v1.request import Request
-
 from kvcache_rag.errors import UnsupportedModelError
 from vllm_kvcache_rag.paged import PagedLayer
 from vllm_kvcache_rag.pages import PageWorker
 from vllm_kvcache_rag.rotation import frequencies
 from vllm_kvcache_rag.scheduling import RequestScheduler, Step
-from vllm_kvcache_rag.settings import ConnectorSettings, check_engine, engine_specs
+from vllm_kvcache_rag.settings import (
+    ConnectorSettings,
+    check_engine,
+    engine_specs,
+    missing_vllm,
+)
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.v1.request import Request
+except ModuleNotFoundError as error:
+    if error.name != "vllm":
+        raise
+    raise missing_vllm() from None
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.integration.engine import open_store
 from kvcache_rag.kv_transfer.grants import GrantKey
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
@@ -131,4 +131,11 @@ def distribution() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
         return name
-    raise InvalidInputError("vLLM is not installed: pip install 'vllm-kvcache-rag[cuda]', or [cpu]")
+    raise missing_vllm()
+
+
+def missing_vllm() -> MissingExtraError:
+    """What is raised where there is no vLLM."""
+    error = MissingExtraError("vLLM", "cuda", "vllm-kvcache-rag")
+    error.msg += ", or [cpu] without a GPU"
+    return error
