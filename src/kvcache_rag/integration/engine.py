@@ -318,7 +318,8 @@ def open_engine(
     """
     from kvcache_rag.stores import MemoryStore
 
-    check_settings(open_engine, {"kv_max_bytes": kv_max_bytes, "system_prompt": system_prompt})
+    given = {"kv_max_bytes": kv_max_bytes, "kv_codec": kv_codec, "kv_ttl": kv_ttl}
+    check_settings(open_engine, {**given, "system_prompt": system_prompt})
     further = dict(model_kwargs or {})
     dtype = further.pop("dtype", None) or "auto"
     device = device_map if isinstance(device_map, str) and device_map != "auto" else None
