@@ -23,6 +23,11 @@ pytestmark = [
     pytest.mark.skipif(not PAGES, reason="there is no site: make docs builds it"),
 ]
 SIZES = {"wide": (1300, 900), "narrow": (400, 740)}
+# One of each kind.
+LOOKED_AT = (
+    *("index.html", "quality.html", "how-it-works.html", "cli.html"),
+    *("reference/core.html", "notebooks/llamaindex.html"),
+)
 SEARCHES = {
     "signing key": "Security",
     "first token late": "Troubleshooting",
@@ -58,6 +63,20 @@ def test_a_page_fits_and_asks_nobody_for_anything(driver: Any, page: str, size: 
     lost = "return [...document.images].filter((one) => !one.naturalWidth).map((one) => one.src)"
     assert driver.execute_script(lost) == []
     assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("page", LOOKED_AT)
+def test_axe_core_finds_no_barrier_of_ours(driver: Any, page: str, size: str, scheme: str) -> None:
+    wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+    show(driver, page, size)
+    dark = driver.execute_script("return document.body.dataset.mdColorScheme") == "slate"
+    assert dark == (scheme == "dark")
+    # Of the theme: a closed part of its navigation has the name of the one around it.
+    found = browser.barriers(driver, {"color-contrast", "scrollable-region-focusable"})
+    assert [one for one in found if not one.startswith("landmark-unique")] == []
 
 
 @pytest.mark.parametrize(("query", "found"), SEARCHES.items())
