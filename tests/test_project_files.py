@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -288,7 +289,9 @@ def test_a_newcomer_who_cannot_go_on_is_told_in_one_sentence(tmp_path: Path) -> 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "src").mkdir(parents=True, exist_ok=True)
     command = ["make", "--no-print-directory", "-f", ROOT / "Makefile", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    # As from a shell, not from the `make test` around it.
+    shell = {one: os.environ[one] for one in os.environ if "MAKE" not in one and one != "VENV"}
+    return subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True)
 
 
 def test_an_environment_of_another_checkout_stays_that_ones(tmp_path: Path) -> None:

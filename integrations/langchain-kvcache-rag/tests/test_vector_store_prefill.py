@@ -158,7 +158,14 @@ def test_engine_is_said_once(options: dict[str, Any], message: str) -> None:
 
 
 # ---------------------------------------------------------------------- progress
-def test_bar(store: KVCacheChroma, engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bar(
+    store: KVCacheChroma,
+    engine: Engine,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
+
     def shown() -> bool:
         return "prefill" in capfd.readouterr().err
 

@@ -265,8 +265,13 @@ def test_chunk_that_is_too_long_writes_nothing(store: KVCacheVectorStore, prefil
 
 # ---------------------------------------------------------------------- filling up
 def test_prefill_missing_fills_and_writes_references(
-    store: KVCacheVectorStore, engine: Engine, prefilled: Count, capfd: pytest.CaptureFixture[str]
+    store: KVCacheVectorStore,
+    engine: Engine,
+    prefilled: Count,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)  # lines of what is soon over, too
     KVCacheVectorStore(store.client).add([node("a", "First.", page=1), node("b", "Second.")])
     store.add([node("c", "Third.")])
     assert prefilled() == 1
@@ -301,7 +306,9 @@ def test_index_from_documents_shows_a_bar(
     embedding: HashEmbedding,
     prefilled: Count,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)
     documents = [Document(text=f"Fact {index}.", id_=f"d{index}") for index in range(3)]
     context = StorageContext.from_defaults(vector_store=store)
     index = VectorStoreIndex.from_documents(
@@ -335,8 +342,12 @@ def test_llama_index_still_says_where_it_is_read_whether_to_show_a_bar(caller: A
 
 
 async def test_async_ingestion_shows_a_bar(
-    store: KVCacheVectorStore, embedding: HashEmbedding, capfd: pytest.CaptureFixture[str]
+    store: KVCacheVectorStore,
+    embedding: HashEmbedding,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvcache_rag.progress._PAUSE", 0.0)
     pipeline = IngestionPipeline(transformations=[embedding], vector_store=store)
     await pipeline.arun(documents=[Document(text="Fact.")], show_progress=True)
     assert "prefill" in capfd.readouterr().err
