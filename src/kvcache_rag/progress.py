@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _INDENT: Final = 2  # columns that may stand before a table
 _PADDING: Final = 3  # columns between two cells of Markdown
+_EDGES: Final = 4  # columns around them, as rich 13 draws them
 _PAUSE: Final = 30.0  # seconds between two lines of progress
 
 
@@ -146,7 +147,8 @@ def _table_width(text: str) -> int:
     """Columns that the tables of a report in Markdown take at most; 0 without any."""
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")]
     columns = zip_longest(*rows, fillvalue="")
-    return sum(max(len(cell.strip()) for cell in column) + _PADDING for column in columns)
+    widths = [max(len(cell.strip()) for cell in column) + _PADDING for column in columns]
+    return sum(widths) + _EDGES if widths else 0
 
 
 # ---------------------------------------------------------------------- bars
