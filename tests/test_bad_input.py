@@ -344,11 +344,11 @@ def test_what_is_no_store_is_told_before_anything_is_loaded(
 ) -> None:
     wanted = r"^store must be a store, not 'kv'; give DiskStore\('kv'\)$"
     with pytest.raises(InvalidInputError, match=wanted):
-        make_engine("kv")  # type: ignore[arg-type]
+        make_engine("kv")
     with pytest.raises(InvalidInputError, match=r"^combinations must be a store, not 3"):
         make_engine(combinations=3)
     with pytest.raises(InvalidInputError, match=r"^a tier must be a store"):
-        TieredStore("kv", MemoryStore())  # type: ignore[arg-type]
+        TieredStore("kv", MemoryStore())
     monkeypatch.setattr("kvcache_rag.engine.load", None)
     with pytest.raises(InvalidInputError, match=wanted):
-        Engine.from_pretrained("tiny", store="kv")  # type: ignore[arg-type]
+        Engine.from_pretrained("tiny", store="kv")

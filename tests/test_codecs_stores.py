@@ -157,4 +157,4 @@ def test_a_codec_by_name(tmp_path: Path) -> None:
     assert RemoteStore("memory://bucket/kv", codec="int8").codec.name == Int8.name
     for codec in ("int7", Int8, 8):
         with pytest.raises(InvalidInputError, match="codec"):
-            DiskStore(tmp_path, codec=codec)  # type: ignore[arg-type]
+            DiskStore(tmp_path, codec=codec)

@@ -273,7 +273,7 @@ def test_the_dial_starts_at_what_was_measured(page: Page, url: str) -> None:
 @pytest.mark.parametrize("auxiliary", [None, "small"])
 def test_cacheclip_wants_an_auxiliary_model(page: Page, auxiliary: str | None) -> None:
     backend = Scripted()
-    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    backend.explain = explained  # as if it knew the model
     with running(build_app(backend, settings(auxiliary=auxiliary))) as url, left(page):
         page.open(url)
         option = page.find("#policy [value=cacheclip]")
@@ -403,7 +403,7 @@ def test_enter_asks_what_is_new_and_stops_what_is_not(page: Page) -> None:
         yield Finished(answer(work.question))
 
     backend = Scripted(script)
-    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    backend.explain = explained  # as if it knew the model
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
         question = page.find("#question")
@@ -501,7 +501,7 @@ def test_an_error_of_a_position_leaves_nothing_said_of_the_one_before(page: Page
             raise InvalidInputError("there is no such position")
         return await explained(work)
 
-    backend.explain = explain  # type: ignore[method-assign]  # as if it knew the model
+    backend.explain = explain  # as if it knew the model
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
         page.ask()
@@ -621,7 +621,7 @@ def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
         yield Finished(answer(ttft=times.pop(0), total=10.0, **found))
 
     backend = Scripted(script)
-    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    backend.explain = explained  # as if it knew the model
     with running(build_app(backend, settings())) as url, left(page):
         page.open(url)
         assert page.text("#answers-title") == "Reuse against full prefill"
@@ -711,7 +711,7 @@ def test_each_position_of_the_dial_says_what_it_costs(page: Page, url: str) -> N
 
 def test_a_real_model_is_asked_about_a_handbook(page: Page) -> None:
     backend = Scripted()
-    backend.explain = explained  # type: ignore[method-assign]  # as if it knew the model
+    backend.explain = explained  # as if it knew the model
     app = build_app(backend, settings(model="smollm2", served_name="tiny"))
     with running(app) as url, left(page):
         page.open(url)

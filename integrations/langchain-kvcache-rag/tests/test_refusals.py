@@ -49,7 +49,7 @@ def test_a_policy_by_name(engine: Engine) -> None:
 
 def test_the_form_of_the_chunks_and_their_time_to_live(tmp_path: Path) -> None:
     llm = ChatKVCache(model="tiny", device="cpu", kv_dir=tmp_path, kv_codec="int8", kv_ttl=60)
-    memory, disk = llm.engine.store.tiers  # type: ignore[attr-defined]
+    memory, disk = llm.engine.store.tiers
     assert (memory.codec.name, disk.codec.name) == ("int8-kc-vt", "int8-kc-vt")
     assert (memory.ttl, disk.ttl) == (60, 60)
 
@@ -57,12 +57,12 @@ def test_the_form_of_the_chunks_and_their_time_to_live(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- documents
 def test_what_is_no_document(llm: ChatKVCache) -> None:
     with pytest.raises(InvalidInputError, match=r"not a str; give Document\(text\)$"):
-        document_block("a text")  # type: ignore[arg-type]
+        document_block("a text")
     for one in (DOCUMENTS[0], "a text"):
         with pytest.raises(InvalidInputError, match="a list of documents, not one"):
-            prefill(one, llm)  # type: ignore[arg-type]
+            prefill(one, llm)
     with pytest.raises(InvalidInputError, match=r"not a int; give one such as a retriever gives$"):
-        prefill([3], llm)  # type: ignore[list-item]
+        prefill([3], llm)
 
 
 def test_without_documents_nothing_is_reused(llm: ChatKVCache) -> None:
@@ -74,7 +74,7 @@ def test_without_documents_nothing_is_reused(llm: ChatKVCache) -> None:
 def test_earlier_turns_under_another_name_are_told(llm: ChatKVCache) -> None:
     rag, asked = KVCacheRAG(llm), {"question": QUESTION, "context": DOCUMENTS}
     with pytest.warns(UserWarning, match="does not read 'history'; give .* \"chat_history\"$"):
-        rag.invoke({**asked, "history": TURNS})  # type: ignore[arg-type]
+        rag.invoke({**asked, "history": TURNS})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         more: list[dict[str, Any]] = [
@@ -83,4 +83,4 @@ def test_earlier_turns_under_another_name_are_told(llm: ChatKVCache) -> None:
             {"history": TURNS, "chat_history": TURNS},
         ]
         for one in more:
-            rag.invoke({**asked, **one})  # type: ignore[typeddict-item]
+            rag.invoke({**asked, **one})

@@ -107,7 +107,7 @@ def test_an_engine_from_a_policy_by_name(tmp_path: Any) -> None:
         model_name="tiny", device_map="cpu", policy="cacheblend:0.5", kv_dir=tmp_path,
         kv_codec="int8", kv_ttl=60,
     )  # fmt: skip
-    memory, disk = llm.engine.store.tiers  # type: ignore[attr-defined]
+    memory, disk = llm.engine.store.tiers
     assert (memory.codec.name, disk.codec.name) == ("int8-kc-vt", "int8-kc-vt")
     assert (memory.ttl, disk.ttl) == (60, 60)
 
