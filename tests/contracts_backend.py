@@ -26,7 +26,7 @@ from serve_works import (
     text_of,
 )
 
-from kvcache_rag import ContextTooLongError, KVCacheRagError, Message
+from kvcache_rag import BestLast, ContextTooLongError, KVCacheRagError, Message
 from kvcache_rag.serve.backend import Failed, Finished, Piece, Prefilled, Started
 
 if TYPE_CHECKING:
@@ -202,6 +202,20 @@ class BackendContract:
         assert "secret" in caplog.text
         valve.fails = False
         assert isinstance((await self.asked(backend, make_work(2)))[-1], Finished)
+
+    # Law: scores say which chunk is best.
+
+    async def test_the_best_by_score_is_computed_with_the_question(self, backend: Backend) -> None:
+        scores, policy = (0.1, 0.2, 0.9), BestLast()
+        expected = reader().generate(
+            QUESTION, TEXTS, policy=policy, scores=scores, max_new_tokens=8
+        )
+        work = make_work(1, policy="bestlast", scores=scores)
+        answer = await answer_of(backend, work)
+        assert answer.token_ids == expected.token_ids
+        assert answer.metrics.fresh_tokens == expected.metrics.fresh_tokens > 0
+        told = await backend.explain(work)
+        assert told["fresh_tokens"] == answer.metrics.fresh_tokens
 
     # Law: a prompt is counted and explained as it would be answered.
 

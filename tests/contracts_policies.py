@@ -46,6 +46,12 @@ class FixedSignals:
     def relevance(self) -> Tensor:
         return self._noise
 
+    def attention(self) -> Tensor:
+        return self._noise
+
+    def attention_tokens(self) -> int:
+        return 0
+
     def affordable(self, seconds: float) -> int:
         return min(int(seconds * 1000), self._tokens)
 

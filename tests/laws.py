@@ -22,6 +22,17 @@ TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="<
 QUESTION = "Who?"
 
 
+class Recorder:
+    """A logits processor that keeps what it sees: one `(rows, vocabulary)` per step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.steps.append(scores.clone())
+        return scores
+
+
 def _texts() -> list[str]:
     letters = random.Random(7)
     return ["".join(letters.choices("abcdefgh ", k=size)) + "z" for size in (30, 57, 63)]

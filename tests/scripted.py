@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcache_rag import Engine, PromptTemplate
+from kvcache_rag.models.adapters import note_training
 
 Script = Callable[[str], str]
 """Gives the answer to a prompt, of which it sees what is computed last: all behind the chunks."""
@@ -125,6 +126,7 @@ def scripted(
         bos_token_id=1,
         eos_token_id=2,
     )
+    note_training(config, blocks=True)  # plain reuse by default, as of the packaged reader
     model = ScriptedModel(config).eval()
     model.script, model.tokenizer = script, tokenizer
     return model, tokenizer

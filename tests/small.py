@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvcache_rag.models.adapters import note_training
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}</s>"
@@ -49,6 +51,7 @@ def make_model() -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
+    note_training(config, blocks=True)  # plain reuse by default, as of the packaged reader
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import adapters
 from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
 from kvcache_rag.models.gguf import file_digest
-from kvcache_rag.models.pretrained import brought_template, load
+from kvcache_rag.models.pretrained import PACKAGED, brought_template, chosen_adapter, load
 from kvcache_rag.prompt.template import FILE_NAME
 from kvcache_rag.serve import startup
 from kvcache_rag.serve.settings import ServerSettings
@@ -230,6 +231,23 @@ def test_a_missing_package_is_told_with_the_exact_command(
         Engine.from_pretrained(base, adapter="block")
     assert str(caught.value) == f"{sentence} (the folder is ./block)"
     assert Engine.from_pretrained(base, adapter="./block").spec
+
+
+def test_smollm2_has_its_adapter_by_itself_where_that_is_installed(
+    saved: Path, install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED, "smollm2", replace(PACKAGED["smollm2"], adapter="novel"))
+    with monkeypatch.context() as patch:
+        nothing_installed(patch)
+        assert chosen_adapter("smollm2", None) is None
+        assert chosen_adapter("smollm2", "novel") == "novel"  # whose absence is told
+    install("novel", saved)
+    assert chosen_adapter("smollm2", None) == "novel"
+    assert chosen_adapter("smollm2", "none") is None
+    assert chosen_adapter("smollm2", "mine") == "mine"
+    assert chosen_adapter("smollm2", Path("none")) == Path("none")  # a folder
+    assert chosen_adapter("other", None) is None
+    assert lasting_adapter("none") == "none"
 
 
 def test_a_name_that_nothing_has_is_told_with_those_that_there_are(

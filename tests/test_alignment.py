@@ -221,6 +221,8 @@ def test_a_chunk_known_by_its_ids_alone_has_its_text(name: str) -> None:
         wrapped = PromptTemplate(chunk_start="<doc>", chunk_end="</doc>\n")
         assert chunk_text(tokenizer, wrapped, ids).strip() == TEXT
         assert chunk_text(tokenizer, BARE, ids) == f"<doc>{TEXT}</doc>\n"
+        usual = PromptTemplate()
+        assert chunk_text(tokenizer, usual, encode(tokenizer, usual.wrap(TEXT))).strip() == TEXT
 
 
 def test_lower_case_words_without_accents_are_found_again() -> None:

@@ -19,6 +19,7 @@ from laws import (
     TEMPLATE,
     TEXTS,
     TOLERANCE,
+    Recorder,
     error,
     make_engine,
     sequence_logits,
@@ -208,17 +209,6 @@ def test_generated_tokens_belong_to_the_rest(name: str) -> None:
         expected += (int(logits[-1].argmax()),)
     assert answer.token_ids == expected
     assert len(expected) > 2
-
-
-class Recorder:
-    """A logits processor that keeps what it sees: one `(rows, vocabulary)` per step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Tensor] = []
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.steps.append(scores.clone())
-        return scores
 
 
 @pytest.mark.parametrize("name", WEIGHED)

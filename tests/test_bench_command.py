@@ -74,7 +74,7 @@ def test_what_is_written_is_of_one_piece(
     assert "at 40 and 96 tokens of context and 3 tokens an answer" in printed
     assert "this takes about " in printed
     first, second = printed.strip().splitlines()[-2:]
-    assert first.startswith("With chunks from files the first token comes ")
+    assert first.startswith("With chunks from files, by Reuse(")
     assert first.endswith(").")
     assert second.startswith("On this machine stitching ")
     assert str(tmp_path) not in (tmp_path / "bench.json").read_text()
@@ -323,11 +323,23 @@ def report(starts: dict[str, int | None]) -> dict[str, Any]:
         for context, generated in ((64, 1), (1024, 8), (2048, 8))
     ]
     speed = {
+        "policy": "BestLast()",
         "contexts": contexts,
         "ingestion": {"tokens_per_second": 5.0},
         "pays_from": starts,
     }
     return {"speed": speed, "corpus": None}
+
+
+def test_the_policy_that_is_named_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(tmp_path, *QUICK, "--policy", "bestlast")
+    policy = "BestLast(share=0.2, positions='reordered')"
+    assert found["speed"]["policy"] == policy
+    assert f"from files by {policy}, in turns" in capsys.readouterr().out
+    assert cli.main(["bench", "x", "--policy", "magic"]) == 2
+    assert "magic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -350,8 +362,8 @@ def report(starts: dict[str, int | None]) -> dict[str, Any]:
 def test_two_sentences_say_what_it_is_worth(starts: dict[str, int | None], sentence: str) -> None:
     text = list(lines(report(starts)))
     assert text[-2] == (
-        "With chunks from files the first token comes 12 times sooner at 1,024 tokens of context, "
-        "12 times at 2,048 (500 ms instead of 500 ms)."
+        "With chunks from files, by BestLast(), the first token comes 12 times sooner at 1,024 "
+        "tokens of context, 12 times at 2,048 (500 ms instead of 500 ms)."
     )
     assert sentence in text[-1]
     assert "the model's config does not say how many operations a token takes" in text

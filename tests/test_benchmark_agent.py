@@ -20,7 +20,7 @@ def test_later_steps_reuse_what_earlier_ones_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str, **options: object) -> Engine:
-        del name, options["device"]
+        del name, options["device"], options["adapter"]
         return Engine(*scripted(lambda _: "So.", NATIVE, RESPONSE), **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "from_pretrained", load)

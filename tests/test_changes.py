@@ -181,7 +181,13 @@ def _code_names(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "file"), [("LegoLink", "legolink"), ("CacheClip", "cacheclip"), ("Ape", "ape")]
+    ("policy", "file"),
+    [
+        ("LegoLink", "legolink"),
+        ("CacheClip", "cacheclip"),
+        ("Ape", "ape"),
+        ("ProphetKV", "prophetkv"),
+    ],
 )
 def test_a_new_policy_is_its_file_the_list_of_policies_and_a_public_name(
     policy: str, file: str

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import access
 import pytest
 import torch
-from laws import QUESTION, TEMPLATE, TEXTS, error, make_engine, refused
+from laws import QUESTION, TEMPLATE, TEXTS, Recorder, error, make_engine, refused
 from torch import Tensor
 from zoo import FAMILIES, OWN_ATTENTION, REFUSED, build, byte_tokenizer
 
@@ -66,17 +66,6 @@ def deferred_engine(name: str) -> Engine:
 @cache
 def copying_engine(name: str) -> Engine:
     return make_engine(name, rotation="copied")
-
-
-class Recorder:
-    """A logits processor that keeps what it sees: one `(rows, vocabulary)` per step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Tensor] = []
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.steps.append(scores.clone())
-        return scores
 
 
 @pytest.mark.parametrize("policy", [Reuse(), Reuse(positions="composite")], ids=repr)

@@ -7,12 +7,16 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
 
 from benchmarks import front, pruning_page, vllm_page
+from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.scoring.statistics import Interval
 
 ROOT = Path(__file__).parent.parent
 # docs/serving.md has a test of its own, in which snippets follow each other.
@@ -45,6 +49,8 @@ def test_a_block_runs_and_prints_what_it_says(code: str, output: str, tmp_path: 
                 importlib.metadata.version(model.package)
             except importlib.metadata.PackageNotFoundError:
                 pytest.skip(model.install)
+            if not is_installed(model.adapter):
+                pytest.skip(f"pip install {PACKAGED_ADAPTERS[model.adapter]}")
     status, printed, errors = forks.run(code, tmp_path)
     assert status == 0, errors
     if output:
@@ -110,14 +116,29 @@ def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
     assert text.endswith("| 1,000 | 2.00 s | 100 ms | 20 x |\n")
     assert "(Z80)" in text
 
-    score = {"score": {"value": 0.5, "low": 0.4, "high": 0.6}}
-    rows = {"full": score, "closed book": score}
-    quality = {
-        "summary": {"rows": rows, "families": {"nq": 20, "squad": 200}},
-    }
-    text = front.home(times, {"quality": quality}, None)
-    assert "over\n2 public question sets (rows: nq 20, squad 200)" in text
-    assert text.endswith("| full prefill | no documents |\n| --- | --- |\n| 50.0 | 50.0 |\n")
+    ms, ratio = Interval(200.0, 190.0, 210.0, 16), Interval(5.0, 4.0, 6.0, 16)
+    row = {"right": 0.5, "wrong": 0.125, "ms": [ms], "sooner": [ratio]}
+    answers: dict[str, Any] = {"title": "Big", "rows": 1220, "half": "asked once"}
+    answers |= {"lengths": ["1k"], "lost": None, "tuned": None}
+    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
+    assert text.startswith("**Big**")
+    assert "answers to 1,220 public questions (asked once;" in text
+    assert "| full prefill | 200 ms | 50.0 % | 12.5 % |\n" in text
+    assert "the default | 200 ms, **5.0 times sooner** | 50.0 % | 12.5 % |\n" in text
+    assert "loses" not in text
+    for high, told in ((-0.01, True), (0.0, False)):
+        answers["lost"] = SimpleNamespace(difference=-0.04, low=-0.08, high=high)
+        text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
+        assert ("loses 4.0 points of right answers to full prefill (1.0 to 8.0)" in text) == told
+
+    share = SimpleNamespace(value=0.5)
+    apart = SimpleNamespace(difference=-0.02, low=-0.05, high=0.01)
+    tuned = {"title": "LoRA", "rows": 350, "right": share, "wrong": 0.125}
+    answers["tuned"] = {**tuned, "control": share, "minus_control": apart}
+    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
+    assert "(LoRA), it has by `Reuse()`\n50.0 % right and 12.5 % from a wrong document" in text
+    assert "on 350 of these questions" in text
+    assert "(-2.0 points, -5.0 to +1.0)" in text
 
     ways = [("confirmation", model, "reordered") for model in ("block", "base")]
     ways += [(task, "control", "full prefill") for task in ("confirmation", "closed book")]

@@ -108,6 +108,19 @@ def test_a_folder_of_results_takes_more_policies_and_more_k(
         evaluate.run(arguments(*given, "--facts", "3", "--policies", "full", "--k", "2"))
 
 
+def test_a_set_is_cut_alike_under_both_of_its_names(tmp_path: Path) -> None:
+    text = "".join(f"Zeile {index} steht hier. " for index in range(400))
+    documents = [{"id": "d", "text": text, "relevant": True}]
+    row = {"id": "1", "question": "Wo?", "answers": ["hier"], "documents": documents}
+    (tmp_path / "longbench_multifieldqa_zh.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    cut = [
+        evaluate._tasks(arguments("--task", name, "--data", str(tmp_path)))[0].questions()[0].chunks
+        for name in ("multifieldqa_zh", "longbench_multifieldqa_zh")
+    ]
+    assert cut[0] == cut[1]
+    assert len(cut[0]) > 2, "by the reader's tokens, which are more than the estimate"
+
+
 def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     given = ("--task", "reader_single", "--n", "4", "--timed", "1", "--json", str(file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -103,6 +104,19 @@ def test_numbers_of_a_row() -> None:
     assert some.recompute == pytest.approx(0.00015)
     assert rows["full"].difference is None
     assert rows["full"].recomputed_share == 1
+
+
+def test_what_can_be_told_of_some_questions_is_a_mean_over_these() -> None:
+    full, some = (answered([1.0, 0.0, 1.0], name) for name in ("full", "some"))
+    told = [
+        replace(one, scores={**one.scores, "told": score})
+        for one, score in zip(full[:2], (1.0, 0.0), strict=True)
+    ]
+    found = records([*told, full[2]], some)
+    scores = rows_of(found)["full"].scores
+    assert (scores["told"].value, scores["told"].n) == (0.5, 2)
+    assert "told" not in rows_of(found)["some"].scores
+    assert "50.0 |" in to_markdown(summarise(found))
 
 
 def test_a_ranking_is_claimed_only_where_the_interval_excludes_0() -> None:

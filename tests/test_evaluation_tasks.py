@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +119,7 @@ def test_multi_document_answers_are_scored_as_hotpotqa_and_longbench_do(tmp_path
         "f1": pytest.approx(2 / 3),
         "exact_match": 0,
         "f1_longbench": pytest.approx(2 / 3),
+        "wrong_document": 0,
     }
     # closed answers: HotpotQA gives nothing, LongBench P 1/2, R 1
     assert task.score("yes, both", asked("yes")) == {
@@ -125,6 +127,7 @@ def test_multi_document_answers_are_scored_as_hotpotqa_and_longbench_do(tmp_path
         "f1": 0,
         "exact_match": 0,
         "f1_longbench": pytest.approx(2 / 3),
+        "wrong_document": 0,
     }
 
 
@@ -134,16 +137,31 @@ def test_squad_has_no_rule_for_yes_and_no(tmp_path: Path) -> None:
         "containment": 1,
         "f1": pytest.approx(2 / 3),
         "exact_match": 0,
+        "wrong_document": 0,
     }
 
 
 def test_nq_looks_for_the_answer_in_normalised_text(tmp_path: Path) -> None:
     task = task_by_name("nq", data=folder(tmp_path, "nq.jsonl", row(0)))
-    right = {"containment": 1, "substring_match": 1}
+    right = {"containment": 1, "substring_match": 1, "wrong_document": 0}
     assert task.score("In the U.S.A., they say.", asked("The USA")) == right
     assert task.score("Canada", asked("The USA", "Mexico")) == dict.fromkeys(right, 0)
     # "us" stands in "because", which lost-in-the-middle counts
-    assert task.score("Because.", asked("US")) == {"containment": 0, "substring_match": 1}
+    said = {"containment": 0, "substring_match": 1, "wrong_document": 0}
+    assert task.score("Because.", asked("US")) == said
+
+
+@pytest.mark.parametrize("name", ["squad", "nq", "hotpotqa", "2wiki", "musique"])
+def test_only_a_wrong_answer_is_from_a_wrong_document(tmp_path: Path, name: str) -> None:
+    task = task_by_name(name, data=folder(tmp_path, f"{name}.jsonl", row(0)))
+    question = Question(
+        "q", "Who keeps it?", ("Ada does.", "Bo Lund does."), ("Ada",), relevant=(0,)
+    )
+    assert task.score("Bo Lund", question)["wrong_document"] == 1
+    assert task.score("Ada and Bo", question)["wrong_document"] == 0
+    right = replace(question, answers=("Bo",))  # of a document that is not marked
+    assert task.score("Bo Lund", right)["wrong_document"] == 0
+    assert "wrong_document" not in task.score("Bo Lund", replace(question, relevant=()))
 
 
 def test_chinese_sets_cut_words(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, InvalidInputError, MissingExtraError
+from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.integration import open_engine
@@ -442,15 +442,16 @@ def test_smollm2_answers_and_follows_its_weights() -> None:
         importlib.metadata.version(PACKAGED["smollm2"].package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(PACKAGED["smollm2"].install)
-    engine = Engine.from_pretrained("smollm2", device="cpu", weight_format="plain")
+    bare: dict[str, Any] = {"adapter": "none", "device": "cpu", "policy": Reuse()}
+    engine = Engine.from_pretrained("smollm2", weight_format="plain", **bare)
     started = time.perf_counter()
-    assert Engine.from_pretrained("smollm2", device="cpu").spec == engine.spec
+    assert Engine.from_pretrained("smollm2", **bare).spec == engine.spec
     assert time.perf_counter() - started < 30, "it was not kept"
     texts = ["Paris is the capital of France.", "Rome is the capital of Italy."]
     question = "What is the capital of France?"
     answer = engine.generate(question, texts, max_new_tokens=8)
     assert "Paris" in answer.text
-    assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens > 30
+    assert engine.generate(question, texts, max_new_tokens=1).metrics.reused_tokens >= 20
     model: Any = unwrapped(engine.model)
     with torch.no_grad():
         model.model.layers[3].self_attn.q_proj.weight.mul_(1.01)

@@ -15,6 +15,7 @@ import pytest
 from serve_fakes import running, settings, tiny_backend
 
 from kvcache_rag import (
+    BestLast,
     CacheBlend,
     ContextTooLongError,
     Engine,
@@ -201,6 +202,35 @@ def test_what_fits_is_answered_from(remote: RemoteEngine, engine: Engine) -> Non
         remote.stream(QUESTION, texts, max_new_tokens=8)
     with pytest.raises(ContextTooLongError):
         remote.add([" ".join(texts)])
+
+
+def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine) -> None:
+    scores = (0.1, 0.2, 0.9)
+    options: dict[str, Any] = {"policy": BestLast(), "max_new_tokens": 12}
+    expected = engine.generate(QUESTION, DOCUMENTS, scores=scores, **options)
+    answer = remote.generate(QUESTION, DOCUMENTS, scores=scores, **options)
+    assert answer.text == expected.text
+    assert answer.metrics.fresh_tokens == expected.metrics.fresh_tokens
+    plain = remote.generate(QUESTION, DOCUMENTS, **options).metrics.fresh_tokens
+    assert plain != answer.metrics.fresh_tokens, "it must be able to fail"
+    asked: list[Any] = [(QUESTION, DOCUMENTS, (), scores), (QUESTION, DOCUMENTS)]
+    batch = remote.generate_batch(asked, **options)
+    assert [one.metrics.fresh_tokens for one in batch] == [answer.metrics.fresh_tokens, plain]
+
+
+def test_scores_are_told_as_they_were_given() -> None:
+    bodies: list[Any] = []
+
+    def noted(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content)["documents"])
+        return yes(request)
+
+    one = told(noted)
+    one.generate("Who?", ["a", "b"], scores=[1, 0.5])
+    one.generate("Who?", ["a", "b"])
+    assert bodies == [[{"text": "a", "score": 1.0}, {"text": "b", "score": 0.5}], ["a", "b"]]
+    with pytest.raises(InvalidInputError, match="1 scores for 2 chunks"):
+        one.generate("Who?", ["a", "b"], scores=[1])
 
 
 def test_the_instruction_stands_where_the_server_can_have_it(url: str, engine: Engine) -> None:

@@ -74,7 +74,8 @@ def make(dtype: torch.dtype = BF16, *, tied: bool = False, bias: bool = False) -
 
 
 def make_engine(model: Any, **options: Any) -> Engine:
-    return Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), **options)
+    options = {"template": TEMPLATE, "store": MemoryStore(), "policy": Reuse(), **options}
+    return Engine(model, byte_tokenizer(), **options)
 
 
 def layer(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> nn.Linear:

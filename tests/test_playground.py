@@ -18,8 +18,9 @@ import pytest
 from documents import pdf
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
-from kvcache_rag import Engine, InvalidInputError, LegoLink, cli
+from kvcache_rag import Engine, InvalidInputError, LegoLink, cli, policy_by_name
 from kvcache_rag.generation.explain import TokenState
+from kvcache_rag.policies import POLICY_NAMES
 from kvcache_rag.prompt.template import Message
 from kvcache_rag.serve import startup
 from kvcache_rag.serve.app import build_app
@@ -132,10 +133,11 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "auxiliary": False,
         "documents": limits.documents,
         "file_bytes": limits.body_bytes,
+        "policy": "",
     }
     limits = RequestLimits(documents=3, body_bytes=1000)
     made: dict[str, Any] = {"api_keys": keys, "top_k": 7, "model": "other", "limits": limits}
-    made["auxiliary"] = "small"
+    made |= {"auxiliary": "small", "policy": "bestlast:0.4"}
     app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     async with client(app) as http:
         told = await http.get("/playground/config")
@@ -147,7 +149,19 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "auxiliary": True,
         "documents": 3,
         "file_bytes": 1000,
+        "policy": "bestlast:0.4",
     }
+
+
+def test_the_dial_has_policies_of_the_server_alone() -> None:
+    named = re.findall(r'\{ id: "(\w+)"', TEXTS["dial.js"])
+    assert set(named) <= set(POLICY_NAMES)
+    sliders = dict(re.findall(r'id: "(\w+)".* slider: (\w+), start: \d+ \}', TEXTS["dial.js"]))
+    parts = dict(re.findall(r"const (\w+) = \{ .* parts: (\d+),", TEXTS["dial.js"]))
+    for name, slider in sliders.items():
+        for amount in (2, 64):
+            policy = policy_by_name(f"{name}:{amount / int(parts[slider]):g}")
+            assert policy.name == name
 
 
 # ---------------------------------------------------------------------- /v1/explain
@@ -238,6 +252,59 @@ async def test_the_reader_is_explained_as_its_engine_does(reader: LocalBackend) 
         answered = (await http.post("/v1/chat/completions", json=body)).json()
     assert answered["kvcache"]["recomputed_tokens"] == warm["recomputed_tokens"] == 4
     assert answered["choices"][0]["message"]["content"] == "Osha Grell"
+
+
+async def test_the_best_chunk_is_explained_where_it_is_computed(reader: LocalBackend) -> None:
+    question = "Who founded Drenko?"
+    documents = [{"text": text, "score": at} for at, text in enumerate(DOCUMENTS)]
+    body = chat(question, documents=documents, kvcache={"policy": "bestlast"})
+    async with client(build_app(reader, settings())) as http:
+        answered = (await http.post("/v1/chat/completions", json=body)).json()
+    told = (await post(body, reader)).json()
+    assert told["fresh_tokens"] == answered["kvcache"]["fresh_tokens"] > 0
+    first, last = (span for span in told["spans"] if span["kind"] == "chunk")
+    said = "".join(token["text"] for token in told["tokens"][last["start"] : last["stop"]])
+    assert DOCUMENTS[1] in said
+    states = [token["state"] for token in told["tokens"]]
+    assert set(states[first["start"] : first["stop"]]) == {"reused"}
+    assert set(states[last["start"] :]) == {"computed"}
+    assert last["stop"] - last["start"] == told["fresh_tokens"]
+
+
+# ---------------------------------------------------------------------- where answers differ
+COMPARE = "/v1/playground/compare"
+
+
+async def test_answers_are_compared_for_those_who_may_ask(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    key = {"authorization": f"Bearer {new_key(keys, 'a')}"}
+    said = {"full": "It costs 412 euros.", "stitched": "It costs 77 euros"}
+    async with client(build_app(Scripted(), settings(api_keys=keys))) as http:
+        assert (await http.post(COMPARE, json=said)).status_code == 401
+        found = (await http.post(COMPARE, json=said, headers=key)).json()
+        same = {"full": "The Sarn.", "stitched": "sarn"}
+        assert (await http.post(COMPARE, json=same, headers=key)).json()["same"]
+        for wrong in ({"full": "a" * 4001, "stitched": ""}, {"full": "a"}, {**same, "more": 1}):
+            assert (await http.post(COMPARE, json=wrong, headers=key)).status_code == 400
+        half = await http.post(
+            COMPARE,
+            content=rb'{"full": "\ud800", "stitched": ""}',
+            headers={**key, "content-type": "application/json"},
+        )
+        assert half.status_code == 400
+    assert found == {
+        "same": False,
+        "full": [
+            {"text": "It costs ", "differs": False},
+            {"text": "412", "differs": True},
+            {"text": " euros.", "differs": False},
+        ],
+        "stitched": [
+            {"text": "It costs ", "differs": False},
+            {"text": "77", "differs": True},
+            {"text": " euros", "differs": False},
+        ],
+    }
 
 
 # ---------------------------------------------------------------------- PDF files

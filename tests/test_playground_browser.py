@@ -263,6 +263,53 @@ def test_the_dial_is_live(page: Page, url: str) -> None:
     assert page.text("#verdict") == "Nothing was stitched, so there is nothing to compare."
 
 
+def test_where_answers_differ_is_said_and_marked(page: Page, url: str) -> None:
+    page.open(url)
+    Select(page.find("#sample")).select_by_index(2)
+    page.settled()
+    page.dial("reuse")
+    page.ask()
+    differ = "full prefill has \u201cTolmi\u201d, the stitched answer \u201cnot found\u201d."
+    assert page.text("#agreement") == f"The answers differ: {differ}"
+    marks = {side: page.all(f"#{side} mark") for side in ("full", "stitched")}
+    assert {side: [one.text for one in found] for side, found in marks.items()} == {
+        "full": ["Tolmi"],
+        "stitched": ["not found"],
+    }
+    line = marks["full"][0].value_of_css_property("text-decoration-line")
+    assert line == "underline", "not by colour alone"
+    page.dial("legolink", 12)
+    assert page.text("#agreement") == "Both answers have the same words."
+    assert not page.all("mark")
+
+
+def test_the_best_chunk_is_computed_with_the_question(page: Page, url: str) -> None:
+    page.open(url)
+    page.dial("bestlast")
+    assert page.text("#amount-value") == "20 %"
+    page.ask()
+    page.ask()
+    assert page.text("#prompt-note").startswith("Best last 20 %: ")
+    assert page.text("#prompt-note").endswith(" before the question are computed with it.")
+    assert page.text("#spans").count("computed with the question") == 1
+    assert page.count("computed") == page.figures()[1]
+    last = page.all("#spans .chunk")[-1]
+    assert {
+        one.get_attribute("class") for one in last.find_elements(By.CSS_SELECTOR, ".token")
+    } == {"token computed"}
+
+
+def test_the_dial_starts_at_the_servers_policy(page: Page) -> None:
+    with (
+        tiny_backend() as backend,
+        running(build_app(backend, settings(policy="bestlast:0.4"))) as url,
+        left(page),
+    ):
+        page.open(url)
+        assert page.text("#amount-value") == "40 %"
+        assert page.find("#policy").get_attribute("value") == "bestlast"
+
+
 def test_the_dial_starts_at_what_was_measured(page: Page, url: str) -> None:
     page.open(url)
     for policy, shown in (("legolink", "16"), ("cacheblend", "20 %"), ("reuse", "")):
@@ -303,12 +350,12 @@ def test_samples_are_answered(page: Page, url: str, sample: int, full: str, stit
 
 @pytest.fixture(scope="module")
 def smollm2_url() -> Iterator[str]:
-    """A server of SmolLM2, whose package may be absent."""
+    """A server of SmolLM2 without an adapter, whose package may be absent."""
     try:
         importlib.metadata.version(PACKAGED["smollm2"].package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(PACKAGED["smollm2"].install)
-    engine = Engine.from_pretrained("smollm2", device="cpu", store=MemoryStore())
+    engine = Engine.from_pretrained("smollm2", adapter="none", device="cpu", store=MemoryStore())
     backend = LocalBackend(engine, name="smollm2")
     with running(build_app(backend, settings(model="smollm2"))) as url:
         yield url
@@ -329,9 +376,9 @@ def test_where_the_dial_starts_smollm2_answers(
     assert right in page.text("#full [data-part=text]")
     assert (right in page.text("#stitched [data-part=text]")) == is_reuse_right
     assert re.search(r"^Reuse: 0 of 1,\d{3} tokens", page.text("#prompt-note"))
-    for policy in ("legolink", "cacheblend"):
+    for policy in ("bestlast", "prophetkv"):
         page.dial(policy)
-        assert right in page.text("#stitched [data-part=text]")
+        assert right in page.text("#stitched [data-part=text]"), policy
 
 
 def test_the_dial_may_only_show(page: Page, url: str) -> None:
@@ -679,7 +726,7 @@ async def explained(work: BackendRequest) -> dict[str, Any]:
         {"kind": "chunk", "start": 1, "stop": 3, "tier": "memory"},
         {"kind": "query", "start": 3, "stop": 4, "tier": ""},
     ]
-    counts = {"query_tokens": 1, "recomputed_tokens": 0}
+    counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
     return {"tokens": tokens, "spans": spans, "policy": repr(work.policy), "gate": "", **counts}
 
 
@@ -908,7 +955,7 @@ def test_a_run_by_the_keyboard_alone(page: Page, url: str) -> None:
     page.until(lambda: page.text("#stitched [data-part=text]") == "Sarn")
     page.settled()
     go_to("#policy")
-    press(Keys.ARROW_DOWN)
+    press("l")  # the first of that letter
     page.settled()
     assert page.text("#answers-title") == "LegoLink against full prefill"
     go_to("#amount")

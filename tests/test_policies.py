@@ -19,6 +19,7 @@ from kvcache_rag import (
     FullRecompute,
     InvalidInputError,
     LegoLink,
+    ProphetKV,
     Reuse,
     ReusePolicy,
     Union,
@@ -38,6 +39,9 @@ ALL: list[ReusePolicy] = [
     FullRecompute(),
     Combination(),
     LegoLink(4),
+    ProphetKV(),
+    ProphetKV(0.1) | LegoLink(4),
+    auto(1, ProphetKV()),
     CacheBlend(0.3, check_layer=2),
     CacheBlend(positions="composite"),
     CacheClip(ratio=0.1, window=4, threshold=2),
@@ -97,6 +101,12 @@ class Fake:
 
     def relevance(self) -> Tensor:
         return self._wait("relevance")
+
+    def attention(self) -> Tensor:
+        return self._wait("attention")
+
+    def attention_tokens(self) -> int:
+        return 0 if "attention" in self._known else 20
 
     def affordable(self, seconds: float) -> int:
         return min(int(seconds * self.rate), TOKENS)

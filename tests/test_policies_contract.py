@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvcache_rag import CacheBlend, CacheClip
+from kvcache_rag import CacheBlend, CacheClip, ProphetKV
 from kvcache_rag.policies import POLICY_NAMES
 from tests.contracts_policies import PolicyContract
 
@@ -31,6 +31,32 @@ class TestFullRecompute(PolicyContract):
 class TestCombination(PolicyContract):
     written = ("Combination()",)
     names: ClassVar = {"combination": "Combination()"}
+
+
+class TestBestLast(PolicyContract):
+    written = ("BestLast()", "BestLast(share=0.4, positions='composite')")
+    names: ClassVar = {"bestlast": "BestLast()", "bestlast:0.4": "BestLast(0.4)"}
+    wrong = ("BestLast(-0.1)", "BestLast(1.5)", "BestLast(0.2, 'local')")
+
+
+class TestProphetKV(PolicyContract):
+    written = (
+        "ProphetKV()",
+        "ProphetKV(ratio=0.3, positions='composite')",
+        "ProphetKV(0)",
+        "ProphetKV(1)",
+    )
+    names: ClassVar = {"prophetkv": "ProphetKV()", "prophetkv:0.3": "ProphetKV(0.3)"}
+    wrong = (
+        "ProphetKV(-0.1)",
+        "ProphetKV(True)",
+        "ProphetKV('0.2')",
+        "ProphetKV(0.2, 'local')",
+        "ProphetKV() | Ape()",
+        "ProphetKV() | ProphetKV(positions='composite')",
+    )
+    at_ratio = ProphetKV
+    computes_everything = True
 
 
 class TestLegoLink(PolicyContract):

@@ -185,6 +185,23 @@ def test_odd_texts_stay_as_they_are(name: str, odd: str) -> None:
     assert odd in found.template.ask_again("Who?", odd)
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "markers"),
+    [
+        ("Document: ", "\n\n", ("\nDocument:",)),
+        ("<|doc_start|>", "<|doc_end|>\n", ("<|doc_start|>", "<|doc_end|>")),
+        ("<d>", "<d>", ("<d>",)),
+        ("", "\n", ()),
+        ("[", "]", ()),  # an answer may well have one
+        ("a < b and b > a ", "", ()),
+    ],
+)
+def test_markers_of_documents_are_tags_and_labels(
+    start: str, end: str, markers: tuple[str, ...]
+) -> None:
+    assert PromptTemplate(chunk_start=start, chunk_end=end).markers == markers
+
+
 def test_a_chat_is_plain_lines_without_a_template() -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert renderer(None).render_chat(turns) == "System: Be brief.\nUser: Hi\nAssistant:"

@@ -174,7 +174,7 @@ def test_ids_keys_and_digests_of_ordinary_texts_are_those_of_earlier() -> None:
         assert text_digest(text, engine) == digest
         assert engine.keys([text])[0].digest == key
     for name, cases in golden["ids"].items():
-        found = renderer(name)
+        found = renderer(name, chunk_start="<|doc_start|>", chunk_end="<|doc_end|>\n")
         for text, chunk, query in cases:
             assert list(found.chunk_ids(text)) == chunk, (name, text)
             history = [Message("user", text), Message("assistant", "No.")]

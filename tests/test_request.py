@@ -6,6 +6,7 @@ from typing import Any
 
 import access
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zoo import build, byte_tokenizer
@@ -210,3 +211,35 @@ def test_scores_need_one_per_chunk() -> None:
     engine = make_engine()
     with pytest.raises(InvalidInputError, match="1 scores for 2 chunks"):
         engine.generate("Who?", ["one", "two"], scores=[0.5], max_new_tokens=1)
+
+
+class Forced:
+    """A logits processor that lets nothing but these tokens be said, one after the other."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.left = tokens.copy()
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = torch.tensor([self.left.pop(0)])
+        return torch.full_like(scores, -1e9).index_fill_(1, wanted, 0.0)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_answer_ends_before_a_marker_of_documents(plain: bool) -> None:
+    """What a model says is made to be a marker; it is neither in the text nor in a stream of it."""
+    said = "".join(map(chr, range(97, 123)))
+    engine = Engine(build("llama"), byte_tokenizer(), template=PromptTemplate(system="Read.\n"))
+    ids = engine.tokenize_text(f"{said}\nDocument: more")
+    bos = byte_tokenizer().bos_token_id
+    forced = [token for token in ids if token != bos]
+
+    options = {
+        "max_new_tokens": len(forced),
+        "logits_processor": [Forced(forced)],
+        "policy": Reuse(),
+    }
+    if plain:
+        answer = engine.generate("Who?", ["It is.", "It was."], **options)
+        assert (answer.text, answer.finish_reason) == (said, "stop")
+    else:
+        assert "".join(engine.stream("Who?", ["It is.", "It was."], **options)) == said

@@ -23,6 +23,7 @@ from kvcache_rag.scoring.metrics import (
     rouge_l,
     rouge_l_chinese,
     substring_match,
+    wrong_document,
 )
 
 
@@ -71,6 +72,37 @@ def test_containment_of_chinese_is_a_substring_and_needs_an_answer() -> None:
     assert containment("在 北 京。", [["北京"]], "zh") == 1
     with pytest.raises(InvalidInputError, match="no right answer"):
         containment("x", [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            "The key is kept by Bo Lund.",
+            1,
+        ),  # bo, lund: both in the second document, none in the 1st
+        ("The key is kept by Ada Holt.", 0),  # both in the first, which is relevant
+        ("The key is kept by Ada Lund.", 0),  # 1/2 in the first, 1/2 in the second
+        ("Cy", 0),  # in no document
+        ("Bolund", 0),  # whole words
+        ("Who keeps the key? They do not.", 0),  # nothing but the question's and function words
+        ("In Oslo", 0),  # oslo: in both
+        ("bo bo bo lund CY", 0),  # bo, lund, cy: 2/3 of the different ones
+        ("Bo Lund keeps a boat and a map, he was there since 1999", 1),  # 5/6, without since: 83 %
+        ("Bo Lund keeps a boat there since Tuesday", 0),  # bo, lund, boat of 5: 60 %
+        ("", 0),
+    ],
+)
+def test_an_answer_may_be_taken_from_a_wrong_document(answer: str, expected: float) -> None:
+    documents = (
+        "Ada Holt of Oslo keeps the key.",
+        "In 1999, Bo Lund of Oslo got a boat and a map.",
+    )
+    assert (
+        wrong_document(answer, "Who is the key kept by? Who keeps it?", documents, {0}) == expected
+    )
+    assert wrong_document(answer, "?", documents, {0, 1}) == 0
+    assert wrong_document(answer, "?", documents, ()) is None
 
 
 @pytest.mark.parametrize(

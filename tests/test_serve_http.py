@@ -106,6 +106,36 @@ async def test_every_form_of_a_document_is_a_chunk() -> None:
     assert work.chunks == ("one", "two", "three", "four", five, "six")
 
 
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "Who?"}]}),
+        (COMPLETIONS, {"prompt": "Who?"}),
+    ],
+)
+async def test_documents_bring_their_scores(path: str, asks: dict[str, Any]) -> None:
+    documents: list[Any] = [
+        {"text": "one", "score": 0.5},
+        {"data": {"text": "two"}, "score": -3},
+        {"id": "c", "title": "Of three", "text": "three", "score": 2e9},
+        {"text": "two", "score": 1},
+        {"text": " ", "score": 7},
+    ]
+    work = await asked({"model": "tiny", **asks, "documents": documents}, path)
+    assert (work.chunks, work.scores) == (("one", "two", "three"), (0.5, 1.0, 2e9))
+    for without in (["one", {"text": "two", "score": None}], []):
+        work = await asked({"model": "tiny", **asks, "documents": without}, path)
+        assert work.scores is None
+
+
+async def test_a_document_that_is_prefilled_may_keep_its_score() -> None:
+    app, backend = scripted()
+    async with client(app) as http:
+        reply = await http.post("/v1/prefill", json={"documents": [{"text": "a", "score": 1}, "b"]})
+    assert reply.status_code == 200
+    assert backend.works[0].chunks == ("a", "b")
+
+
 def test_fields_read_the_same_in_any_order() -> None:
     one = DataDocument(data={"b": "2", "a": {"d": 1, "c": [None, True]}})
     two = DataDocument(data={"a": {"c": [None, True], "d": 1}, "b": "2"})

@@ -74,6 +74,14 @@ def error_of(reply: Any, status: int) -> dict[str, Any]:
         ({"documents": ["a", {"title": "t"}]}, "documents[1].text", "missing"),
         ({"documents": [{"text": "a", "url": "u"}]}, "documents[0].url", "no field"),
         ({"documents": [{"data": 5}]}, "documents[0].data", "dictionary"),
+        (
+            {"documents": ["a", {"text": "b", "score": 1}]},
+            "documents",
+            "1 of 2 documents have a score; give every document one, or none",
+        ),
+        ({"documents": [{"text": "a", "score": "1"}]}, "documents[0].score", "number"),
+        ({"documents": [{"text": "a", "score": True}]}, "documents[0].score", "number"),
+        ({"documents": [{"text": "a", "score": 10**400}]}, "documents[0].score", "number"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "a"}, USER]}, "messages[0].role", "tools"),
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "messages[1]", "the user's"),
@@ -97,6 +105,18 @@ async def test_what_cannot_be_honoured_is_named(changes: Any, param: str, says: 
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
     assert not backend.works
+
+
+async def test_a_score_that_no_json_has_is_none() -> None:
+    app, _ = scripted()
+    body = json.dumps(chat(documents=[{"text": "a", "score": 1.0}]))
+    async with client(app) as http:
+        for wrong in ("NaN", "Infinity", "1e999"):
+            content = body.replace("1.0", wrong)
+            reply = await http.post(
+                CHAT, content=content, headers={"content-type": "application/json"}
+            )
+            assert error_of(reply, 400)["param"] == "documents[0].score"
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,20 @@ async def test_retrieval_happens_once_before_a_replica_is_chosen(ray: Any) -> No
     )
 
 
+@pytest.mark.parametrize(("scores", "known"), [((0.9, 0.5), (0.9, 0.5)), ((0.9, None), None)])
+async def test_what_was_retrieved_is_handed_on_with_its_scores(scores: Any, known: Any) -> None:
+    class Retriever:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+            return [RetrievedText(str(at), f"{at}.", score) for at, score in enumerate(scores)]
+
+    handle = Handle([Started(0.0), DONE])
+    await events(
+        backend(handle, retriever=Retriever()).answer(BackendRequest("w", "Q?", query="q"))
+    )
+    (work,) = handle.works
+    assert (work.chunks, work.scores) == (("0.", "1."), known)
+
+
 async def test_retrievals_that_hang_hold_up_nobody_else_and_fail_in_time() -> None:
     released = threading.Event()
 

@@ -225,6 +225,26 @@ async def test_one_mistake_in_a_batch_is_told_to_its_own_client(
     )
 
 
+async def test_requests_of_a_batch_have_scores_of_their_own(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [(0.1, 0.2, 0.9), None, (0.0, 1.0, 0.0), (0.9, 0.2, 0.1)]
+    works = [make_work(at, policy="bestlast", scores=scores) for at, scores in enumerate(every)]
+    singles = [await answer_of(backend, work) for work in works]
+    prefer_batches(backend, works[0])
+    tasks = await asked_together(
+        backend, Valve(access.engines(backend).base.model, monkeypatch), works
+    )
+    for task, single in zip(tasks, singles, strict=True):
+        started, last = await task
+        assert isinstance(started, Started)
+        assert isinstance(last, Finished)
+        assert started.batch == len(works)
+        assert last.answer.token_ids == single.token_ids
+        assert last.answer.metrics.fresh_tokens == single.metrics.fresh_tokens
+    assert len({single.metrics.fresh_tokens for single in singles}) > 1, "it must be able to fail"
+
+
 async def test_who_leaves_a_batch_does_not_stop_the_others(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

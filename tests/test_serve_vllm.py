@@ -12,7 +12,7 @@ import httpx
 import pytest
 from zoo import byte_tokenizer
 
-from kvcache_rag import CacheBlend, FullRecompute, Reuse
+from kvcache_rag import BestLast, CacheBlend, FullRecompute, Reuse
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.http import LostError
 from kvcache_rag.kv_transfer.grants import GrantKey
@@ -314,7 +314,17 @@ async def test_what_is_asked_is_the_very_prompt_of_an_engine() -> None:
     assert (given["prefix"], given["chunks"]) == (len(ids.prefix), [*map(len, ids.chunks)])
     assert given["positions"] == "composite"
     assert {name: body[name] for name in options} == options
-    assert (body["max_tokens"], body["stop"]) == (9, ["\n"])
+    assert (body["max_tokens"], body["stop"]) == (9, ["\n", "\nDocument:"])
+    await backend.close()
+
+
+async def test_scores_change_nothing_of_a_prompt() -> None:
+    engine = FakeEngine()
+    backend = backend_of(engine)
+    for scores in (None, (0.1, 0.2, 0.9)):
+        await events_of(backend, request(scores=scores))
+    first, second = (body["prompt"] for body in engine.asked("reuse"))
+    assert first == second
     await backend.close()
 
 
@@ -403,6 +413,7 @@ async def test_what_a_server_refuses_is_told() -> None:
     ("changes", "words"),
     [
         ({"policy": CacheBlend(0.2)}, "recomputes tokens, which vLLM does not"),
+        ({"policy": BestLast()}, "ask for reordered, composite or full"),
         ({"options": {"repetition_penalty": 1.1}}, "vLLM is not told repetition_penalty"),
         ({"max_new_tokens": 5000}, "context window is 4096"),
         ({"chunks": ("x" * 300_000,)}, "context window"),

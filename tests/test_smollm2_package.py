@@ -18,9 +18,9 @@ from golden_surfaces import projects
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from kvcache_rag import Engine, InvalidInputError, PromptTemplate
+from kvcache_rag import Engine, InvalidInputError, PromptTemplate, Reuse
 from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
-from kvcache_rag.models.adapters import BASE, CONFIG, WEIGHTS, AdapterBase
+from kvcache_rag.models.adapters import BASE, CONFIG, TRAINING_FILE, WEIGHTS, AdapterBase
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load
 from kvcache_rag.prompt.template import FILE_NAME
@@ -100,6 +100,7 @@ def test_the_weights_that_load_are_those_that_were_evaluated_rounded(
         Engine.from_pretrained("smollm2", adapter=folder) for folder in (trained, block)
     )
     assert published.spec == unrounded.spec
+    assert published.policy == unrounded.policy == Reuse()
     # while in float32 the rounded weights are computed with, and are what is known by that name.
     wide = Engine.from_pretrained("smollm2", adapter=block, dtype="float32")
     held = dict(wide.model.named_parameters())
@@ -118,7 +119,9 @@ def test_the_weights_that_load_are_those_that_were_evaluated_rounded(
 def test_the_folder_says_its_base_and_its_words_and_no_path(
     trained: Path, block: Path, tmp_path: Path
 ) -> None:
-    assert {path.name for path in block.iterdir()} == {CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING}
+    assert {path.name for path in block.iterdir()} == {
+        *(CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING, TRAINING_FILE)
+    }
     assert AdapterBase.read(block) == AdapterBase("smollm2", PACKAGED["smollm2"].sha256)
     assert json.loads((block / CONFIG).read_text())["base_model_name_or_path"] == "smollm2"
     assert PromptTemplate.load(block) == PromptTemplate()
@@ -286,7 +289,7 @@ def test_the_wheel_holds_the_adapter_and_its_licence_and_loads_by_its_name(
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         wheel.extractall(site)
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    inside = {CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING}
+    inside = {CONFIG, WEIGHTS, BASE, FILE_NAME, TRAINING, TRAINING_FILE}
     place = PLACE.as_posix()
     assert names == {f"{PLACE.parts[0]}/__init__.py", *(f"{place}/{name}" for name in inside)}
     (info,) = site.glob("*.dist-info")

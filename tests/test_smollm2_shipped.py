@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_rag import Engine
+from kvcache_rag import Engine, Reuse
 from kvcache_rag.models.adapters import WEIGHTS, AdapterBase
 from kvcache_rag.models.pretrained import PACKAGED, load
+from kvcache_rag.policies.default import UNTRAINED
 from training.smollm2.card import model_card
 from training.smollm2.figures import figures
 from training.smollm2.publish import LIMIT, PLACE, TRAINING
@@ -48,6 +49,11 @@ def test_the_adapter_of_this_checkout_is_whole() -> None:
     assert facts["confirmation"] == figures(confirmed, ability())
     by_name = Engine.from_pretrained("smollm2", adapter="block")
     assert by_name.spec == Engine.from_pretrained("smollm2", adapter=place).spec
-    assert by_name.spec != Engine.from_pretrained("smollm2").spec
+    assert by_name.policy == Reuse()
+    # It is what the model gets by itself, wherever it is installed.
+    assert Engine.from_pretrained("smollm2").spec == by_name.spec
+    bare = Engine.from_pretrained("smollm2", adapter="none")
+    assert bare.spec != by_name.spec
+    assert bare.policy == UNTRAINED
     model, _, _ = load("smollm2", dtype="auto", device="cpu", options={})
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}

@@ -308,7 +308,8 @@ def test_common_words_are_no_answers_that_could_be_kept() -> None:
 def test_answers_are_the_same_but_for_case_and_articles(engine: Engine) -> None:
     from types import SimpleNamespace
 
-    cost = SimpleNamespace(prompt_tokens=2, query_tokens=1, recomputed_tokens=0, ttft=0.1)
+    counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
+    cost = SimpleNamespace(prompt_tokens=2, ttft=0.1, **counts)
     mine, theirs = (
         SimpleNamespace(text=text, metrics=cost) for text in ("The cat.", " a CAT sat".strip())
     )

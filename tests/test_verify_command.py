@@ -483,7 +483,8 @@ def test_full_prefill_that_scores_nothing_is_called_so(
 
 def test_chinese_answers_are_compared_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "f1_chinese", lambda *_: 0.75)
-    cost = SimpleNamespace(prompt_tokens=2, query_tokens=1, recomputed_tokens=0, ttft=0.1)
+    counts = {"query_tokens": 1, "recomputed_tokens": 0, "fresh_tokens": 0}
+    cost = SimpleNamespace(prompt_tokens=2, ttft=0.1, **counts)
     mine, theirs = (SimpleNamespace(text=text, metrics=cost) for text in ("ab", "ac"))
     logits = torch.zeros(1, 2, dtype=torch.float64).log_softmax(-1)
     for language, score, measure in (

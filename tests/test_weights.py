@@ -54,7 +54,7 @@ def adapted(name: str = "qwen2", seed: int = 0) -> PeftModel:
 
 
 def make_engine(model: Any, **options: Any) -> Engine:
-    options = {"template": TEMPLATE, "store": MemoryStore(), **options}
+    options = {"template": TEMPLATE, "store": MemoryStore(), "policy": Reuse(), **options}
     return Engine(model, byte_tokenizer(), **options)
 
 

@@ -12,6 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gptj import modeling_gptj
 
+from kvcache_rag.models.adapters import note_training
+
 VOCABULARY = 300
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -394,6 +396,7 @@ def build(
     """
     model_type, changes, _ = {**FAMILIES, **REFUSED}[name]
     config = CONFIG_MAPPING[model_type](**{**BASE, **changes, **_wide(width)})
+    note_training(config, blocks=True)  # the laws are about plain reuse
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -167,6 +167,7 @@ def wide_model() -> tuple[Any, Any]:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    from kvcache_rag.models.adapters import note_training
     from kvcache_rag.reader import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model_path())
@@ -183,6 +184,7 @@ def wide_model() -> tuple[Any, Any]:
         bos_token_id=1,
         eos_token_id=2,
     )
+    note_training(config, blocks=True)  # plain reuse by default, as of the packaged reader
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = LlamaForCausalLM(config).eval()

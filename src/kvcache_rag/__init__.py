@@ -1,4 +1,4 @@
-"""Prefill every chunk once, keep its KV cache, and answer by prefilling only the question.
+"""Prefill every chunk once, keep its KV cache, and prefill little more when a question comes.
 
     from kvcache_rag import DiskStore, Engine
 
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from kvcache_rag.models.linears import pack_weights as pack_weights
     from kvcache_rag.models.linears import unpack_weights as unpack_weights
     from kvcache_rag.policies import Ape as Ape
+    from kvcache_rag.policies import BestLast as BestLast
     from kvcache_rag.policies import CacheBlend as CacheBlend
     from kvcache_rag.policies import CacheClip as CacheClip
     from kvcache_rag.policies import Combination as Combination
     from kvcache_rag.policies import FullRecompute as FullRecompute
     from kvcache_rag.policies import LegoLink as LegoLink
+    from kvcache_rag.policies import ProphetKV as ProphetKV
     from kvcache_rag.policies import Reuse as Reuse
     from kvcache_rag.policies import ReusePolicy as ReusePolicy
     from kvcache_rag.policies import Scorer as Scorer

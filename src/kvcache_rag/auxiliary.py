@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcache_rag.engine import Engine
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.generation.context import PromptBuffer
+from kvcache_rag.models.adapters import NO_ADAPTER
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.prompt.alignment import spread
@@ -161,6 +162,8 @@ class Auxiliary:
             InvalidInputError: If the model cannot be loaded.
             UnsupportedModelError: As for `Auxiliary`.
         """
+        # An adapter that comes by itself is for answering; this model is only looked at.
+        options = {"adapter": NO_ADAPTER, **options}
         auxiliary = cls(Engine.from_pretrained(name, store=store, device=device, **options))
         auxiliary._name = str(name)
         return auxiliary

@@ -33,15 +33,18 @@ from kvcache_rag.generation.request import ChunkInput, Planner, Request
 from kvcache_rag.generation.stream import AnswerStream, AsyncAnswerStream, cancellable
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.kv.rotary import forget_scratch
+from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pressing import press_refusal
-from kvcache_rag.models.pretrained import load
-from kvcache_rag.policies import FullRecompute, Reuse
+from kvcache_rag.models.pretrained import chosen_adapter, load
+from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.auto import with_auxiliary
+from kvcache_rag.policies.default import default_policy, reuse_warning
 from kvcache_rag.prefill import ContextChunk, Prefiller
 from kvcache_rag.presses import Press, press_by_name
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
+from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
 from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
@@ -115,8 +118,9 @@ class Engine:
                 GiB of memory, `MemoryStore(0)` for nowhere.  A store of their own, with a limit of
                 its own, lets them never push out single chunks.
             template: None for the default instruction.
-            policy: None for `Reuse()`; chunks of a model that cannot stitch them (`refusal`) are
-                then answered by full prefill, with one warning.
+            policy: None for what the model was trained for: `Reuse()` if it, or its adapter, says
+                that it was fine-tuned for blocks, else `BestLast()`; chunks of a model that cannot
+                stitch them (`refusal`) are then answered by full prefill, with one warning.
             namespace: Tenant.
             prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` stores
                 keys and values of a bfloat16 model more than twice as close to exact, at the same
@@ -158,11 +162,15 @@ class Engine:
             else MemoryStore(COMBINATION_BYTES, tier="combinations")
         )
         self.template = template or PromptTemplate()
-        self.policy: ReusePolicy = policy or Reuse()
+        self._trained = trained_for_blocks(model)
+        self.policy: ReusePolicy = policy or default_policy(trained=self._trained)
         self._refusal = self._adapter.why_refused
-        # Nobody insists on the default, so a refused model answers by full prefill instead.
-        self._yielding = self.policy if self._refusal and policy is None else None
+        # Nobody insists on the default: it follows the adapters, and a refused model answers by
+        # full prefill instead.
+        self._default = self.policy if policy is None else None
+        self._yielding = self._default if self._refusal else None
         self._warned: set[str] = set()
+        self._compares = False  # see `unwarned`
         self.auxiliary = auxiliary
         self.namespace = namespace
         self.context_window = self._adapter.window(context_window)
@@ -231,7 +239,8 @@ class Engine:
             model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
             tokenizer: A loaded one, or the name of one; None for the model's own.
             gguf_file: Name of a GGUF file in that folder or on the hub.
-            adapter: PEFT adapter to put into the model, a folder or an installed name.
+            adapter: PEFT adapter to put into the model, a folder or an installed name; None for
+                none, and for "smollm2" for "block" where that is installed; "none" for none.
             weight_format: How the linear layers keep their weights on a CPU (see `WeightFormat`):
                 "auto" changes no number, "int8" and "int4" decode sooner and need less memory.
             options: Further arguments of `Engine`.
@@ -247,7 +256,7 @@ class Engine:
             device=device,
             options=further,
             tokenizer=tokenizer,
-            adapter=adapter,
+            adapter=chosen_adapter(name, adapter),
             weight_format=weight_format,
         )
         return cls(model, tokenizer, store=store, template=template or brought, **options)
@@ -351,9 +360,17 @@ class Engine:
                     part.prefiller.follow_weights()
             if self._gate is not None and self._prefiller is not None:
                 self._gate = self._gate.rebound(self._prefiller, self._renderer)
+            self._follow_training()
             return True
         finally:
             self._lock.release()
+
+    def _follow_training(self) -> None:
+        """Let the default be that of the adapters that are active now."""
+        self._trained = trained_for_blocks(self.model)
+        if self.policy is self._default:
+            self.policy = self._default = default_policy(trained=self._trained)
+            self._yielding = self._default if self._refusal else None
 
     @property
     def prefill_dtype(self) -> torch.dtype | None:
@@ -415,13 +432,22 @@ class Engine:
             raise FingerprintMismatchError(mismatch)
         return key
 
-    def needed(self, chunks: Sequence[ChunkInput], policy: ReusePolicy) -> list[ChunkKey]:
+    def needed(
+        self,
+        chunks: Sequence[ChunkInput],
+        policy: ReusePolicy,
+        scores: Sequence[float] | None = None,
+    ) -> list[ChunkKey]:
         """Addresses of what an answer over `chunks` will load; nothing is prefilled.
 
         Args:
-            chunks: In the order in which they will stand in the prompt.
+            chunks: As for `generate`.
             policy: What will be reused; of a full prefill, or one that the gate replaces by it,
                 nothing is.
+            scores: As for `generate`.
+
+        Returns:
+            In prompt order.
 
         Raises:
             InvalidInputError: If a chunk cannot be used.
@@ -433,6 +459,8 @@ class Engine:
         if yields or policy.is_full or (self._gate is not None and self._gate.objection(policy)):
             return []
         planned = self._planner.chunks(chunks)
+        brought = policy.arranged(ranking(scores, len(planned))).brought
+        planned = [planned[index] for index in brought]
         if policy.joint and self._joint is not None:
             planned = [*self._joint.joined(planned)]
         return [chunk.key for chunk in planned]
@@ -683,7 +711,8 @@ class Engine:
 
         Args:
             question: Not empty.
-            chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order.
+            chunks: Texts, keys, or both (`StoredChunk`), best first; they stand in this order,
+                unless the policy has another.
             options: Of these, and further arguments of transformers' `generate()`; greedy unless
                 `do_sample=True`.
 
@@ -694,8 +723,8 @@ class Engine:
                   the chunks.
                 - `overflow` ("error"): when the chunks do not fit, "drop_lowest" leaves out the
                   last ones, and "refine" answers in several rounds.
-                - `scores` (sequence of float): of each chunk, for "drop_lowest", where they do not
-                  stand best first.
+                - `scores` (sequence of float): of each chunk, higher is better, for "drop_lowest"
+                  and for a policy that asks which is best, where they do not stand best first.
                 - `tools`, `chat_template_kwargs`: what the chat template describes, and values of
                   its variables.
                 - `skip_special_tokens` (True): off, the text has its control tokens.
@@ -709,7 +738,7 @@ class Engine:
                 cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        plan = partial(self._request, question, chunks, options)
+        plan = partial(self._asked, question, chunks, options)
         run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
         self._follow_weights()
         return self._run(plan(), run, plan)
@@ -718,7 +747,7 @@ class Engine:
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        plan = partial(self._request, question, chunks, {**options, "streaming": True})
+        plan = partial(self._asked, question, chunks, {**options, "streaming": True})
         self._follow_weights()
         request, answerer = plan(), self._answerer
         return AnswerStream(
@@ -731,17 +760,20 @@ class Engine:
         """Answer several questions in one padded batch; equals the single answers.
 
         Args:
-            questions: Question and chunks of each, and its history if it has one.
+            questions: Question and chunks of each, then, as far as it has them, its history and the
+                scores of its chunks.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
         run = partial(self._answerer.run_batch, cancelled=options.pop("cancelled", None))
 
         def plan() -> list[Request]:
             requests = [
-                self._request(
-                    question, chunks, {**options, **({"history": turns[0]} if turns else {})}
+                self._asked(
+                    question,
+                    chunks,
+                    {**options, **dict(zip(("history", "scores"), more, strict=False))},
                 )
-                for question, chunks, *turns in questions
+                for question, chunks, *more in questions
             ]
             if self._yielding is None:
                 return requests
@@ -804,6 +836,7 @@ class Engine:
         *,
         policy: ReusePolicy | None = None,
         history: Sequence[Message | Mapping[str, str]] = (),
+        scores: Sequence[float] | None = None,
     ) -> Explained:
         """What `generate` would reuse and compute for this question now; no token is generated.
 
@@ -817,6 +850,7 @@ class Engine:
             chunks: As for `generate`.
             policy: What to reuse; None for the engine's own.
             history: Earlier turns, oldest first.
+            scores: As for `generate`.
 
         Raises:
             InvalidInputError: If an argument cannot be used.
@@ -831,6 +865,7 @@ class Engine:
             policy=policy or self.policy,
             history=history,
             max_new_tokens=FEWEST_NEW,
+            scores=scores,
         )
         asked, request = self._admitted(asked)
         with self._lock, torch.inference_mode():
@@ -858,7 +893,8 @@ class Engine:
         options = {"policy": policy, "max_new_tokens": 1 + len(answer_ids)}
         self._follow_weights()
         request = self._request(question, chunks, options)
-        request = replace(request, query=(*request.query, *answer_ids))
+        query = (*request.query, *answer_ids)
+        request = replace(request, query=query, answer_tokens=len(answer_ids))
         with self._lock:
             return self._answerer.logits(self._answerer.prompt(request, 0, ""))
 
@@ -877,6 +913,16 @@ class Engine:
         is_plain = self._gate is None and not request.policy.joint and self._yielding is None
         return request if is_plain else self._admitted(request)[1]
 
+    def _asked(
+        self, question: str, chunks: Sequence[ChunkInput], options: Mapping[str, Any]
+    ) -> Request:
+        """A request that is answered, with a warning the first time that it may cost answers."""
+        request = self._request(question, chunks, options)
+        # A chunk by itself is exact.
+        if not self._compares and any(len(each) > 1 for each in request.rounds):
+            self._warn_once(reuse_warning(request.policy, trained=self._trained))
+        return request
+
     def _admitted(self, request: Request) -> tuple[Request, Request]:
         """What the gate lets be answered, with the chunks one by one and as the policy wants."""
         if request.policy is self._yielding and self._must_move(request):
@@ -890,12 +936,14 @@ class Engine:
 
     def _warn_refused(self) -> None:
         """Warn that this model answers by full prefill, unless it was said before."""
-        if self._refusal not in self._warned:
-            self._warned.add(self._refusal)
-            warnings.warn(
-                f"{self._refusal}; it answers by full prefill, as with policy=FullRecompute()",
-                stacklevel=3,
-            )
+        self._warn_once(
+            f"{self._refusal}; it answers by full prefill, as with policy=FullRecompute()"
+        )
+
+    def _warn_once(self, message: str) -> None:
+        if message and message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
 
     def _must_move(self, request: Request) -> bool:
         """Whether a refused model would have to do what it cannot: one chunk stays where it was."""
@@ -932,6 +980,13 @@ def like(engine: Engine, **changes: Any) -> Engine:
     """
     options = {name: getattr(engine, name, value) for name, value in engine._options.items()}
     return Engine(**{**options, **changes})
+
+
+def unwarned(engine: Engine) -> Engine:
+    """The engine for who compares policies, and so asks for each of them on purpose."""
+    other = copy.copy(engine)
+    other._compares = True
+    return other
 
 
 def _moved(loader: ContextLoader, namespace: str) -> ContextLoader:

@@ -56,6 +56,8 @@ class Metrics:
         reused_tokens: Chunk tokens whose keys and values came from the store.
         recomputed_tokens: Context tokens that a policy computed again (their mean over the layers,
             where it drops some on the way).
+        fresh_tokens: Chunk tokens that the policy had computed together with the query, in the
+            context of the others (`BestLast`); neither loaded nor stored.
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
             loading them was declined.
         pruned_tokens: Tokens of these chunks whose keys and values a press dropped: they are in
@@ -107,17 +109,18 @@ class Metrics:
     rotation: str = ""
     not_deferred: str = ""
     pruned_tokens: int = 0
+    fresh_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt (of all prompts, if there were several rounds)."""
-        chunks = self.reused_tokens + self.prefilled_tokens
+        chunks = self.reused_tokens + self.prefilled_tokens + self.fresh_tokens
         return self.prefix_tokens * self.rounds + chunks + self.query_tokens
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of the prompt that the model computed; a prefix that is reused is none of them."""
-        chunks = self.prefilled_tokens + self.recomputed_tokens
+        chunks = self.prefilled_tokens + self.recomputed_tokens + self.fresh_tokens
         prefix = 0 if self.rotation else self.prefix_tokens * self.rounds
         return chunks + self.query_tokens + prefix
 
@@ -384,7 +387,13 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
     """
     times = ("load", "stitch", "choose", "recompute", "prefill")
     counts = (
-        *("reused_tokens", "recomputed_tokens", "prefilled_tokens", "pruned_tokens"),
+        *(
+            "reused_tokens",
+            "recomputed_tokens",
+            "prefilled_tokens",
+            "pruned_tokens",
+            "fresh_tokens",
+        ),
         "query_tokens",
     )
     of_chunks = ("misses", "missed", "auxiliary_misses")

@@ -32,6 +32,7 @@ from kvcache_rag.errors import (
     check_settings,
 )
 from kvcache_rag.models.weights import PACKED
+from kvcache_rag.prompt.scores import ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class Prefetch:
     """What one waiting question will need.
 
     Attributes:
-        chunks: Texts, best first.
+        chunks: Texts, best first unless there are scores.
         namespace: Tenant.
         policy: What will be reused; None for the engine's own.
         due: When to begin, on the monotonic clock.
@@ -75,6 +76,7 @@ class Prefetch:
         done: Done when nothing more will be computed or loaded for it; its result says whether all
             that is needed is there.
         computed: Chunks and combinations that were computed for it.
+        scores: Of the chunks, higher is better; None where the best stands first.
     """
 
     chunks: tuple[str, ...]
@@ -84,6 +86,7 @@ class Prefetch:
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
     computed: int = 0
+    scores: tuple[float, ...] | None = None
     _state: _State = _State.WAITING
     _is_begun: bool = False
     _is_useless: bool = False
@@ -127,16 +130,18 @@ class Prefetcher:
         policy: ReusePolicy | None = None,
         after: float = 0.0,
         turn_in: Callable[[], float] = _never,
+        scores: Sequence[float] | None = None,
     ) -> Prefetch | None:
         """Note what a question that begins to wait will need.
 
         Args:
-            chunks: Texts, best first.
+            chunks: Texts, best first unless there are scores.
             namespace: Tenant.
             policy: What it will reuse; None for the engine's own.
             after: Seconds to leave it alone, as its turn may come.
             turn_in: Tells in how many seconds its turn will come, from any thread and at once:
                 what would not be ready by then is left to the answer.
+            scores: Of the chunks, higher is better, as far as it has them.
 
         Returns:
             What to give to `turn` or `drop` later; None if nothing will be done for it.
@@ -148,7 +153,8 @@ class Prefetcher:
                 self._counts["refused"] += 1
                 return None
             due = time.monotonic() + after
-            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in)
+            ranks = None if scores is None else tuple(scores)
+            prefetch = Prefetch(tuple(chunks), namespace, policy, due, turn_in, scores=ranks)
             prefetch.done.set_running_or_notify_cancel()  # nobody else can end it
             self._waiting[prefetch] = None
             if self._thread is None:
@@ -278,9 +284,10 @@ class Prefetcher:
         """Compute and load one after the other, for as long as it is wanted."""
         engine = self._engines.of(prefetch.namespace)
         policy = prefetch.policy or engine.policy
-        chunks = prefetch.chunks
-        keys = engine.needed(chunks, policy)
-        if len(keys) == len(chunks):
+        given, scores = prefetch.chunks, prefetch.scores
+        keys = engine.needed(given, policy, scores)
+        chunks = [given[at] for at in policy.arranged(ranking(scores, len(given))).brought]
+        if len(keys) == len(given) and chunks == [*given]:
             prefetch._keys = tuple(keys)  # whose answer has no need to tokenise what is stored
         if sum(key.tokens for key in keys) > engine.context_window:
             return "failed"  # its answer will be refused
@@ -302,7 +309,7 @@ class Prefetcher:
             self._seconds = time.monotonic() - started
         # Chunks that were added have it done already; of others the auxiliary's own may be gone.
         if policy.needs_scorer and self._pays(prefetch):
-            engine._add_scored(chunks, policy)
+            engine._add_scored(given, policy)
         return "finished"
 
     def _note(self, prefetch: Prefetch, name: str, count: int) -> None:

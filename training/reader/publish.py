@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+from kvcache_rag.models.adapters import note_training
 from kvcache_rag.reader.language import INSTRUCTION
 from training.reader.card import model_card
 from training.reader.tokenizer import BOS, EOS, PAD, build_tokenizer
@@ -43,7 +44,9 @@ def publish(network: Network, out: Path, facts: Mapping[str, Any]) -> None:
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)
-    network.config.to_transformers(dtype="bfloat16").save_pretrained(partial)
+    config = network.config.to_transformers(dtype="bfloat16")
+    note_training(config, blocks=True)
+    config.save_pretrained(partial)
     tokens = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     GenerationConfig(**tokens, do_sample=False).save_pretrained(partial)
     build_tokenizer().save_pretrained(partial)

@@ -238,7 +238,9 @@ def _digest(adapter: Path | None) -> str:
 
 
 def _opened(adapter: Path | None) -> Callable[[], Engine]:
-    return lambda: Engine.from_pretrained("smollm2", dtype=torch.bfloat16, adapter=adapter)
+    return lambda: Engine.from_pretrained(
+        "smollm2", dtype=torch.bfloat16, adapter=adapter or "none"
+    )
 
 
 def main() -> int:

@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Any, Final
 from safetensors.torch import load_file, save_file
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
-from kvcache_rag.models.adapters import BASE, CONFIG, WEIGHTS, AdapterBase, base_of
+from kvcache_rag.models.adapters import (
+    BASE,
+    CONFIG,
+    WEIGHTS,
+    AdapterBase,
+    base_of,
+    write_training,
+)
 from kvcache_rag.models.pretrained import PACKAGED
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
 from training.smollm2.card import model_card
@@ -96,6 +103,7 @@ def publish(
         (partial / WEIGHTS).chmod(0o644)
         _write(partial / CONFIG, _config(adapter))
         _write(partial / BASE, asdict(_base()))
+        write_training(partial)
         _write(partial / FILE_NAME, text_fields(PromptTemplate.load(adapter) or PromptTemplate()))
         described = {
             **_from_report(report),

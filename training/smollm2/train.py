@@ -1,5 +1,7 @@
 """Fine-tune SmolLM2 for stitching, and its control, on a CPU: one resumable command each.
 
+The same recipe for another model, on whose size the time depends: `--model MODEL.gguf --steps N`.
+
     python -m training.smollm2.train block --data DATA --out build/smollm2
     python -m training.smollm2.train full --data DATA --out build/smollm2
 
@@ -13,7 +15,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvcache_rag.finetune import FinetuneConfig, JsonlData, Report, finetune
 from training.smollm2.data import write
@@ -21,22 +23,26 @@ from training.smollm2.data import write
 STEPS: Final = 360
 
 
-def recipe(mask: str, out: Path, *, seed: int = 0) -> FinetuneConfig:
+def recipe(
+    mask: str, out: Path, *, model: str = "smollm2", steps: int = STEPS, seed: int = 0
+) -> FinetuneConfig:
     """The run whose adapter is published, or its control.
 
     Args:
         mask: "block", or "full" for the control.
         out: Folder that holds `data` (`training.smollm2.data`) and takes the adapter.
+        model: As the engine takes it.
+        steps: Of the optimiser, of 5,632 tokens each.
         seed: Of data order and adapters.
     """
     return FinetuneConfig(
-        model="smollm2",
+        model=model,
         out=out / f"{mask}-{seed}",
         data=JsonlData(out / "data" / "learned.jsonl", questions=12),
         plain=out / "data" / "plain.jsonl",
         block_share=1.0 if mask == "block" else 0.0,
         plain_share=0.1,
-        steps=STEPS,
+        steps=steps,
         batch_tokens=2816,
         accumulate=2,
         rate=5e-4,
@@ -50,7 +56,7 @@ def recipe(mask: str, out: Path, *, seed: int = 0) -> FinetuneConfig:
     )
 
 
-def train(mask: str, data: Path, out: Path, *, seed: int = 0) -> Report:
+def train(mask: str, data: Path, out: Path, **options: Any) -> Report:
     """Write the data, if they are not there, and train.
 
     Raises:
@@ -59,7 +65,7 @@ def train(mask: str, data: Path, out: Path, *, seed: int = 0) -> Report:
     """
     if not (out / "data" / "plain.jsonl").exists():
         write(data, out / "data")
-    return finetune(recipe(mask, out, seed=seed), show_progress=sys.stderr.isatty())
+    return finetune(recipe(mask, out, **options), show_progress=sys.stderr.isatty())
 
 
 def main() -> int:
@@ -68,9 +74,11 @@ def main() -> int:
     parser.add_argument("mask", choices=("block", "full"))
     parser.add_argument("--data", type=Path, required=True, help="folder that holds train/")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    report = train(arguments.mask, arguments.data, arguments.out, seed=arguments.seed)
+    given = vars(parser.parse_args())
+    report = train(given.pop("mask"), given.pop("data"), given.pop("out"), **given)
     sys.stdout.write(json.dumps(report.to_json(), indent=1) + "\n")
     return 0
 

@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timed.add_argument("--rounds", type=int, default=7, help="of all sides in turns (default: 7)")
     timed.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     timed.add_argument(
+        "--policy", metavar="NAME", help="of answers over cached chunks (default: the model's own)"
+    )
+    timed.add_argument(
         "--store",
         metavar="DIR",
         type=Path,
@@ -119,8 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from kvcache_rag.evaluation.cost.speed import SpeedBench, SpeedPlan
+    from kvcache_rag.policies.named import given_policy
 
     _check(arguments)
+    policy = given_policy(arguments.policy)
     questions = read_queries(arguments.queries) if arguments.queries else []
     texts = _texts(arguments.corpus) if arguments.corpus else None
     if arguments.threads is not None:
@@ -136,7 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     report = {"format": 1, "complete": False, **_facts(arguments, engine)}
     with contextlib.ExitStack() as stack:
         folder = arguments.store or stack.enter_context(tempfile.TemporaryDirectory())
-        bench = SpeedBench(engine, _stores(arguments, engine, folder, stack), plan)
+        stores = _stores(arguments, engine, folder, stack)
+        bench = SpeedBench(engine, stores, plan, policy)
         report |= {"speed": bench.report(), "corpus": None}
         try:
             _say_plan(arguments, bench, report)
@@ -342,8 +348,8 @@ def _say_plan(arguments: argparse.Namespace, bench: SpeedBench, report: Mapping[
     print(f"{arguments.model}, {report['model']['dtype']}, on {report['machine']['machine']}")
     print(
         f"{plural(plan.rounds, 'round')} of full prefill and of chunks of {plan.chunk} tokens "
-        f"({arguments.codec}) from memory and from files, in turns, at {_listed(plan.contexts)} "
-        f"tokens of context and {plan.tokens} tokens an answer"
+        f"({arguments.codec}) from memory and from files by {bench.policy}, in turns, at "
+        f"{_listed(plan.contexts)} tokens of context and {plan.tokens} tokens an answer"
     )
     if plan.short:
         print(f"first tokens also at {_listed(plan.short)}, to see from where on it pays")
@@ -383,7 +389,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield from _corpus_lines(report["corpus"])
     yield ""
-    yield _sooner(decoded)
+    yield _sooner(decoded, speed["policy"])
     yield _pays(speed["pays_from"], contexts)
 
 
@@ -463,7 +469,7 @@ def _corpus_lines(corpus: Mapping[str, Any]) -> Iterator[str]:
     yield from table([heads, *rows], right=frozenset({1, 2, 3}))
 
 
-def _sooner(contexts: Sequence[Mapping[str, Any]]) -> str:
+def _sooner(contexts: Sequence[Mapping[str, Any]], policy: str) -> str:
     first, *others = contexts
     found = [
         f"{_times(first['sooner']['files']['value'])} times sooner at {first['context']:,} tokens "
@@ -475,8 +481,8 @@ def _sooner(contexts: Sequence[Mapping[str, Any]]) -> str:
     times = contexts[-1]["sides"]
     full, files = (_seconds(times[side]["first_token"]["p50"]) for side in ("full", "files"))
     return (
-        f"With chunks from files the first token comes {', '.join(found)} ({files} instead of "
-        f"{full})."
+        f"With chunks from files, by {policy}, the first token comes {', '.join(found)} "
+        f"({files} instead of {full})."
     )
 
 

@@ -38,7 +38,7 @@ TASKS = (
 )
 READER = "reader"
 # Tasks that are cut into chunks of so many tokens of the model's tokenizer.
-_COUNTED = ("niah_", "multifieldqa_zh")
+_COUNTED = ("niah_", "multifieldqa_zh", "longbench_multifieldqa_zh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 # How commands say what a folder of texts, a model, an adapter and its weights may be.
 FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
 MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
-ADAPTER: Final = "PEFT adapter for the model: folder, or an installed name such as block"
+ADAPTER: Final = (
+    "PEFT adapter for the model: folder, installed name such as block, or none (default: block for "
+    "smollm2 where it is installed, else none)"
+)
 WEIGHT_FORMATS: Final = ("auto", "plain", "int8", "int4")
 WEIGHT_FORMAT: Final = (
     "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"

@@ -49,7 +49,7 @@ class BuildSettings:
         dtype: "auto" for the checkpoint's own.
         revision: Commit, branch or tag of a model on the hub; None for its default.
         device: Where workers put the model; None for CUDA if there is one.
-        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        adapter: As for `EngineSettings`.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
         signing_key: File of the store's key, on every machine that works; None for that of the

@@ -89,6 +89,43 @@ def attention_agreement(
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share must be above 0 and at most 1, not {share!r}")
+    other = carried(engine, auxiliary, question, chunks)
+    ids = engine.tokenize(question, chunks)
+    weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
+    first_layer, main = (layer[other.is_read].double() for layer in weights)
+    return AttentionAgreement(
+        kl=attention_divergence(main, other.weights),
+        first_layer_kl=attention_divergence(main, first_layer),
+        jaccard=top_jaccard(main, other.ranks, share),
+        tokens=len(main),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CarriedAttention:
+    """An auxiliary's attention on the main model's tokens that hold a letter of a chunk.
+
+    Attributes:
+        is_read: `(chunk tokens,)` bool, which tokens these are.
+        weights: `(tokens read,)` float64; each token of the auxiliary divides its own among its
+            characters, so that nothing counts twice.
+        ranks: `(tokens read,)` float32, what `CacheClip` chooses by.
+    """
+
+    is_read: Tensor
+    weights: Tensor
+    ranks: Tensor
+
+
+def carried(
+    engine: Engine, auxiliary: Auxiliary, question: str, chunks: Sequence[str]
+) -> CarriedAttention:
+    """What an auxiliary attends to, by tokens of the main model, whatever tokenizers they have.
+
+    Raises:
+        InvalidInputError: If no chunk has a letter.
+        ContextTooLongError: If the question is too long for the auxiliary model.
+    """
     ids = engine.tokenize(question, chunks)
     places = [
         chunk_offsets(engine.tokenizer, engine.template, text, own)
@@ -104,22 +141,12 @@ def attention_agreement(
     )
     if not is_read.any():
         raise InvalidInputError("there is no chunk with text to compare attention over")
-    weights = _main_weights(engine, ids.prefix, ids.chunks, ids.query)
-    first_layer, main = (layer[is_read].double() for layer in weights)
-    attentions = auxiliary.attention(question, chunks)
-    pairs = list(zip(attentions, places, strict=True))
-    other = torch.cat([_dealt(attention, offsets) for attention, offsets in pairs])[is_read]
-    ranked = torch.cat(
+    pairs = list(zip(auxiliary.attention(question, chunks), places, strict=True))
+    weights = torch.cat([_dealt(attention, offsets) for attention, offsets in pairs])
+    ranks = torch.cat(
         [highest(offsets, attention.character_scores) for attention, offsets in pairs]
-    )[is_read]
-    count = max(1, round(share * len(main)))
-    first, second = _best(main, count), _best(ranked, count)
-    return AttentionAgreement(
-        kl=_divergence(main, other),
-        first_layer_kl=_divergence(main, first_layer),
-        jaccard=len(first & second) / len(first | second),
-        tokens=len(main),
     )
+    return CarriedAttention(is_read, weights[is_read], ranks[is_read])
 
 
 def _main_weights(
@@ -150,7 +177,8 @@ def _dealt(found: ChunkAttention, offsets: Offsets) -> Tensor:
     return torch.stack([each[start:stop].sum() for start, stop in offsets])
 
 
-def _divergence(main: Tensor, other: Tensor) -> float:
+def attention_divergence(main: Tensor, other: Tensor) -> float:
+    """Kullback-Leibler divergence of `other` from `main`, `(tokens,)` weights each, in nats."""
     expected = main / main.sum()
     total = other.sum()
     even = torch.full_like(expected, 1 / len(expected))
@@ -158,6 +186,13 @@ def _divergence(main: Tensor, other: Tensor) -> float:
     smooth = (1 - _SMOOTHING) * shares + _SMOOTHING * even
     seen = expected > 0
     return float((expected[seen] * (expected[seen] / smooth[seen]).log()).sum())
+
+
+def top_jaccard(main: Tensor, other: Tensor, share: float = SHARE) -> float:
+    """Common part of the tokens that each of two scores ranks highest, over their union."""
+    count = max(1, round(share * len(main)))
+    first, second = _best(main, count), _best(other, count)
+    return len(first & second) / len(first | second)
 
 
 def _best(weights: Tensor, count: int) -> set[int]:

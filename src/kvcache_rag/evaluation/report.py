@@ -62,7 +62,7 @@ class PolicyRow:
         codec: Name of the codec, "" for memory.
         n: Questions.
         quality: Mean of the task's headline metric.
-        scores: Means of all metrics.
+        scores: Means of all metrics, each over the questions of which it can be told.
         difference: Quality minus that of full prefill; None for full prefill and closed book, or
             where the former was not asked.
         above_closed: Quality minus that of closed book; None for closed book, or where it was not
@@ -197,9 +197,11 @@ def _row(
         kept = kept_ratio(mine, theirs, clusters, seed=seed)
     if closed is not None and found is not closed:
         above_closed = paired_bootstrap(mine, _scores(closed, metric), clusters, seed=seed)
-    means = {
-        name: mean_interval(_scores(found, name), clusters, seed=seed) for name in found[0].scores
-    }
+    means = {}
+    for name in dict.fromkeys(name for record in found for name in record.scores):
+        told = [record for record in found if name in record.scores]
+        shared = [record.cluster for record in told]
+        means[name] = mean_interval(_scores(told, name), shared, seed=seed)
     compared = next(other for other in answered if other[0] == policy)
     changed = [
         float(record.answer != other.answer)
@@ -270,7 +272,9 @@ def _table(group: Group) -> str:
     lines.append("|" + "---|" * (len(columns) + len(others)))
     for row in group.rows:
         cells = _cells(group, row)
-        means = [f"{100 * row.scores[name].value:.1f}" for name in others]
+        means = [
+            f"{100 * row.scores[name].value:.1f}" if name in row.scores else "" for name in others
+        ]
         lines.append("| " + " | ".join([*(cells[name] for name in columns), *means]) + " |")
     return "\n".join([*lines, ""])
 

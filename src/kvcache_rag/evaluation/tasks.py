@@ -6,8 +6,8 @@
 | niah_*, niah_reader_* | `niah` | reference_coverage |
 | rgb_en, rgb_en_int, rgb_zh, rgb_zh_int, also _noiseNN | RGB | accuracy, rejected, containment |
 | hotpotqa, 2wiki, musique | multi-document QA | containment, f1, exact_match, … |
-| squad | SQuAD v1.1 with distractors | containment, f1, exact_match |
-| nq | Natural Questions, by lost-in-the-middle's rule too | containment, substring_match |
+| squad | SQuAD v1.1 with distractors | containment, f1, exact_match, … |
+| nq | Natural Questions, by lost-in-the-middle's rule too | containment, substring_match, … |
 | dureader | DuReader, by LongBench's rule | rouge_l |
 | longbench_* | LongBench's forms of its question sets, its prompts (`longbench`) | f1 or rouge_l |
 
@@ -17,7 +17,8 @@ name it leads to LongBench, too: narrativeqa, qasper, multifieldqa_en, multifiel
 triviaqa.  2WikiMultihopQA itself is `2wiki` or `2wikimultihopqa`.
 
 The reader's answers are compared letter for letter; those of data sets as `metrics` says, in
-English by containment first: a model that was not tuned for it answers in sentences.  A
+English by containment first: a model that was not tuned for it answers in sentences.  Where rows
+mark their relevant documents, `wrong_document` says which wrong answers stand in another one.  A
 question has the same id for every `k`, and a larger `n` only adds questions.  Instructions are our
 own, shorter than the benchmarks', because one prefix serves all questions; LongBench's are its own.
 """
@@ -70,6 +71,9 @@ __all__ = ["Question", "Task", "TokenCounter", "task_by_name", "task_names"]
 FIRST_SEED = 10_000_000
 
 MAX_NEW_TOKENS = 32
+
+WRONG: Final = "wrong_document"
+"""A metric of which less is better: 1 where an answer was taken from a document that is wrong."""
 
 # Questions of a generator when the caller does not say how many.
 GENERATED: Final = 200
@@ -233,11 +237,12 @@ def _reader_score(answer: str, question: Question) -> tuple[float, ...]:
     return float(text in question.answers), float(text == REFUSAL)
 
 
-def _multi_document(answer: str, question: Question) -> tuple[float, ...]:
+def _multi_document(answer: str, question: Question) -> tuple[float | None, ...]:
     rules = (metrics.f1, metrics.exact_match, metrics.f1_longbench)
     return (
         _contained(answer, question),
         *(metrics.best(rule, answer, question.answers) for rule in rules),
+        _elsewhere(answer, question),
     )
 
 
@@ -245,20 +250,28 @@ def _contained(answer: str, question: Question) -> float:
     return metrics.containment(answer, question.groups, question.language)
 
 
-def _squad(answer: str, question: Question) -> tuple[float, ...]:
+def _elsewhere(answer: str, question: Question) -> float | None:
+    found = metrics.wrong_document(
+        answer, question.question, question.chunks, frozenset(question.relevant)
+    )
+    return 0.0 if found and _contained(answer, question) else found
+
+
+def _squad(answer: str, question: Question) -> tuple[float | None, ...]:
     # SQuAD's own F1, which knows nothing of yes and no, is the one that LongBench took over.
     rules = (metrics.f1_longbench, metrics.exact_match)
     return (
         _contained(answer, question),
         *(metrics.best(rule, answer, question.answers) for rule in rules),
+        _elsewhere(answer, question),
     )
 
 
-def _nq(answer: str, question: Question) -> tuple[float, ...]:
+def _nq(answer: str, question: Question) -> tuple[float | None, ...]:
     # lost-in-the-middle normalises both sides before it looks for one in the other.
     wanted = [metrics.normalised(reference) for reference in question.answers]
     found = metrics.substring_match(metrics.normalised(answer), [wanted])
-    return _contained(answer, question), found
+    return _contained(answer, question), found, _elsewhere(answer, question)
 
 
 def _dureader(answer: str, question: Question) -> tuple[float, ...]:
@@ -322,7 +335,7 @@ _SHORT: Final = "Answer the question from the documents, in as few words as poss
 _CLOSED: Final = "Answer the question, in as few words as possible."
 
 _HOPS: Final = DataSet(
-    ("containment", "f1", "exact_match", "f1_longbench"),
+    ("containment", "f1", "exact_match", "f1_longbench", WRONG),
     _SHORT,
     32,
     _multi_document,
@@ -334,9 +347,11 @@ SETS: Final[dict[str, DataSet]] = {
     "2wiki": _HOPS,
     "musique": _HOPS,
     "squad": DataSet(
-        ("containment", "f1", "exact_match"), _SHORT, 32, _squad, closed_instruction=_CLOSED
+        ("containment", "f1", "exact_match", WRONG), _SHORT, 32, _squad, closed_instruction=_CLOSED
     ),
-    "nq": DataSet(("containment", "substring_match"), _SHORT, 100, _nq, closed_instruction=_CLOSED),
+    "nq": DataSet(
+        ("containment", "substring_match", WRONG), _SHORT, 100, _nq, closed_instruction=_CLOSED
+    ),
     "dureader": DataSet(
         ("rouge_l",),
         "请根据文档回答问题。",

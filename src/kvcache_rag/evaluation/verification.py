@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.codecs import Native
+from kvcache_rag.engine import unwarned
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError, RemoteServerError
 from kvcache_rag.generation.gate import policy_key, scorer_name
 from kvcache_rag.integration.references import is_remote
@@ -266,7 +267,7 @@ class Verification:
             )
         subject: Subject = ServerSubject(engine, self.max_new_tokens)
         if not is_remote(engine):
-            subject = EngineSubject(engine, self.max_new_tokens)
+            subject = EngineSubject(unwarned(engine), self.max_new_tokens)
         asked, outcomes = self._ask(subject, compared, show_progress)
         checks = subject.checks(asked[0])
         full = self._row(repr(FullRecompute()), "", outcomes[""], outcomes[""], asked)
@@ -361,6 +362,7 @@ class Verification:
         metrics[AGREEMENT] = 1.0 if same else overlap(text, theirs)
         cost = answer.metrics
         context = cost.prompt_tokens - cost.query_tokens
+        again = cost.recomputed_tokens + cost.fresh_tokens
         return Outcome(
             metrics=metrics,
             agrees=same,
@@ -368,7 +370,7 @@ class Verification:
             first=first,
             mean=mean,
             top1=top1,
-            recomputed=1.0 if answer is truth else cost.recomputed_tokens / max(1, context),
+            recomputed=1.0 if answer is truth else again / max(1, context),
             ttft=cost.ttft,
         )
 

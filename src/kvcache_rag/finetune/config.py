@@ -172,6 +172,11 @@ class FinetuneConfig:
             return self.plain_share
         return 0.5 if self.objective == "answers" else 0.0
 
+    @property
+    def teaches_blocks(self) -> bool:
+        """Whether the model learns to answer from chunks that do not see each other."""
+        return self.objective == "answers" and (self.both_masks or self.block_share > 0)
+
     def rate_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         rising = max(1, round(self.warm_up * self.steps))

@@ -19,7 +19,7 @@ from torch.nn import functional
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.finetune.attention import use_tiled_attention
 from kvcache_rag.finetune.packing import IGNORED, Batch, pack
-from kvcache_rag.models.adapters import is_adapter
+from kvcache_rag.models.adapters import is_adapter, note_training, write_training
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
 from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
@@ -232,11 +232,14 @@ class Learner:
             # Another process has to find the base model again.
             self.peft.peft_config["default"].base_model_name_or_path = _findable(self.config.model)
             self.peft.save_pretrained(folder)
+            if self.config.teaches_blocks:
+                write_training(folder)
         else:
             model = self.adapter.model
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(self.saved_dtype)
             model.config.dtype = self.saved_dtype
+            note_training(model.config, blocks=self.config.teaches_blocks)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.brought:

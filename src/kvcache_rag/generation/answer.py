@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.telemetry import AnswerWatch
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.prompt.template import Message
     from kvcache_rag.stitching.loader import ContextLoader
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 Asked: TypeAlias = (
     "tuple[str, Sequence[ChunkInput]]"
     "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]]]"
+    "| tuple[str, Sequence[ChunkInput], Sequence[Message | Mapping[str, str]],"
+    " Sequence[float] | None]"
 )
-"""A question with its chunks, and its history if it has one."""
+"""A question with its chunks, its history and the chunks' scores, as far as it has them."""
 
 _Result = TypeVar("_Result")
 
@@ -123,9 +126,35 @@ class Answerer:
 
     def prompt(self, request: Request, number: int, answer: str) -> Prompt:
         """The prompt of round `number`, given the answer so far."""
+        return self._arranged(request, number, self._query(request, number, answer))
+
+    def _arranged(self, request: Request, number: int, query: tuple[int, ...]) -> Prompt:
+        """The prompt of round `number`, its chunks as the policy wants them."""
+        given, policy = request.rounds[number], request.policy
+        wanted = policy.arranged(request.scores[number])
+        chunks = tuple(map(given.__getitem__, wanted.order))
+        if not wanted.fresh:
+            return Prompt(chunks, query, request)
+        cached = len(chunks) - wanted.fresh
+        fresh = tuple(map(self._written, chunks[cached:]))
+        behind = tuple(token for chunk in fresh for token in chunk.ids)
+        return Prompt(chunks[:cached], (*behind, *query), request, fresh)
+
+    def _written(self, chunk: ContextChunk) -> ContextChunk:
+        """A chunk with its ids; of a reference its text is what counts, whatever its key says."""
+        if chunk.ids or self.loader is None:
+            return chunk
+        written = self.loader.from_text(chunk)
+        return written if written.ids else replace(written, ids=self.loader.ids(written))
+
+    def _ids(self, chunk: ContextChunk) -> Sequence[int]:
+        return chunk.ids if self.loader is None else self.loader.ids(chunk)
+
+    def _query(self, request: Request, number: int, answer: str) -> tuple[int, ...]:
+        """History, question and what was found so far, in round `number`."""
         chunks = request.rounds[number]
         if not number:
-            return Prompt(chunks, request.query, request)
+            return request.query
         context = len(self.renderer.prefix_ids) + sum(map(len, chunks))
         window = self.longest if request.policy.is_full else self.window
         room = window - context - request.max_new_tokens
@@ -134,14 +163,14 @@ class Answerer:
                 request.question, request.history, answer, request.arguments
             )
             if len(query) <= room or not answer:
-                return Prompt(chunks, query, request)
+                return query
             # Written down and read again, an answer may have more tokens than were generated.
             answer = answer[: len(answer) * 3 // 4]
 
     def is_full(self, prompt: Prompt) -> bool:
         """Whether everything is computed: by the policy's wish, or for want of a context."""
         context = len(self.renderer.prefix_ids) + sum(map(len, prompt.chunks))
-        return not context or prompt.request.policy.is_full
+        return not context or prompt.policy.is_full
 
     def ensure_capturable(self, prompt: Prompt) -> None:
         """Raise `UnsupportedModelError` if chunks shall be reused as the model cannot have them.
@@ -150,7 +179,7 @@ class Answerer:
         """
         if prompt.chunks and not self.is_full(prompt):
             _ = self.model.measured
-            policy = prompt.request.policy
+            policy = prompt.policy
             if not keeps_places(policy.positions):
                 self.model.ensure_takes_positions(
                     f"chunks cannot overlap in position as {policy!r} wants them; use Reuse(), or "
@@ -182,6 +211,7 @@ class Answerer:
     def logits(self, prompt: Prompt) -> Tensor:
         """Logits of the query's tokens, `(query, vocabulary)` float32 on the CPU."""
         query = len(prompt.query)
+        wanted = query - prompt.fresh_tokens
 
         def passed(context: Context) -> Tensor:
             (row,) = context.rows
@@ -189,8 +219,8 @@ class Answerer:
             first = row.shape.context_tokens
             with context.attended():
                 cache, positions = context.cache([query]), torch.arange(first, len(row.ids))
-                logits = self.model.forward(row.ids[None, first:], cache, positions, keep=query)
-            return logits[0].float().cpu()  # (query, vocabulary)
+                logits = self.model.forward(row.ids[None, first:], cache, positions, keep=wanted)
+            return logits[0].float().cpu()  # (query without chunks, vocabulary)
 
         return self._over([prompt], passed, ahead=True)
 
@@ -221,11 +251,11 @@ class Answerer:
         """A prompt of which everything is computed."""
         context: list[int] = [] if prompt.request.is_plain else [*self.renderer.prefix_ids]
         for chunk in prompt.chunks:
-            context += chunk.ids if self.loader is None else self.loader.ids(chunk)
+            context += self._ids(chunk)
         ids = torch.tensor([*context, *prompt.query])  # (tokens,) int64
         tokens = sum(map(len, prompt.chunks))
         loaded = LoadedContext(tuple(context), 0.0, 0.0, {}, 0, 0, tokens)
-        return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.request.policy)
+        return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.policy)
 
     def _generated(
         self,
@@ -307,13 +337,15 @@ class Answerer:
             "prefill": generated.first_at - before,
             "total": generated.ended_at - started,
             "prefix_tokens": 0 if request.is_plain else len(self.renderer.prefix_ids),
-            "query_tokens": len(prompt.query),
+            "query_tokens": len(prompt.query) - prompt.fresh_tokens,
+            "fresh_tokens": prompt.fresh_tokens,
             "generated_tokens": len(generated.rows[row]),
             "dropped_chunks": request.dropped_chunks,
             "prefix_mismatch": request.prefix_mismatch,
             "gate": request.gate,
             "references": request.references,
             **context.costs(row),
+            **({"policy": repr(request.policy)} if request.policy.computes_chunks else {}),
         }
         metrics = Metrics(**costs)
         if self.loader is not None and self.filler is not None:

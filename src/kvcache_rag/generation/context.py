@@ -23,6 +23,7 @@ from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_ref
 from kvcache_rag.models.deferred.segments import SegmentTable
 from kvcache_rag.models.deferred.support import deferral_refusal, deferred_rotation, segment_seconds
 from kvcache_rag.models.generate import uses_beams
+from kvcache_rag.policies import Reuse
 from kvcache_rag.policies.signals import ChunkScores, RowSignals
 from kvcache_rag.prompt.offsets import chunk_text
 from kvcache_rag.recompute import chosen_tokens, recompute
@@ -81,14 +82,28 @@ class Prompt:
     """Chunks and query of one prompt, and how to answer it.
 
     Attributes:
-        chunks: In prompt order.
-        query: Ids of the query.
+        chunks: Those whose keys and values are brought, in prompt order.
+        query: Ids of what is computed behind them: chunks that the policy wants computed there,
+            then history and question.
         request: What the caller asked for.
+        fresh: The chunks at the beginning of the query.
     """
 
     chunks: tuple[ContextChunk, ...]
     query: tuple[int, ...]
     request: Request
+    fresh: tuple[ContextChunk, ...] = ()
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Tokens of the chunks in the query."""
+        return sum(map(len, self.fresh))
+
+    @property
+    def policy(self) -> ReusePolicy:
+        """What becomes of the chunks that are brought."""
+        asked = self.request.policy
+        return Reuse(asked.positions) if asked.computes_chunks else asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +152,7 @@ class CopiedRow(ContextRow):
         recomputing: Seconds for computing them again, 0 before that.
         recomputed_tokens: How many were, the mean of the layers; 0 before that.
         scorer_misses: Chunks that a scorer had to prefill first.
+        heard_query: Whether the choice was made by what the query asks (`RowSignals.heard_query`).
         is_copy: Whether all that was done for another row of the batch.
     """
 
@@ -146,6 +162,7 @@ class CopiedRow(ContextRow):
     recomputing: float = 0.0
     recomputed_tokens: int = 0
     scorer_misses: int = 0
+    heard_query: bool = False
     is_copy: bool = False
 
     @property
@@ -174,7 +191,9 @@ class CopiedRow(ContextRow):
     def can_be_copied(self) -> bool:
         """Whether a row with the same chunks would hold the same, at the same cost."""
         loaded = self.loaded
-        return not (self.policy.needs_scorer or loaded.misses or loaded.declined)
+        return not (
+            self.heard_query or self.policy.needs_scorer or loaded.misses or loaded.declined
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,7 +495,7 @@ class Deferral:
         request = prompts[0].request
         if request.policy.scaling is not None:
             return f"{request.policy!r} weighs chunks against the rest"
-        if not request.policy.is_reuse:
+        if not all(prompt.policy.is_reuse for prompt in prompts):
             return f"{request.policy!r} computes tokens again"
         if uses_beams(request.options):
             return "beam search repeats and reorders rows"
@@ -551,7 +570,7 @@ class Deferral:
 
 def check_pruned(policy: ReusePolicy) -> None:
     """Raise `InvalidInputError` for a policy that pruned chunks are not for."""
-    if not (policy.is_reuse or policy.is_full):
+    if not (policy.is_reuse or policy.is_full or policy.computes_chunks):
         raise InvalidInputError(
             f"{policy!r} computes tokens of chunks again, and pruned chunks have not all of them; "
             "use Reuse(), or an engine without a press"
@@ -648,7 +667,7 @@ class ContextFiller:
                 known[prompt.chunks] = row
         # More than one are complete before they begin.
         arriving = rows[0].loaded.ahead
-        return CopiedContext(self.model, rows, buffer, request.policy, why, arriving)
+        return CopiedContext(self.model, rows, buffer, prompts[0].policy, why, arriving)
 
     def choose(self, prompt: Prompt) -> CopiedRow:
         """Load and stitch the context of a prompt and choose tokens; none is computed again."""
@@ -668,8 +687,8 @@ class ContextFiller:
             InvalidInputError: If tokens were to be computed again that pruned chunks have not.
         """
         if self.loader.prefiller.press is not None:
-            check_pruned(prompt.request.policy)
-        policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+            check_pruned(prompt.policy)
+        policy, loader = prompt.policy, self.loader.of(prompt.chunks)
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         loaded = loader.load(
             place,
@@ -683,13 +702,18 @@ class ContextFiller:
         if policy.is_reuse or not shape.context_tokens:
             return CopiedRow(ids, shape, loaded, policy, stitched)
         started = time.perf_counter()
-        signals = RowSignals(stitched, self.loader.costs, scores)
+        answer = prompt.request.answer_tokens
+        signals = RowSignals(stitched, self.loader.costs, scores, answer)
         policy = policy.resolved(shape, signals)
         selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
         choosing = time.perf_counter() - started
         kept = selected if bool(selected.any()) else None
         misses = 0 if scores is None else scores.misses
-        return CopiedRow(ids, shape, loaded, policy, stitched, kept, choosing, scorer_misses=misses)
+        return CopiedRow(
+            *(ids, shape, loaded, policy, stitched, kept, choosing),
+            scorer_misses=misses,
+            heard_query=signals.heard_query,
+        )
 
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
         chunks = self.loader.prefiller.held_tokens(prompt.chunks)
@@ -711,7 +735,8 @@ class ContextFiller:
     def _copy(self, source: CopiedRow, place: KVBuffer, prompt: Prompt) -> CopiedRow:
         """Fill a row with what another one holds whose chunks are the same.
 
-        Context never sees a query, so it is the same whatever is asked.
+        Context never sees a query, so it is the same whatever is asked, unless the query said what
+        is computed again (`CopiedRow.can_be_copied`).
         """
         place.copy_first(source.stitched.buffer, source.shape.context_tokens)
         ids, shape = self._joined(prompt, source.loaded)
@@ -756,7 +781,7 @@ class ContextFiller:
         rows = []
         room = self.buffer.codes(self._stored_bytes(prompts))
         for prompt in prompts:
-            policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+            policy, loader = prompt.policy, self.loader.of(prompt.chunks)
             loaded, members = loader.hold_encoded(prompt.chunks, shared, room)
             ids, shape = self._joined(prompt, loaded)
             parts = zip(members, _first_positions(members, policy), strict=True)
@@ -779,7 +804,7 @@ class ContextFiller:
         return self.buffer.room(len(rows), capacity)
 
     def _held(self, prompt: Prompt, shared: SharedChunks) -> InPlaceRow:
-        policy, loader = prompt.request.policy, self.loader.of(prompt.chunks)
+        policy, loader = prompt.policy, self.loader.of(prompt.chunks)
         loaded, members = loader.hold(prompt.chunks, shared)
         ids, shape = self._joined(prompt, loaded)
         new = _first_positions(members, policy)

@@ -31,7 +31,7 @@ TokenState: TypeAlias = Literal["reused", "pruned", "prefilled", "recomputed", "
 """`reused`: keys and values are cached; `pruned`: of a cached chunk, whose press dropped them;
 `prefilled`: of a chunk that is computed by itself first, because it is not cached or loading it
 would take longer; `recomputed`: computed again in the context of the whole prompt; `computed`: the
-query, and everything in a full prefill."""
+query, chunks that are computed together with it, and everything in a full prefill."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Explained:
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
         pruned_tokens: Of these tokens of cached chunks, those that a press dropped.  Of a chunk
             that is not cached, that is not known before it is computed.
+        fresh_tokens: Tokens of chunks that the policy computes together with the query.
     """
 
     tokens: tuple[ExplainedToken, ...]
@@ -104,6 +105,7 @@ class Explained:
     query_tokens: int
     choose: float = field(default=0.0, compare=False)
     pruned_tokens: int = 0
+    fresh_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -139,26 +141,32 @@ class _Choice:
 def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     """Explain a request; `asked` has the chunks as the caller named them, one by one."""
     prompt = runner.prompt(request, 0, "")
-    members = asked.rounds[0]
+    order = request.policy.arranged(asked.scores[0]).order
+    members = tuple(asked.rounds[0][index] for index in order)
+    brought = members[: len(members) - len(prompt.fresh)]
     if runner.loader is not None:
-        members = tuple(map(runner.loader.known, members))
+        brought = tuple(map(runner.loader.known, brought))
+    members = (*brought, *prompt.fresh)
     joint = any(chunk.is_joint for chunk in prompt.chunks)
     prefix = runner.renderer.prefix_ids
-    ids = [*prefix, *(token for chunk in members for token in chunk.ids), *prompt.query]
-    shape = StitchedPrompt.of(len(prefix), [len(member) for member in members], len(prompt.query))
-    named = zip(prompt.chunks, members, strict=not joint)
+    ids = [*prefix, *(token for chunk in members for token in chunk.ids), *asked.query]
+    shape = StitchedPrompt.of(len(prefix), list(map(len, members)), len(asked.query))
+    # As it is computed: chunks that the policy wants computed there are part of the query.
+    held = StitchedPrompt.of(len(prefix), list(map(len, brought)), len(prompt.query))
+    named = zip(prompt.chunks, brought, strict=not joint)
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
-    states, places = _states(shape, choice, joint=joint), _positions(shape, choice)
+    states, places = _states(held, choice, joint=joint), _positions(held, choice)
     if runner.loader is not None and choice.prefilled is not None:
         for place in runner.loader.of(chunks).pruned_places(chunks, choice.tiers):
             states[shape.spans[0].stop + place] = "pruned"
     pieces = _texts(runner, asked, members)
-    tiers = ("", *(choice.tiers * len(members) if joint else choice.tiers), "")
-    chunk_tokens = sum(map(len, members))
+    found = choice.tiers * len(members) if joint else choice.tiers
+    tiers = ("", *found, *[""] * len(prompt.fresh), "")
+    chunk_tokens = sum(map(len, brought))
     prefilled = chunk_tokens
     if choice.prefilled is not None:
-        sizes = [chunk_tokens] if joint else [len(member) for member in members]
+        sizes = [chunk_tokens] if joint else [len(member) for member in brought]
         prefilled = sum(size for size, new in zip(sizes, choice.prefilled, strict=True) if new)
     return Explained(
         tokens=tuple(map(ExplainedToken, ids, pieces, places, states)),
@@ -166,21 +174,22 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
             ExplainedSpan(span.kind, span.start, span.stop, tier)
             for span, tier in zip(shape.spans, tiers, strict=True)
         ),
-        policy=repr(choice.policy),
+        policy=repr(request.policy if request.policy.computes_chunks else choice.policy),
         positions=choice.policy.positions,
         gate=request.gate,
         prefix_tokens=len(prefix),
         reused_tokens=chunk_tokens - prefilled,
         recomputed_tokens=states.count("recomputed"),
         prefilled_tokens=prefilled,
-        query_tokens=len(prompt.query),
+        query_tokens=len(asked.query),
         choose=choice.seconds,
         pruned_tokens=states.count("pruned"),
+        fresh_tokens=prompt.fresh_tokens,
     )
 
 
 def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) -> _Choice:
-    policy = prompt.request.policy
+    policy = prompt.policy
     if runner.is_choosy:
         runner.ensure_capturable(prompt)
     if runner.filler is None or runner.is_full(prompt):

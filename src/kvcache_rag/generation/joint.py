@@ -77,7 +77,9 @@ class Combinations:
         """
         self._look()
         self._idle.start()
-        return replace(request, rounds=tuple(map(self.joined, request.rounds)))
+        rounds = tuple(map(self.joined, request.rounds))
+        scores = tuple((0.0,) * len(chunks) for chunks in rounds)
+        return replace(request, rounds=rounds, scores=scores)
 
     def joined(self, chunks: Sequence[ContextChunk]) -> tuple[ContextChunk, ...]:
         """Chunks as one combination; none or a single one stays what it is."""

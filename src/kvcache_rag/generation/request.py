@@ -17,6 +17,7 @@ from kvcache_rag.models.generate import checked_generation
 from kvcache_rag.policies import FullRecompute, ReusePolicy
 from kvcache_rag.policies.named import no_policy
 from kvcache_rag.prefill import ContextChunk
+from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, as_messages
 
 if TYPE_CHECKING:
@@ -63,11 +64,12 @@ class Request:
         question: As the caller wrote it.
         query: Ids of history, question and generation prompt (of the first round).
         history: Earlier turns.
-        rounds: Chunks per prompt; more than one with `overflow="refine"`.
+        rounds: Chunks per prompt, as they were given; more than one with `overflow="refine"`.
+        scores: Of each of these, higher is better.
         dropped_chunks: Chunks left out.
         policy: What to reuse.
         max_new_tokens: Of the answer.
-        stop: Strings before which the answer ends.
+        stop: Strings before which the answer ends, the markers of documents among them.
         options: Further arguments of `generate()`.
         started: `time.perf_counter()` at the call.
         prefix_mismatch: Carried into the metrics.
@@ -76,12 +78,14 @@ class Request:
         is_plain: Whether it is a text to continue, without template and chunks.
         gate: Why another policy answers than was asked for, or "".
         references: Chunks whose reference holds, carried into the metrics.
+        answer_tokens: How many of the last ids of the query are an answer that is read.
     """
 
     question: str
     query: tuple[int, ...]
     history: tuple[Message | Mapping[str, Any], ...]
     rounds: tuple[tuple[ContextChunk, ...], ...]
+    scores: tuple[tuple[float, ...], ...]
     dropped_chunks: int
     policy: ReusePolicy
     max_new_tokens: int
@@ -94,6 +98,7 @@ class Request:
     is_plain: bool = False
     gate: str = ""
     references: int = 0
+    answer_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,8 @@ class Planner:
             max_new_tokens: Of the answer.
             overflow: What to do when the chunks do not fit (see `Overflow`).
             stop: Strings before which the answer ends.
-            scores: Of each chunk, where they do not stand best first; for "drop_lowest".
+            scores: Of each chunk, where they do not stand best first; for "drop_lowest", and for
+                policies that ask which is best.
             prefix_mismatch: Noted in the metrics.
             streaming: Whether pieces are handed on as they come.
             tools: That the chat template describes, behind the chunks.  With tools, or without a
@@ -169,10 +175,7 @@ class Planner:
         check_new_tokens(max_new_tokens)
         options = checked_generation(options, streaming=streaming)
         context = self.chunks(chunks or ())
-        if scores is not None and len(scores) != len(context):
-            raise InvalidInputError(
-                f"{len(scores)} scores for {len(context)} chunks; give one each"
-            )
+        scores = ranking(scores, len(context))
         query = self.renderer.query_ids(question, turns, None, arguments)
         if overflow == "refine" and (tools or not question.strip()):
             overflow = "drop_lowest"
@@ -199,10 +202,11 @@ class Planner:
             query=query,
             history=tuple(turns),
             rounds=tuple(tuple(map(context.__getitem__, indices)) for indices in rounds),
+            scores=tuple(tuple(map(scores.__getitem__, indices)) for indices in rounds),
             dropped_chunks=len(context) - sum(map(len, rounds)),
             policy=policy,
             max_new_tokens=max_new_tokens,
-            stop=checked_stop(stop),
+            stop=(*checked_stop(stop), *self.renderer.template.markers),
             options=options,
             started=started,
             prefix_mismatch=prefix_mismatch,
@@ -245,6 +249,7 @@ class Planner:
             query=ids,
             history=(),
             rounds=((),),
+            scores=((),),
             dropped_chunks=0,
             policy=FullRecompute(),
             max_new_tokens=max_new_tokens,

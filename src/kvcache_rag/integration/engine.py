@@ -36,7 +36,8 @@ class EngineSettings:
         model: Hub id, folder, GGUF file, "tiny" or "smollm2"; or a loaded transformers or PEFT
             model.
         tokenizer: A loaded one or a name; None for the model's own.
-        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
+            none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4"; a loaded model stays as it is with "auto".
         dtype: "auto" for the checkpoint's own.
@@ -139,15 +140,15 @@ class EngineSettings:
         )
 
     def _load(self) -> tuple[Any, Any, PromptTemplate | None]:
-        from kvcache_rag.models.adapters import adapter_template, with_adapter
+        from kvcache_rag.models.adapters import NO_ADAPTER, adapter_template, with_adapter
         from kvcache_rag.models.linears import pack_weights
-        from kvcache_rag.models.pretrained import load
+        from kvcache_rag.models.pretrained import chosen_adapter, load
 
         tokenizer = self._load_tokenizer()
         if self._is_loaded:
             if tokenizer is None:
                 raise InvalidInputError("a loaded model needs its tokenizer= too")
-            if self.adapter is None:
+            if self.adapter is None or self.adapter == NO_ADAPTER:
                 if self.weight_format != "auto":
                     pack_weights(self.model, self.weight_format)
                 return self.model, tokenizer, None
@@ -166,7 +167,7 @@ class EngineSettings:
             device=self.device,
             options={**self.model_kwargs, **revision},
             tokenizer=tokenizer,
-            adapter=self.adapter,
+            adapter=chosen_adapter(self.model, self.adapter),
             weight_format=self.weight_format,
         )
 
@@ -306,7 +307,7 @@ def open_engine(
         rotation: Whether chunks are copied, or attended to where they lie; None for "auto".
         signing_key: Of the folder: a key, its bytes or its file; None for that of the environment
             (`KVCACHE_RAG_SIGNING_KEY`), or none.
-        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        adapter: As for `EngineSettings`.
         weight_format: As for `EngineSettings`.
         auxiliary: As for `EngineSettings`.
         press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.

@@ -32,6 +32,7 @@ from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.named import name_of
 from kvcache_rag.progress import progress_bar
+from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import Message, PromptTemplate
 from kvcache_rag.verdict import Identity
 
@@ -320,9 +321,9 @@ class RemoteEngine:
         """Answer several questions; the server does so together where it can."""
 
         def one(asked: tuple[Any, ...]) -> Answer:
-            question, chunks, *turns = asked
-            more = {"history": turns[0]} if turns else {}
-            return self.generate(question, chunks, **options, **more)
+            question, chunks, *more = asked
+            own = dict(zip(("history", "scores"), more, strict=False))
+            return self.generate(question, chunks, **{**options, **own})
 
         with ThreadPoolExecutor(_AT_ONCE, "kvcache-rag-remote") as pool:
             return list(pool.map(one, questions))
@@ -400,10 +401,15 @@ class RemoteEngine:
         scores = options.pop("scores", None)
         mismatch = options.pop("prefix_mismatch", False)
         texts = [_text_of(chunk) for chunk in chunks]
+        ranks = ranking(scores, len(texts))
+        documents: list[Any] = texts
+        if scores is not None:
+            documents = [{"text": text, "score": ranks[at]} for at, text in enumerate(texts)]
         kept = list(range(len(texts)))
-        by_score = kept[::-1] if scores is None else sorted(kept, key=lambda at: scores[at])
+        # Of equal ones the first is better.
+        by_score = sorted(kept, key=lambda at: (ranks[at], -at))
         for dropped in range(len(texts) + 1):
-            left = [texts[at] for at in kept if at not in by_score[:dropped]]
+            left = [documents[at] for at in kept if at not in by_score[:dropped]]
             is_last = overflow == "error" or dropped == len(texts)
             yield _Asked(
                 self,
@@ -416,7 +422,7 @@ class RemoteEngine:
                 return
 
     def _question(
-        self, question: str, chunks: Sequence[str], options: dict[str, Any]
+        self, question: str, documents: Sequence[Any], options: dict[str, Any]
     ) -> dict[str, Any]:
         turns = [_turn(one) for one in options.pop("history", ())]
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -426,7 +432,7 @@ class RemoteEngine:
         return {
             "model": self.name,
             "messages": [*system, *turns, {"role": "user", "content": question}],
-            "documents": list(chunks),
+            "documents": list(documents),
             **({"kvcache": {"policy": policy}} if policy else {}),
             **self._told(options),
         }

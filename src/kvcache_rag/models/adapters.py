@@ -1,4 +1,7 @@
-"""PEFT adapters from their folders, or by the names that installed packages give them."""
+"""PEFT adapters from their folders, or by the names that installed packages give them.
+
+What a model or an adapter was trained for is said here, too (`trained_for_blocks`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import json
 import logging
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, check_name
 from kvcache_rag.prompt.template import PromptTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,6 +31,20 @@ GROUP: Final = "kvcache_rag.adapters"
 
 PACKAGED_ADAPTERS: Final = {"block": "kvcache-rag-smollm2"}
 """Packages of ours by the names of their adapters, which mean these, installed or not."""
+
+NO_ADAPTER: Final = "none"
+"""Says that no adapter is put into a model that has one by itself."""
+
+TRAINING: Final = "kvcache_rag"
+"""Key of a model's `config.json` that says what it was trained for.
+
+PEFT warns of keys that it does not know, so an adapter says the same in a file beside its own.
+"""
+
+TRAINING_FILE: Final = f"{TRAINING}.json"
+
+BLOCKS: Final[Mapping[str, str]] = {"trained_for": "blocks"}
+"""Of a model that was fine-tuned under the block mask (TurboRAG, arXiv 2410.07590)."""
 
 # What was warned of: an adapter's folder, and the model that it was put into.
 _WARNED: Final[set[tuple[str, str]]] = set()
@@ -94,9 +115,64 @@ def adapter_folder(adapter: str | os.PathLike[str]) -> Path:
 
 def lasting_adapter(adapter: str | os.PathLike[str]) -> str:
     """An adapter as a text that means the same in another folder: a name, or a whole path."""
-    if isinstance(adapter, str) and (adapter in PACKAGED_ADAPTERS or _points(adapter)):
+    names = (*PACKAGED_ADAPTERS, NO_ADAPTER)
+    if isinstance(adapter, str) and (adapter in names or _points(adapter)):
         return adapter
     return os.path.abspath(os.path.expanduser(adapter))
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package brings an adapter of this name."""
+    return bool(_points(name))
+
+
+def trained_for_blocks(model: Any) -> bool:
+    """Whether a model was trained to read chunks that do not see each other.
+
+    The last training counts: of a PEFT model that of its active adapters, which are silent unless
+    `with_adapter` put them there; of any other what its config says.
+    """
+    adapters = getattr(model, "peft_config", None)
+    if not adapters or _are_disabled(model):
+        return _says_blocks(getattr(getattr(model, "config", None), TRAINING, None))
+    active = model.active_adapters
+    names: list[str] = []
+    # transformers' own models have a method of PEFT's name, which raises where PEFT put the
+    # adapters into them: those are silent.
+    with suppress(ValueError):
+        names = [*(active() if callable(active) else active)]
+    said = [_says_blocks(getattr(adapters.get(name), TRAINING, None)) for name in names]
+    return bool(said) and all(said)
+
+
+def _are_disabled(model: Any) -> bool:
+    switches = (getattr(part, "_disable_adapters", None) for part in model.modules())
+    return next((switch for switch in switches if switch is not None), False)
+
+
+def note_training(config: Any, *, blocks: bool) -> None:
+    """Let a model's config say what it was trained for, or nothing."""
+    if blocks:
+        setattr(config, TRAINING, dict(BLOCKS))
+    elif hasattr(config, TRAINING):
+        delattr(config, TRAINING)
+
+
+def write_training(folder: Path) -> None:
+    """Let an adapter say that it was trained for blocks."""
+    (folder / TRAINING_FILE).write_text(json.dumps(BLOCKS, indent=2) + "\n", encoding="utf-8")
+
+
+def _says_blocks(said: Any) -> bool:
+    return isinstance(said, dict) and said.get("trained_for") == BLOCKS["trained_for"]
+
+
+def _training_of(folder: Path) -> Any:
+    """What an adapter's folder says; None for nothing that can be read."""
+    try:
+        return json.loads((folder / TRAINING_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def adapter_template(adapter: str | os.PathLike[str]) -> PromptTemplate | None:
@@ -200,6 +276,7 @@ def with_adapter(model: Any, adapter: str | os.PathLike[str], name: str) -> Any:
         where = "has no place in the model" if name_of_one in found else "is not in the adapter"
         raise _misfit(folder, base, name, f"{name_of_one} {where}")
     _compare_base(model, folder, name)
+    note_training(adapted.active_peft_config, blocks=_says_blocks(_training_of(folder)))
     return adapted
 
 
@@ -212,6 +289,7 @@ def merged(model: Any) -> Any:
     """
     if getattr(model.config, "quantization_config", None) is not None or model.device.type == "mps":
         return model  # MPS has no float64
+    blocks = trained_for_blocks(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -221,6 +299,7 @@ def merged(model: Any) -> Any:
             found = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError):  # as PEFT says it
         return model
+    note_training(found.config, blocks=blocks)
     # As it was loaded.  On CPUs torch 2.13 takes twice the time for a few tokens in low precision
     # where weights want no gradient, even in inference mode.
     return found.requires_grad_(requires_grad=True)

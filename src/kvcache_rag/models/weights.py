@@ -24,6 +24,7 @@ import xxhash
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import canonical_json
+from kvcache_rag.models.adapters import TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,7 @@ _IRRELEVANT = frozenset(
         "architectures",
         "attn_implementation",
         "dtype",
+        TRAINING,
         "torch_dtype",
         "transformers_version",
         "use_cache",

@@ -3,21 +3,25 @@
 from kvcache_rag.policies.ape import Ape
 from kvcache_rag.policies.auto import Auto, auto
 from kvcache_rag.policies.base import ReusePolicy, Scorer, Union
+from kvcache_rag.policies.bestlast import BestLast
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
 from kvcache_rag.policies.fixed import Combination, FullRecompute, Reuse
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.policies.named import listed, policy_by_name
+from kvcache_rag.policies.prophetkv import ProphetKV
 
 __all__ = [
     "POLICY_NAMES",
     "Ape",
     "Auto",
+    "BestLast",
     "CacheBlend",
     "CacheClip",
     "Combination",
     "FullRecompute",
     "LegoLink",
+    "ProphetKV",
     "Reuse",
     "ReusePolicy",
     "Scorer",
@@ -26,5 +30,8 @@ __all__ = [
     "policy_by_name",
 ]
 
-POLICY_NAMES = listed(FullRecompute, Reuse, LegoLink, CacheBlend, CacheClip, Ape, Combination, Auto)
+POLICY_NAMES = listed(
+    *(FullRecompute, Reuse, BestLast, ProphetKV, LegoLink, CacheBlend, CacheClip, Ape),
+    *(Combination, Auto),
+)
 """The names that `policy_by_name` knows, in the order in which messages list them."""

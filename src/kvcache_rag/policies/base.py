@@ -66,6 +66,17 @@ class Signals(Protocol):
             `(context_tokens,)` float32; the prefix has the lowest score.
         """
 
+    def attention(self) -> Tensor:
+        """How much the query attends to each context token, running once over the stitched context.
+
+        Returns:
+            `(context_tokens,)` float32 on the CPU: attention weights after softmax, summed over
+            layers, heads and the query's tokens.
+        """
+
+    def attention_tokens(self) -> int:
+        """As many tokens computed again take about the time of `attention()`; 0 once known."""
+
     def affordable(self, seconds: float) -> int:
         """How many context tokens can be computed again in `seconds`, by measured rates."""
 
@@ -102,12 +113,33 @@ class AttentionScaling:
     scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """How the chunks of a prompt stand, and what becomes of the last ones.
+
+    Attributes:
+        order: Numbers of the chunks as they were given, in prompt order.
+        fresh: How many of the last are computed together with the query, behind the others, which
+            are reused as they are.  They need not be cached.
+    """
+
+    order: tuple[int, ...]
+    fresh: int = 0
+
+    @property
+    def brought(self) -> tuple[int, ...]:
+        """Numbers of the others, in prompt order."""
+        return self.order[: len(self.order) - self.fresh]
+
+
 class ReusePolicy(ABC):
     """How cached chunks are used.
 
     Attributes:
         positions: Where the chunks stand.
         joint: Whether the chunks of a prompt are computed and stored together, as one.
+        computes_chunks: Whether it has whole chunks computed with the query (`arranged`) and
+            nothing else again.
         adjacent_query: Whether the query stands right behind the highest position of a chunk
             instead of behind as many positions as there are tokens (they differ when composite).
         needs_scorer: Whether `select` reads `signals.relevance()`.
@@ -118,6 +150,7 @@ class ReusePolicy(ABC):
 
     positions: PositionScheme = "reordered"
     joint: ClassVar[bool] = False
+    computes_chunks: ClassVar[bool] = False
     adjacent_query: bool = False
     needs_scorer: bool = False
     auxiliary: Scorer | None = None
@@ -164,6 +197,14 @@ class ReusePolicy(ABC):
             InvalidInputError: If they want different things that exclude each other.
         """
         return Union(self, other) if isinstance(other, ReusePolicy) else NotImplemented
+
+    def arranged(self, scores: Sequence[float]) -> Arrangement:
+        """In which order the chunks stand, and which of them are computed with the query.
+
+        Args:
+            scores: Of each chunk as it was given, by who retrieved them; higher is better.
+        """
+        return Arrangement(tuple(range(len(scores))))
 
     @abstractmethod
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
@@ -280,6 +321,14 @@ class Union(ReusePolicy):
     def is_reuse(self) -> bool:
         """Whether none of its parts computes anything again."""
         return all(policy.is_reuse for policy in self.policies)
+
+    def arranged(self, scores: Sequence[float]) -> Arrangement:
+        """In the order that one of its parts wants; what it computes, `select` names."""
+        order = tuple(range(len(scores)))
+        for policy in self._moving:
+            wanted = policy.arranged(scores).order
+            order = order if wanted == tuple(range(len(scores))) else wanted
+        return Arrangement(order)
 
     def signal_tokens(self, signals: Signals) -> int:
         """Those of the costliest part (deviations at two layers share most of their work)."""

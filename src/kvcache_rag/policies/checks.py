@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.mask import PositionScheme
 
 
-def checked_ratio(ratio: float) -> float:
-    """A part of the chunk tokens.
+def checked_ratio(
+    ratio: float, name: str = "ratio", none: str = "nothing is computed again"
+) -> float:
+    """A part of the chunk tokens, or of what is named instead; `none` is what 0 means.
 
     Raises:
         InvalidInputError: Unless it is a number from 0 to 1.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise InvalidInputError(
-            f"ratio must be a number from 0 (nothing is computed again) to 1, not {ratio!r}"
-        )
+        raise InvalidInputError(f"{name} must be a number from 0 ({none}) to 1, not {ratio!r}")
     return float(ratio)
 
 

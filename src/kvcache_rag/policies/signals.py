@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.models.cache import HaltedError, tapped_cache
+from kvcache_rag.models.attention.observed import observed_attention
+from kvcache_rag.models.cache import HaltedError, buffer_cache, tapped_cache
 from kvcache_rag.prompt.offsets import chunk_scores
 
 if TYPE_CHECKING:
@@ -104,13 +105,17 @@ class RowSignals:
         row: The prompt.
         costs: Measured rates.
         scores: What a scorer works out; None without one.
+        answer_tokens: Tokens at the end of the query that are an answer being read, which whoever
+            answers does not know.
     """
 
     row: StitchedRow
     costs: Costs
     scores: ChunkScores | None = None
+    answer_tokens: int = 0
     _relevance: list[Tensor] = field(default_factory=list, init=False, repr=False)
     _deviations: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _attention: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     @property
     def layers(self) -> int:
@@ -193,6 +198,45 @@ class RowSignals:
         for chunk, tokens in zip(shape.chunks, scores, strict=True):
             relevance[chunk.start : chunk.stop] = tokens
         return relevance
+
+    def attention(self) -> Tensor:
+        """How much the query attends to each context token, running once over the stitched context.
+
+        The query stands at its true place and sees what it would see if nothing were computed
+        again.  Of the prompt's buffer only the places of the query are written, which whoever
+        answers writes once more.
+
+        Returns:
+            `(context_tokens,)` float32 on the CPU: attention weights after softmax, summed over
+            layers, heads and the query's tokens; columns that a window or mask hides count 0.
+
+        Raises:
+            UnsupportedModelError: If the model gives no weights, or takes no mask or positions.
+        """
+        if not self._attention:
+            with torch.inference_mode():
+                self._attention.append(self._attended())
+        return self._attention[0]
+
+    def _attended(self) -> Tensor:
+        model, shape = self.row.model, self.row.shape
+        model.ensure_recomputable()  # what is chosen is to be computed again
+        context, tokens = shape.context_tokens, shape.tokens - self.answer_tokens
+        places = torch.arange(context, tokens)  # (query without an answer,)
+        cache = buffer_cache(self.row.buffer, model.measured.kinds, context)
+        mask = model.causal_mask(places, tokens)
+        with observed_attention(model, tokens) as columns:
+            model.forward(self.row.ids[None, places], cache, places, mask=mask)
+        return columns[:context].cpu()
+
+    def attention_tokens(self) -> int:
+        """As many tokens computed again take about the time of `attention()`; 0 once known."""
+        return 0 if self._attention else len(self.row.shape.spans[-1])
+
+    @property
+    def heard_query(self) -> bool:
+        """Whether anything was asked that another query would have answered otherwise."""
+        return bool(self._attention or self._relevance)
 
     def affordable(self, seconds: float) -> int:
         """How many context tokens can be computed again in `seconds`, by measured rates.

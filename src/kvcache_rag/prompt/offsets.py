@@ -94,10 +94,14 @@ def chunk_text(tokenizer: Any, template: PromptTemplate, ids: Sequence[int]) -> 
     is as close as its tokenizer allows.
     """
     text, _ = decoded(tokenizer, ids)
-    before, after = template.chunk_start.strip(), template.chunk_end.strip()
+    before, after = template.chunk_start, template.chunk_end
     # Some tokenizers lose spaces at either end.
-    if before and text.lstrip().startswith(before):
-        text = text.lstrip()[len(before) :]
-    if after and text.rstrip().endswith(after):
-        text = text.rstrip()[: -len(after)]
+    if text.startswith(before):
+        text = text[len(before) :]
+    elif text.lstrip().startswith(before.strip()):
+        text = text.lstrip()[len(before.strip()) :]
+    if text.endswith(after):
+        text = text[: len(text) - len(after)]
+    elif text.rstrip().endswith(after.strip()):
+        text = text.rstrip()[: len(text.rstrip()) - len(after.strip())]
     return text

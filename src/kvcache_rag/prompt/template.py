@@ -35,6 +35,8 @@ DEFAULT_SYSTEM = (
 
 DEFAULT_DATE = datetime.date(2024, 7, 26)
 
+_TAG: Final = re.compile(r"<[^<>\s][^<>]*>")
+
 # Arguments of `apply_chat_template` that are no variables of a template.
 _NO_VALUES: Final = frozenset(
     ("add_generation_prompt", "chat_template", "conversation", "messages", "tokenize", "tools")
@@ -84,8 +86,8 @@ class PromptTemplate:
     """
 
     system: str = DEFAULT_SYSTEM
-    chunk_start: str = "<|doc_start|>"
-    chunk_end: str = "<|doc_end|>\n"
+    chunk_start: str = "Document: "
+    chunk_end: str = "\n\n"
     question: str = "{question}"
     refine: str = (
         "{question}\n\nAn answer found in other documents is: {answer}\n"
@@ -135,6 +137,17 @@ class PromptTemplate:
     def wrap(self, text: str) -> str:
         """A chunk as it stands in the prompt."""
         return f"{self.chunk_start}{text}{self.chunk_end}"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What an answer ends before, as it would go on with a document: tags and labels.
+
+        A tag such as `<doc>` ends it anywhere, a label such as `Document:` where a line begins.
+        """
+        texts = (self.chunk_start, self.chunk_end)
+        labels = [text.strip() for text in texts if text.rstrip().endswith(":")]
+        tags = [tag for text in texts for tag in _TAG.findall(text)]
+        return (*dict.fromkeys(tags), *(f"\n{label}" for label in labels))
 
     def ask(self, question: str) -> str:
         """The question as it stands in the last user message."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 import torch
 import xxhash
 
-from kvcache_rag.engine import Engine, like
+from kvcache_rag.engine import Engine, like, unwarned
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.integration.engine import EngineSettings, open_store
 from kvcache_rag.kv.chunk import canonical_json, digest
@@ -238,7 +238,7 @@ class Workplaces:
 
     def _engine(self, store: ChunkStore | None, instruction: str) -> Engine:
         template = self._base.template
-        return like(
+        engine = like(
             self._base,
             store=store,
             combinations=None,
@@ -247,6 +247,7 @@ class Workplaces:
             gate=None,
             cost_aware=False,
         )
+        return unwarned(engine)
 
 
 def open_model(model: Model) -> Engine:
@@ -567,7 +568,8 @@ def _record(
     divergence: float | None,
 ) -> Record:
     metrics, text = answer.metrics, answer.text.strip()
-    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens
+    chunk_tokens = metrics.reused_tokens + metrics.prefilled_tokens + metrics.fresh_tokens
+    again = metrics.recomputed_tokens + metrics.fresh_tokens
     return Record(
         place=cell.place(task.name, one.question.id),
         digest=one.digest,
@@ -576,7 +578,7 @@ def _record(
         answer=text,
         chunk_tokens=chunk_tokens,
         reused_tokens=metrics.reused_tokens,
-        recomputed_tokens=chunk_tokens if cell.is_baseline else metrics.recomputed_tokens,
+        recomputed_tokens=chunk_tokens if cell.is_baseline else again,
         generated_tokens=metrics.generated_tokens,
         times=times,
         divergence=divergence,

@@ -20,8 +20,8 @@ TokenCounter = Callable[[str], int]
 Draw = Callable[[int | None, int, int | None], "list[Question]"]
 """Questions by (how many, seed, k)."""
 
-Measure = Callable[[str, "Question"], tuple[float, ...]]
-"""Scores by (answer, question)."""
+Measure = Callable[[str, "Question"], "tuple[float | None, ...]"]
+"""Scores by (answer, question); None where a question does not say what one needs."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,9 @@ class Task:
         return replace(self, draw=partial(_first, self.draw))
 
     def score(self, answer: str, question: Question) -> dict[str, float]:
-        """How right `answer` is: a number from 0 to 1 for each of `metrics`."""
-        return dict(zip(self.metrics, self.measure(answer, question), strict=True))
+        """How right `answer` is: a number from 0 to 1 for each of `metrics` that can be told."""
+        found = zip(self.metrics, self.measure(answer, question), strict=True)
+        return {name: score for name, score in found if score is not None}
 
 
 def _first(draw: Draw, n: int | None, seed: int, k: int | None) -> list[Question]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from kvcache_rag.prompt.scores import whole_scores
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -29,7 +31,7 @@ class BackendRequest:
     Attributes:
         id: Its name in logs and answers.
         question: Text of the last user message, or the prompt of a completion.
-        chunks: Texts, best first.
+        chunks: Texts, best first unless there are scores.
         history: Earlier turns, oldest first.
         system: System messages of the request, joined by a blank line; "" for none.
         namespace: Tenant, from the API key; never from the request's body.
@@ -43,6 +45,7 @@ class BackendRequest:
         query: What to retrieve chunks by; "" retrieves nothing.
         top_k: How many to retrieve.
         trace: What its spans go on from (`telemetry.carried`).
+        scores: Of the chunks, higher is better; None where the best stands first.
     """
 
     id: str
@@ -61,6 +64,27 @@ class BackendRequest:
     query: str = ""
     top_k: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
+    scores: tuple[float, ...] | None = None
+
+    def over(
+        self, sources: Sequence[RetrievedText]
+    ) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+        """What it is answered over: texts it brought, then those retrieved, each once.
+
+        Args:
+            sources: What was retrieved for it, best first.
+
+        Returns:
+            The texts and their scores; None for these where some have none, or the texts are of two
+            origins, whose scores nobody can compare.
+        """
+        if not sources:
+            return self.chunks, self.scores
+        found: dict[str, float | None] = {}
+        for source in sources:
+            found.setdefault(source.text, source.score)
+        texts = (*self.chunks, *(text for text in found if text not in self.chunks))
+        return texts, None if self.chunks else whole_scores(found.values())
 
 
 @dataclass(frozen=True)

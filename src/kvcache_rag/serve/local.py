@@ -160,7 +160,9 @@ class LocalBackend:
             Whether something was computed, and all that the request needs is there; what is only
             loaded here is of no use elsewhere.
         """
-        wanted = self._prefetcher.want(work.chunks, namespace=work.namespace, policy=work.policy)
+        wanted = self._prefetcher.want(
+            work.chunks, namespace=work.namespace, policy=work.policy, scores=work.scores
+        )
         if wanted is None:
             return False
         try:

@@ -44,7 +44,7 @@ _FORMATS: Final = {
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-_TOKENS: Final = ("prefix", "reused", "recomputed", "prefilled", "query", "generated")
+_TOKENS: Final = ("prefix", "reused", "recomputed", "fresh", "prefilled", "query", "generated")
 
 _PARTS: Final = ("load", "stitch", "choose", "recompute", "prefill")
 
@@ -236,8 +236,8 @@ class ServerTelemetry:
         )
         self._tokens = self._counter(
             "tokens",
-            "Tokens of prompts and answers: reused, recomputed or prefilled chunk tokens, the "
-            "shared prefix, the query, and generated ones",
+            "Tokens of prompts and answers: reused, recomputed, fresh (computed with the query) or "
+            "prefilled chunk tokens, the shared prefix, the query, and generated ones",
             "kind",
             "key",
         )

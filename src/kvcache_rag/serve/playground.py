@@ -8,13 +8,13 @@ import asyncio
 import functools
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -24,14 +24,18 @@ from kvcache_rag.kv.mask import PositionScheme
 from kvcache_rag.models.pretrained import TINY
 from kvcache_rag.serve.bodies import CheckedRoute
 from kvcache_rag.serve.completions import chat_work
+from kvcache_rag.serve.differing import difference
 from kvcache_rag.serve.errors import ApiError
 from kvcache_rag.serve.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
 from kvcache_rag.serve.pdf import pdf_text
-from kvcache_rag.serve.requests import ChatRequest
+from kvcache_rag.serve.requests import ChatRequest, Text
 from kvcache_rag.serve.responses import ANSWERING, error_responses
 from kvcache_rag.stitching.stitch import SpanKind
 
 PAGE: Final = "index.html"
+
+MOST_SAID: Final = 4000
+"""Letters of an answer that is compared; comparing costs more than they grow."""
 
 CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
@@ -125,6 +129,7 @@ class PageConfig(BaseModel):
         auxiliary: Whether there is a model that chooses tokens for CacheClip.
         documents: That a question may have.
         file_bytes: That a file may have.
+        policy: Of requests that name none, as `policy_by_name` reads it; "" for the engine's own.
     """
 
     rag: bool
@@ -134,6 +139,24 @@ class PageConfig(BaseModel):
     auxiliary: bool
     documents: int
     file_bytes: int
+    policy: str
+
+
+Said = Annotated[Text, Field(max_length=MOST_SAID)]
+
+
+class Answers(BaseModel):
+    """Two answers of which the page shows where they differ.
+
+    Attributes:
+        full: By full prefill.
+        stitched: From cached chunks.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    full: Said
+    stitched: Said
 
 
 class TokenReply(BaseModel):
@@ -169,6 +192,7 @@ class Explanation(BaseModel):
     query_tokens: int
     choose: float = Field(description="Seconds for choosing tokens, where the policy does.")
     pruned_tokens: int = Field(description="Of these, those that a press dropped.")
+    fresh_tokens: int = Field(description="Of chunks that are computed with the question.")
 
 
 def router(context: AppContext) -> APIRouter:
@@ -194,6 +218,7 @@ def router(context: AppContext) -> APIRouter:
             auxiliary=settings.auxiliary is not None,
             documents=settings.limits.documents,
             file_bytes=settings.limits.body_bytes,
+            policy=settings.policy,
         )
         return JSONResponse(page_config.model_dump(), headers={"Cache-Control": "no-store"})
 
@@ -208,6 +233,16 @@ def router(context: AppContext) -> APIRouter:
         request: Request, _: Annotated[Caller, Depends(context.authenticate)]
     ) -> Response:
         return await _text_of_pdf(request, context.settings.limits.body_bytes)
+
+    @routes.post("/v1/playground/compare", include_in_schema=False)
+    async def compare(
+        body: Answers, _: Annotated[Caller, Depends(context.authenticate)]
+    ) -> JSONResponse:
+        found = await asyncio.to_thread(difference, body.full, body.stitched)
+        parts = {"full": found.first, "stitched": found.second}
+        return JSONResponse(
+            {"same": found.same, **{name: list(map(asdict, of)) for name, of in parts.items()}}
+        )
 
     @routes.post(
         "/v1/explain",

@@ -87,12 +87,13 @@ class Job:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Texts that it is answered over: those it brought, then those retrieved, each once."""
-        brought = self.work.chunks
-        retrieved = dict.fromkeys(
-            source.text for source in self.sources if source.text not in brought
-        )
-        return (*brought, *retrieved)
+        """Texts that it is answered over; see `BackendRequest.over`."""
+        return self.work.over(self.sources)[0]
+
+    @property
+    def scores(self) -> tuple[float, ...] | None:
+        """Of these texts."""
+        return self.work.over(self.sources)[1]
 
     @property
     def inputs(self) -> list[str | StoredChunk]:
@@ -300,6 +301,7 @@ class JobPrefetches:
             policy=work.policy,
             after=self._after,
             turn_in=turn_in,
+            scores=job.scores,
         )
 
     def turn(self, job: Job) -> bool:

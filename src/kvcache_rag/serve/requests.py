@@ -37,6 +37,15 @@ def _written(fields: dict[str, Any]) -> dict[str, Any]:
 Text = Annotated[str, AfterValidator(_whole)]
 """A text that can be read and sent; JSON can also hold halves of characters."""
 
+Score = Annotated[
+    float | None,
+    Field(
+        allow_inf_nan=False,
+        description="How well it matches the question, higher is better; all documents of a "
+        "request have one, or none has and they stand best first.",
+    ),
+]
+
 SomeText = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 """A text that is not empty."""
 
@@ -49,6 +58,7 @@ class TextDocument(BaseModel):
         title: Carried along; it does not stand in the prompt either, as in the integrations, so
             that one text is one chunk wherever it comes from.
         text: The chunk.
+        score: How well it matches the question.
     """
 
     model_config = ConfigDict(
@@ -60,6 +70,7 @@ class TextDocument(BaseModel):
     id: str | None = Field(None, description="The caller's name of it; not part of the prompt.")
     title: str | None = Field(None, description="Carried along; not part of the prompt.")
     text: Text = Field(description="The chunk.")
+    score: Score = None
 
 
 class DataDocument(BaseModel):
@@ -68,6 +79,7 @@ class DataDocument(BaseModel):
     Attributes:
         id: Named by the caller; it does not stand in the prompt.
         data: The chunk, or fields that are written as one (see `fields_text`).
+        score: How well it matches the question.
     """
 
     model_config = ConfigDict(
@@ -86,6 +98,7 @@ class DataDocument(BaseModel):
     ] = Field(
         description="The chunk; of a mapping, one line `name: value` per field, sorted by name."
     )
+    score: Score = None
 
 
 def _form(given: Any) -> str:
@@ -101,7 +114,7 @@ Document = Annotated[
     | Annotated[DataDocument, Tag("(data)")],
     Discriminator(_form),
 ]
-"""A chunk: a string, `{text}`, `{id, title, text}` or `{id, data}`."""
+"""A chunk: a string, `{text}`, `{id, title, text}` or `{id, data}`, objects with their `score`."""
 
 
 def texts(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[str, ...]:
@@ -111,6 +124,34 @@ def texts(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[str, 
         documents: As they came.
     """
     return tuple(dict.fromkeys(text for text in map(text_of, documents) if text.strip()))
+
+
+def scored(
+    documents: Sequence[str | TextDocument | DataDocument],
+) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """Chunks of documents as `texts` has them, and their scores if they have any.
+
+    Of equal ones the highest counts, wherever it stands.
+
+    Raises:
+        ApiError: If some have a score and others have none.
+    """
+    chunks = texts(documents)
+    scores = [None if isinstance(one, str) else one.score for one in documents]
+    known = [score for score in scores if score is not None]
+    if not known:
+        return chunks, None
+    if len(known) < len(scores):
+        raise ApiError(
+            400,
+            f"{len(known)} of {len(scores)} documents have a score; give every document one, or "
+            "none and send the best first",
+            param="documents",
+        )
+    best: dict[str, float] = {}
+    for text, score in zip(map(text_of, documents), known, strict=True):
+        best[text] = max(score, best.get(text, score))
+    return chunks, tuple(best[text] for text in chunks)
 
 
 def text_of(document: str | TextDocument | DataDocument) -> str:
@@ -420,9 +461,11 @@ def work_of(
             param="stream_options",
         )
     reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None)
+    chunks, scores = scored(body.documents or ())
     return BackendRequest(
         id=new_id(kind),
-        chunks=texts(body.documents or ()),
+        chunks=chunks,
+        scores=scores,
         namespace=caller.namespace,
         policy=reuse.chosen(context.settings.policy),
         max_new_tokens=tokens,

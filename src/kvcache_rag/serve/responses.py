@@ -99,6 +99,7 @@ class KVCacheReport(BaseModel):
     prefix_tokens: int
     reused_tokens: int = Field(description="Chunk tokens that came from the store.")
     recomputed_tokens: int = Field(description="Context tokens that the policy computed again.")
+    fresh_tokens: int = Field(description="Chunk tokens that were computed with the question.")
     prefilled_tokens: int = Field(description="Chunk tokens that were computed.")
     pruned_tokens: int = Field(
         description="Chunk tokens that a press dropped: in the prompt, not in its cache."

@@ -91,7 +91,8 @@ class ServerSettings:
         allowed_origins: Web pages of other servers that may ask it, such as
             "https://app.example.org".
         served_name: Name of the model in requests; "" for `model` itself.
-        policy: Of requests that name none, as `policy_by_name` reads it; "" for the engine's own.
+        policy: Of requests that name none, as `policy_by_name` reads it; "" for what the model was
+            trained for (see `Engine`).
         template: Folder with a `prompt_template.json`, instead of the model's own; None for that.
         system_prompt: Instruction before the chunks; None for the template's.
         revision: Commit, branch or tag of a model on the hub; None for its default.
@@ -122,7 +123,7 @@ class ServerSettings:
         heartbeat: Seconds of silence after which a stream sends a comment.
         grace: Seconds in which answers may end once the server is told to.
         limits: Of one request and one namespace.
-        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        adapter: As for `EngineSettings`.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
         press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.

@@ -185,6 +185,7 @@ class Server:
                     job.inputs,
                     policy=work.policy,
                     history=work.history,
+                    scores=job.scores,
                     prefix_mismatch=mismatch,
                     **options,
                 )
@@ -203,7 +204,11 @@ class Server:
         question = grounded(engine, work)[0]
         try:
             explanation = engine.explain(
-                question, job.chunks, policy=work.policy, history=work.history
+                question,
+                job.chunks,
+                policy=work.policy,
+                history=work.history,
+                scores=job.scores,
             )
             tell = partial(explained.set_result, explanation.to_dict())
         except Exception as error:  # whatever it is, the next job has to be answered
@@ -248,7 +253,10 @@ class Server:
     def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
         work = jobs[0].work
         engine = self.engines.answering(work.namespace)
-        asked = [(grounded(engine, job.work)[0], job.inputs, job.work.history) for job in jobs]
+        asked = [
+            (grounded(engine, job.work)[0], job.inputs, job.work.history, job.scores)
+            for job in jobs
+        ]
         return engine.generate_batch(
             asked,
             policy=work.policy,

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from kvcache_rag.engine import like
+from kvcache_rag.engine import like, unwarned
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
 from kvcache_rag.evaluation.cost.flops import DecoderShape
 from kvcache_rag.evaluation.cost.memory import peak_of_call
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.policies import FullRecompute, Reuse
+from kvcache_rag.policies import FullRecompute
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.scoring.ask import rotated
 from kvcache_rag.scoring.statistics import LEAST_DIFFERING, Interval, median_interval
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
+    from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.stores import ChunkStore
 
 FULL, MEMORY, FILES, DEVICE = "full", "memory", "files", "device"
@@ -189,16 +190,24 @@ class SpeedBench:
     Attributes:
         plan: What is measured.
         measured: What was, so far, context by context.
+        policy: Of all sides but full prefill.
         ingested: Tokens of chunks and the seconds that prefilling and writing them to files took.
     """
 
-    def __init__(self, engine: Engine, stores: Mapping[str, ChunkStore], plan: SpeedPlan) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        stores: Mapping[str, ChunkStore],
+        plan: SpeedPlan,
+        policy: ReusePolicy | None = None,
+    ) -> None:
         """Make texts, and an engine per store.
 
         Args:
             engine: Of the model; its own store is not used.
             stores: By side.
             plan: What to measure.
+            policy: Of answers over cached chunks; None for the engine's.
 
         Raises:
             UnsupportedModelError: If chunks of this model cannot be stitched.
@@ -208,9 +217,12 @@ class SpeedBench:
                 f"{engine.refusal}, so there is no stitching of its chunks to measure"
             )
         self.plan = plan
+        self.policy = policy or engine.policy
         self.measured: list[ContextTimes] = []
         self.ingested: tuple[int, float] | None = None
-        self._engines = {side: like(engine, store=store) for side, store in stores.items()}
+        self._engines = {
+            side: unwarned(like(engine, store=store)) for side, store in stores.items()
+        }
         self._sides = (FULL, *stores)
         self._engine = self._engines[MEMORY]
         self._words = vocabulary(engine.tokenizer)
@@ -353,7 +365,7 @@ class SpeedBench:
         answer = self._engines.get(side, self._engine).generate(
             self.question,
             texts,
-            policy=FullRecompute() if side == FULL else Reuse(),
+            policy=FullRecompute() if side == FULL else self.policy,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             prompt_lookup_num_tokens=0,  # random words are nothing to guess from
@@ -377,6 +389,7 @@ class SpeedBench:
             ingested = {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         complete = [times for times in self.measured if times.rounds]
         return {
+            "policy": repr(self.policy),
             "ingestion": ingested,
             "contexts": [self._context_report(times) for times in complete],
             "pays_from": {side: pays_from(complete, side) for side in self._engines},

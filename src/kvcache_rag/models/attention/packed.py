@@ -12,6 +12,7 @@ no mask at all).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -116,6 +117,17 @@ def packed_attention(
     return _packed(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
+@cache
+def _has_tiles() -> bool:
+    """Whether this CPU multiplies bfloat16 by tiles (AMX), which torch's own function uses.
+
+    Blocks of queries take it a third of the time that our kernel for few queries needs (230 queries
+    over 1,100 keys of 14 heads: 3.8 ms, not 9.2).
+    """
+    known: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not in every torch
+    return known is not None and bool(known())
+
+
 def _packed(
     query: Tensor,
     key: Tensor,
@@ -169,7 +181,7 @@ def _blocked(
         last = min(last, key.shape[2])  # a mask may be wider than the cache is filled
         inputs = (query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last])
         hidden = added[:, :, start:stop, first:last]
-        if few_queries.takes(*inputs, dropout):
+        if not _has_tiles() and few_queries.takes(*inputs, dropout):
             output[:, start:stop] = few_queries.attend(*inputs, hidden, scaling)
             continue
         hidden = hidden.repeat(1, 1, heads // key.shape[1], 1)

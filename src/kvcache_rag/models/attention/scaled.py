@@ -8,7 +8,8 @@ weights by several percent.
 
 `weighed_chunks` lets the function stand in for a model's own attention, for one call.  Whether a
 model calls it, and whether that is then what the model computes by itself, is measured once per
-model.
+model.  Where nothing is weighed it is plain attention, and what each column gets of it can be
+counted (`AttentionMass`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.models.attention.support import attention_switched, whole_mask
-from kvcache_rag.models.cache import growing_cache
+from kvcache_rag.models.cache import HaltedError, growing_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,6 +53,41 @@ MAX_SCORES = 1 << 24
 _UNKNOWN = ("position_bias", "indices", "block_indices")
 
 
+@dataclass(eq=False)
+class AttentionMass:
+    """What each column of a cache gets of the attention of a pass.
+
+    Attributes:
+        columns: `(tokens,)` float32, weights after softmax, summed over layers, rows, heads and
+            queries.
+        layers: How many layers there are.
+        seen: How many of them were counted; the pass ends with the last, as nothing else is asked.
+    """
+
+    columns: Tensor
+    layers: int
+    seen: int = 0
+
+    def add(self, weights: Tensor, shares: Tensor | None = None) -> None:
+        """Count a piece of one layer's attention, of which no more than the sum is kept.
+
+        Args:
+            weights: `(..., tokens)`.
+            shares: `(..., 1)` by which these are still to be multiplied; None if they are not.
+        """
+        rows = weights.reshape(-1, weights.shape[-1])  # (any, tokens)
+        if shares is None:
+            self.columns += rows.sum(0, dtype=torch.float32)
+        else:
+            self.columns += shares.reshape(-1) @ rows
+
+    def layer_ends(self) -> None:
+        """Note that all pieces of a layer were counted; raises `HaltedError` behind the last."""
+        self.seen += 1
+        if self.seen == self.layers:
+            raise HaltedError
+
+
 @dataclass(frozen=True, eq=False)
 class Weighting:
     """How the columns of a cache are weighed during one call.
@@ -61,12 +97,14 @@ class Weighting:
         scale: Multiplies `temperature` times their log-sum-exp.
         columns: Per row the chunks' columns, half-open; in beam search the rows are repeated.
         callers: Where the layers that call are noted, in order; None to note nothing.
+        mass: Where plain attention is counted; None to count nothing.
     """
 
     temperature: float
     scale: float
     columns: tuple[tuple[int, int], ...]
     callers: list[torch.nn.Module] | None = None
+    mass: AttentionMass | None = None
 
     def groups(self, rows: int) -> Iterator[tuple[slice, int, int]]:
         """Runs of rows whose chunks stand in the same columns: rows, first column, one behind."""
@@ -122,6 +160,7 @@ def scaled_attention(
     Raises:
         UnsupportedModelError: If the model passes a bias or a selection of columns.
         InvalidInputError: If the rows are not those that the weighting was made for.
+        HaltedError: If the last layer was counted.
     """
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
@@ -146,7 +185,9 @@ def scaled_attention(
             # (rows of the group, heads, n, width) and (rows of the group, heads or 1, n, tokens)
             asked, unseen = query[group, :, piece].to(exact), hides[:, :, piece]
             if inside is None:
-                output[group, :, piece] = outside.attend(asked, unseen, sink)[0]
+                output[group, :, piece] = outside.attend(asked, unseen, sink, mass=weighting.mass)[
+                    0
+                ]
                 continue
             rest = torch.cat([unseen[..., :start], unseen[..., stop:]], -1)
             out_o, level_o = outside.attend(asked, rest, sink)
@@ -156,6 +197,8 @@ def scaled_attention(
             levels = [weighting.scale * weighting.temperature * level_c, level_o]
             shares = torch.softmax(torch.cat(levels, -1), -1)  # (rows of the group, heads, n, 2)
             output[group, :, piece] = shares[..., :1] * out_c + shares[..., 1:] * out_o
+    if weighting.mass is not None:
+        weighting.mass.layer_ends()
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -181,12 +224,17 @@ class _Columns:
         return replace(self, keys=keys, values=values)
 
     def attend(
-        self, query: Tensor, hides: Tensor, sink: Tensor | None, temperature: float = 1.0
+        self,
+        query: Tensor,
+        hides: Tensor,
+        sink: Tensor | None,
+        temperature: float = 1.0,
+        mass: AttentionMass | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output `(rows, heads, n, width)` and log-sum-exp `(rows, heads, n, 1)` of the scores.
 
         Where everything is hidden (padding, or a window) the output is zero and the other the
-        smallest number.
+        smallest number.  The weights are counted in `mass`, if there is one.
         """
         rows, heads, length, width = query.shape
         kv_heads, tokens = self.keys.shape[1:3]
@@ -205,6 +253,8 @@ class _Columns:
         total = weights.sum(-1, keepdim=True)  # a sink takes a share and gives no value
         total = total if sink is None else total + torch.exp(sink - peak)
         total = total.clamp_min(limits.tiny)
+        if mass is not None:
+            mass.add(weights, 1 / total)
         output = weights.view(rows, kv_heads, -1, tokens) @ self.values
         return output.view(rows, heads, length, -1) / total, peak + total.log()
 
@@ -252,20 +302,27 @@ def weighed_chunks(
         UnsupportedModelError: If the model's attention is code of its own.
     """
     ensure_weighable(model)
-    with _switched(model.model, Weighting(temperature, scale, tuple(columns))):
+    with switched(model.model, Weighting(temperature, scale, tuple(columns))):
         yield
 
 
 def ensure_weighable(model: TransformersModel) -> None:
     """Raise `UnsupportedModelError` if the attention of a model cannot be replaced by this one."""
+    refusal = why_own_code(model)
+    if refusal:
+        raise UnsupportedModelError(refusal)
+
+
+def why_own_code(model: TransformersModel) -> str:
+    """Why the attention of a model cannot be replaced by this one, or ""; measured once."""
     if model.model not in _REFUSALS:
         _REFUSALS[model.model] = _measured_refusal(model)
-    if _REFUSALS[model.model]:
-        raise UnsupportedModelError(_REFUSALS[model.model])
+    return _REFUSALS[model.model]
 
 
 @contextmanager
-def _switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
+def switched(module: torch.nn.Module, weighting: Weighting) -> Iterator[None]:
+    """Let every forward pass of a model within attend by this function, with this weighting."""
     AttentionInterface.register(SCALED, scaled_attention)
     AttentionMaskInterface.register(SCALED, whole_mask)
     token = IN_FORCE.set(weighting)
@@ -298,7 +355,7 @@ def _measured_refusal(model: TransformersModel) -> str:
         return kept[0] if kept else torch.empty(0)
 
     try:
-        with _switched(model.model, plain):
+        with switched(model.model, plain):
             first_output(None)
             if len({id(layer) for layer in callers}) != len(kinds):
                 return own_code(name, "does not go through transformers' attention interface")

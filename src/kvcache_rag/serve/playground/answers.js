@@ -3,6 +3,7 @@
 import { count, element, plural, seconds, times } from "./text.js";
 
 const ABOUT = 1.1; // a ratio of two times below which neither is sooner
+const [MOST_TOLD, LONGEST_TOLD] = [1, 32]; // differing parts that are told in words, and letters of each
 
 // [name, how it is read from an answer]; every row is always there, so that nothing jumps.
 const FIGURES = [
@@ -50,6 +51,12 @@ export class AnswerCard {
     this.text.textContent = "";
     this.#figure({});
     this.card.classList.remove("stale");
+  }
+
+  // The same text, with the words marked that the other answer does not have; text nodes, never markup.
+  mark(parts) {
+    if (!parts.length) return; // an empty answer, which is said in words
+    this.text.replaceChildren(...parts.map(({ text, differs }) => (differs ? element("mark", "", text) : text)));
   }
 
   #begin() {
@@ -114,6 +121,21 @@ export function verdict(full, stitched) {
   if (much < ABOUT) return "Both answers began about as soon.";
   return `The stitched answer began ${times(much)} ${slow >= quick ? "sooner" : "later"}.`;
 }
+
+// Whether both answers say the same, and else what either has that the other has not.
+export function agreement({ same, full, stitched }) {
+  if (same) return "Both answers have the same words.";
+  return `The answers differ: full prefill has ${differing(full)}, the stitched answer ${differing(stitched)}.`;
+}
+
+function differing(parts) {
+  const told = parts.filter((part) => part.differs).map(({ text }) => `“${shortened(text)}”`);
+  const more = told.length - MOST_TOLD;
+  if (!told.length) return "nothing in their place";
+  return told.slice(0, MOST_TOLD).join(", ") + (more > 0 ? ` and ${more} more` : "");
+}
+
+const shortened = (text) => (text.length > LONGEST_TOLD ? `${text.slice(0, LONGEST_TOLD - 1)}…` : text);
 
 // Whether the cache was cold or warm for an answer.
 export function warmth(kvcache) {

@@ -1,7 +1,7 @@
 // The playground: asks twice, shows both answers and what became of every token.
 
 import { apiKey, getJson, postJson, setApiKey, streamAnswer } from "./api.js";
-import { AnswerCard, stitchedOf, verdict, warmth } from "./answers.js";
+import { AnswerCard, agreement, stitchedOf, verdict, warmth } from "./answers.js";
 import { Dial, inWords } from "./dial.js";
 import { Documents } from "./documents.js";
 import { chunksOf } from "./files.js";
@@ -45,7 +45,8 @@ function stream(card, asked, policy, signal) {
 }
 
 // A policy under which explaining computes nothing, and that needs the same chunks as the dial's.
-const peeking = () => (dial.text === "combination" ? "combination" : "reuse");
+const PEEKED = ["combination", "bestlast"];
+const peeking = () => (PEEKED.includes(dial.chosen.id) ? dial.text : "reuse");
 
 // The documents that are in the prompt are those that were given, or that the server found.
 function explain(asked, found, policy, signal) {
@@ -99,7 +100,7 @@ const isBusy = () => document.body.classList.contains("busy");
 
 function unanswered(why) {
   by("verdict").textContent = why;
-  by("warmth").textContent = ""; // of an answer before
+  for (const id of ["warmth", "agreement"]) by(id).textContent = ""; // of an answer before
 }
 
 function complain(error) {
@@ -118,7 +119,7 @@ async function ask(signal) {
   if (!asked.question) throw new Error("The question is empty; ask something.");
   state.full = state.asked = null;
   state.asking = JSON.stringify(asked);
-  by("warmth").textContent = "";
+  for (const id of ["warmth", "agreement"]) by(id).textContent = "";
   by("verdict").textContent = "Full prefill answers first …";
   if (asked.documents) measureOver(asked.documents);
   cards.stitched.clear();
@@ -140,15 +141,26 @@ async function ask(signal) {
 
 async function stitched(asked, signal) {
   const policy = dial.text;
+  by("agreement").textContent = "";
+  if (state.full.text) cards.full.mark([{ text: state.full.text, differs: false }]);
   cards.stitched.policy.textContent = inWords(policy);
   const before = await explain(asked, state.full, peeking(), signal);
   const found = await stream(cards.stitched, asked, policy, signal);
   by("verdict").textContent = verdict(state.full, found);
   by("warmth").textContent = warmth(found.kvcache);
+  await compare(found, signal);
   const isWarm = measured(policy, asked, found.kvcache);
   const after = await explain(asked, found, policy, signal);
   show(policy, after, isWarm ? new Set() : fresh(before));
   return policy;
+}
+
+// Where the two answers have other words; the server says it.
+async function compare(found, signal) {
+  const said = { full: state.full.text, stitched: found.text };
+  const compared = await postJson("/v1/playground/compare", said, signal);
+  by("agreement").textContent = agreement(compared);
+  for (const side of ["full", "stitched"]) cards[side].mark(compared[side]);
 }
 
 // What an answer says of its policy; whether all its chunks were cached.
@@ -236,10 +248,11 @@ async function peek(signal) {
 const hasChunks = ({ spans }) => spans.some((span) => span.kind === "chunk");
 
 function told(policy, explained) {
-  const { gate, recomputed_tokens: again, tokens, query_tokens: query } = explained;
+  const { gate, recomputed_tokens: again, fresh_tokens: withIt, tokens, query_tokens: query } = explained;
   if (!hasChunks(explained)) return NO_DOCUMENTS;
   if (gate) return `The gate: ${gate}.`;
   if (tokens[0]?.state === "computed") return `${inWords(policy)}: everything is computed.`;
+  if (withIt) return `${inWords(policy)}: ${count(withIt)} of ${plural(tokens.length - query, "token")} before the question are computed with it.`;
   return `${inWords(policy)}: ${count(again)} of ${plural(tokens.length - query, "token")} before the question are computed again.`;
 }
 
@@ -351,6 +364,7 @@ async function begin() {
   const own = new Option("Your own", OWN);
   own.disabled = own.hidden = true; // shown where it is so, and never chosen
   by("sample").add(own);
+  dial.follow(config.policy);
   if (!config.auxiliary) dial.disable("cacheclip", "start with --auxiliary MODEL");
   by("question").value = state.samples[0].question;
   documents.set(state.samples[0].documents, { isSample: true });

@@ -7,8 +7,10 @@ const TOKENS = { name: "Tokens of each chunk", min: 0, max: 64, parts: 1, say: S
 
 export const POLICIES = [
   { id: "reuse", name: "Reuse", computes: "nothing" },
+  { id: "bestlast", name: "Best last", computes: "the best chunks, with the question", slider: PERCENT, start: 20 },
   { id: "legolink", name: "LegoLink", computes: "beginnings of chunks", slider: TOKENS, start: 16 },
   { id: "cacheblend", name: "CacheBlend", computes: "tokens that differ most", slider: PERCENT, start: 20 },
+  { id: "prophetkv", name: "ProphetKV", computes: "tokens that the question attends to", slider: PERCENT, start: 20 },
   { id: "cacheclip", name: "CacheClip", computes: "tokens that matter", slider: PERCENT, start: 20 },
   { id: "composite", name: "Composite", computes: "nothing, own places" },
   { id: "ape", name: "APE", computes: "nothing, chunks weighed" },
@@ -54,6 +56,15 @@ export class Dial {
   set(id, amount) {
     this.policy.value = id;
     this.#choose(amount ?? this.chosen.start);
+  }
+
+  // To a policy as the server names it, where this dial has that position.
+  follow(text) {
+    const [id, amount] = text.trim().toLowerCase().split(":");
+    const found = policyOf(id);
+    const parts = found?.slider?.parts;
+    if (!found || (amount !== undefined && !(parts && Number(amount) >= 0))) return;
+    this.set(id, amount === undefined ? undefined : Math.round(Number(amount) * parts));
   }
 
   // A policy that this server cannot follow, and what to do about that.

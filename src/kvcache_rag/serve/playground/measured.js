@@ -71,7 +71,8 @@ export class Costs extends OverDocuments {
     return this.found.get(policy);
   }
 
-  explained(policy, { tokens, query_tokens: query, recomputed_tokens: again }) {
+  explained(policy, { tokens, query_tokens: query, recomputed_tokens, fresh_tokens }) {
+    const again = recomputed_tokens + fresh_tokens;
     const all = tokens.length - query;
     const isFull = tokens[0]?.state === "computed";
     Object.assign(this.#of(policy), { tokens: isFull ? all : again, all });

@@ -7,7 +7,7 @@ export const STATES = {
   prefilled: { label: "prefilled", note: "its chunk is not cached: an answer computes it by itself and keeps it" },
   recomputed: { label: "recomputed", note: "cached, and computed again among the other chunks" },
   pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was kept" },
-  computed: { label: "computed", note: "the question; everything in a full prefill" },
+  computed: { label: "computed", note: "the question, and chunks that are computed with it; everything in a full prefill" },
 };
 const SPANS = { prefix: "Instruction", chunk: "Document", query: "Question" };
 const MOST_DRAWN = 8000; // tokens; a browser draws more only slowly
@@ -106,6 +106,7 @@ export class PromptView {
   #origin(kind, tier, state, isFresh) {
     if (kind === "prefix") return state === "computed" ? "" : "computed once for all questions";
     if (isFresh) return "prefilled just now";
+    if (kind === "chunk" && state === "computed" && this.explained.fresh_tokens) return "computed with the question";
     return state === "prefilled" ? "not cached yet" : tier && `from ${tier}`;
   }
 

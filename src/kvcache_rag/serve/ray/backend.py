@@ -224,9 +224,8 @@ class RayBackend:
         found: list[RetrievedText] = await self._unless_draining(
             self._retrievals.call(self._retriever.retrieve, work.query, work.top_k, work.namespace)
         )
-        texts = dict.fromkeys(source.text for source in found if source.text not in work.chunks)
-        chunks = (*work.chunks, *texts)
-        return replace(work, query="", top_k=0, chunks=chunks), tuple(found)
+        chunks, scores = work.over(found)
+        return replace(work, query="", top_k=0, chunks=chunks, scores=scores), tuple(found)
 
     async def _unless_draining(self, call: Coroutine[Any, Any, Any]) -> Any:
         """What a call gives, unless the server is told to end meanwhile.

@@ -355,8 +355,9 @@ class VLLMBackend:
             "stream_options": {"include_usage": True},
             "cache_salt": self._key.salt(work.namespace),
         }
-        if work.stop:
-            body["stop"] = list(work.stop)
+        stop = [*work.stop, *(self._prompts.template.markers if written.chunks else ())]
+        if stop:
+            body["stop"] = stop
         for name in ("top_p", "top_k", "seed"):
             if name in options:
                 body[name] = options.pop(name)

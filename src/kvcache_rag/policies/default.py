@@ -1,0 +1,35 @@
+"""What is reused where nobody says it: the one place of that choice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.policies.bestlast import BestLast
+from kvcache_rag.policies.fixed import Reuse
+
+if TYPE_CHECKING:
+    from kvcache_rag.policies.base import ReusePolicy
+
+UNTRAINED: Final[ReusePolicy] = BestLast()
+"""Of a model that was not trained to read chunks that do not see each other."""
+
+
+def default_policy(*, trained: bool) -> ReusePolicy:
+    """The policy of an engine that was given none.
+
+    Args:
+        trained: Whether the model was trained for blocks, so that plain reuse is what it was
+            taught.
+    """
+    return Reuse() if trained else UNTRAINED
+
+
+def reuse_warning(policy: ReusePolicy, *, trained: bool) -> str:
+    """What plain reuse may cost a model that was not trained for it; "" for nothing to be said."""
+    if trained or not isinstance(policy, Reuse) or policy == UNTRAINED:
+        return ""
+    return (
+        f"{policy!r} was asked for on a model that was not trained for it, which may lose right "
+        f"answers and take them from the wrong document; use {UNTRAINED!r}, or fine-tune the model "
+        "(kvcache-rag finetune)"
+    )

@@ -1,0 +1,66 @@
+"""Compute the tokens again that the question attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcache_rag.policies.base import ReusePolicy
+from kvcache_rag.policies.checks import checked_positions, checked_ratio
+from kvcache_rag.policies.named import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcache_rag.kv.mask import PositionScheme
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitching.stitch import StitchedPrompt
+
+
+@dataclass(frozen=True)
+class ProphetKV(ReusePolicy):
+    """Compute the tokens again that the question attends to most (ProphetKV, arXiv 2602.02579).
+
+    The question runs once over the stitched chunks, as `Reuse()` runs it to answer.  What each
+    token gets of its attention is added up over all layers, heads and tokens of the question, and
+    the most attended tokens are computed again together with the question, in one further pass.
+    So the choice is the question's, without a second model.
+
+    Attributes:
+        ratio: Part of the chunk tokens that is computed again: 0 is `Reuse()`, 1 a full prefill.
+        positions: Where the other tokens stand; those computed again stand at their true places.
+    """
+
+    name: ClassVar[str] = "prophetkv"
+    _forms = (Form("prophetkv[:RATIO]", lambda words: ProphetKV(*words.numbers(float))),)
+    ratio: float = 0.2
+    positions: PositionScheme = "reordered"
+
+    def __post_init__(self) -> None:
+        checked_positions(self.positions)
+        checked_ratio(self.ratio)
+
+    @property
+    def is_full(self) -> bool:
+        """At ratio 1."""
+        return self.ratio == 1
+
+    @property
+    def is_reuse(self) -> bool:
+        """At ratio 0."""
+        return self.ratio == 0
+
+    def signal_tokens(self, signals: Signals) -> int:
+        """Those of the question."""
+        return 0 if self.is_reuse else signals.attention_tokens()
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """The most attended tokens, of equal ones those that stand first."""
+        from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch
+
+        count, allowed = share(self.ratio, prompt), candidates(prompt)
+        if not count or not allowed.any():
+            return nothing(prompt)
+        if count >= int(allowed.sum()):
+            return allowed
+        return top(signals.attention(), count, allowed)

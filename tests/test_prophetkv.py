@@ -1,0 +1,478 @@
+"""ProphetKV: the tokens that the question attends to most are computed again.
+
+The reference of the choice is one ordinary forward pass of the model's own eager code under the
+block mask, which gives its weights; that of the answer is the law of recomputing these tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import access
+import pytest
+import torch
+from alibi import told_positions
+from laws import (
+    QUESTION,
+    TEMPLATE,
+    TEXTS,
+    TOLERANCE,
+    Recorder,
+    by_place,
+    error,
+    make_engine,
+    plain_logits,
+    refused,
+    sequence_logits,
+)
+from torch import Tensor
+from transformers.models.gptj import modeling_gptj
+from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build, byte_tokenizer
+
+from kvcache_rag import (
+    CacheBlend,
+    DiskStore,
+    Engine,
+    InvalidInputError,
+    Knorm,
+    LegoLink,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+    ProphetKV,
+    Reuse,
+    ReusePolicy,
+    UnsupportedModelError,
+    auto,
+)
+from kvcache_rag.codecs import Int8
+from kvcache_rag.kv.mask import PositionScheme, block_mask, recompute_mask
+from kvcache_rag.models.attention import scaled
+from kvcache_rag.models.attention.observed import observed_attention
+from kvcache_rag.policies.selection import candidates, share, top
+from kvcache_rag.stitching.stitch import StitchedPrompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.policies.base import Signals
+
+SCHEMES: tuple[PositionScheme, ...] = ("reordered", "composite")
+LONG_QUESTION = "What is it that they saw there?"
+RATIO = 0.3
+
+
+@dataclass(frozen=True)
+class Looking(ReusePolicy):
+    """Keeps the attention that it is shown, and selects what it is told."""
+
+    name: ClassVar[str] = "looking"
+    positions: PositionScheme = "reordered"
+    selected: tuple[bool, ...] = ()
+    seen: list[Tensor] = field(default_factory=list, compare=False)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        self.seen.append(signals.attention())
+        if self.selected:
+            return torch.tensor(self.selected)
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def named(request: pytest.FixtureRequest) -> tuple[str, Engine]:
+    return request.param, make_engine(request.param)
+
+
+def shape_of(engine: Engine, texts: list[str], question: str = QUESTION) -> StitchedPrompt:
+    ids = engine.tokenize(question, texts)
+    return StitchedPrompt.of(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
+
+
+def attention_of(
+    engine: Engine, texts: list[str], scheme: PositionScheme, question: str = QUESTION
+) -> Tensor:
+    """What the engine says that the question attends to, `(context_tokens,)`."""
+    policy = Looking(scheme)
+    engine.logits(question, texts, policy=policy)
+    return policy.seen[-1]
+
+
+@cache
+def eager_model(name: str) -> Any:
+    """The same weights, attending by the family's own eager code."""
+    model = build(name)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+    if name == "falcon alibi":
+        # Its eager code adds the bias to a mask that has it already.
+        for block in model.transformer.h:
+            block.self_attention.register_forward_pre_hook(_without_bias, with_kwargs=True)
+    return model
+
+
+def _without_bias(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, "alibi": torch.zeros_like(kwargs["alibi"])}
+
+
+def eager_attention(
+    name: str, engine: Engine, texts: list[str], scheme: PositionScheme, question: str = QUESTION
+) -> Tensor:
+    """Weights of the query's rows, summed over layers and heads, `(query, context_tokens)`."""
+    ids = engine.tokenize(question, texts)
+    sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
+    model, arguments = eager_model(name), {"output_attentions": True, "use_cache": False}
+    with torch.no_grad():
+        if by_place(engine):
+            ones = torch.ones_like(sequence.ids[None])
+            with told_positions(model, sequence.positions, sequence.allowed):
+                output = model(sequence.ids[None], attention_mask=ones, **arguments)
+        else:
+            mask = access.adapter(engine).mask_argument(sequence.allowed, sequence.indices)
+            positions = sequence.positions[None]
+            output = model(
+                sequence.ids[None], attention_mask=mask, position_ids=positions, **arguments
+            )
+    tokens, query = len(sequence.ids), sequence.query_tokens
+    layers = [layer.float() for layer in output.attentions]
+    assert len(layers) == len(access.adapter(engine).measured.kinds)
+    assert all(layer.shape[0] == 1 and layer.shape[-2:] == (tokens, tokens) for layer in layers)
+    summed = torch.stack([layer[0].sum(0) for layer in layers]).sum(0)[-query:]
+    # The columns that the query sees: one per place of the prompt.
+    seen = sequence.allowed[-1].nonzero()[:, 0]
+    return summed[:, seen[:-query]]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_law_the_attention_is_that_of_eager_code(named: tuple[str, Engine], scheme: Any) -> None:
+    name, engine = named
+    if refused(engine, ProphetKV(RATIO, scheme)):
+        return
+    expected = eager_attention(name, engine, TEXTS, scheme)
+    found = attention_of(engine, TEXTS, scheme)
+    assert (found.dtype, found.device.type) == (torch.float32, "cpu")
+    assert found.shape == (shape_of(engine, TEXTS).context_tokens,)
+    scale = float(expected.sum(0).max())
+    torch.testing.assert_close(found, expected.sum(0), rtol=1e-3, atol=1e-4 * scale)
+    # The law can fail: every token of the question counts, and so does which question it is.
+    assert float((found - expected[-1] * len(expected)).abs().max()) > 1e-2 * scale
+    other = attention_of(engine, TEXTS, scheme, "Why?")
+    assert other.shape == found.shape
+    assert float((found - other).abs().max()) > 1e-2 * scale
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_law_the_most_attended_are_computed_again(named: tuple[str, Engine], scheme: Any) -> None:
+    name, engine = named
+    policy = ProphetKV(RATIO, scheme)
+    if refused(engine, policy):
+        return
+    prompt = shape_of(engine, TEXTS)
+    scores, allowed = attention_of(engine, TEXTS, scheme), candidates(prompt)
+    count = share(RATIO, prompt)
+    chosen = top(scores, count, allowed)
+    # The choice is that of eager attention, but for what it finds equally important.
+    eager = eager_attention(name, engine, TEXTS, scheme).sum(0)
+    least = float(eager[allowed].topk(count).values[-1])
+    differing = chosen ^ top(eager, count, allowed)
+    assert bool(((eager[differing] - least).abs() < 1e-3 * float(eager.max())).all())
+    # And its logits are those of one forward pass with a second copy of these tokens.
+    ids = engine.tokenize(QUESTION, TEXTS)
+
+    def reference(selected: Tensor) -> Tensor:
+        sequence = recompute_mask(ids.prefix, ids.chunks, ids.query, selected, scheme)
+        return sequence_logits(engine, sequence)
+
+    found = engine.logits(QUESTION, TEXTS, policy=policy)
+    expected = reference(chosen)
+    assert error(found, expected) < TOLERANCE
+    # The law can fail: as many other tokens, or none, are another answer.
+    least_attended = top(-scores, count, allowed)
+    assert error(reference(least_attended), expected) > 10 * TOLERANCE
+    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse(scheme)), expected) > 10 * TOLERANCE
+
+
+def test_law_5_a_ratio_goes_from_reuse_to_a_plain_prefill(named: tuple[str, Engine]) -> None:
+    _, engine = named
+    plain = plain_logits(engine, TEXTS)
+    for scheme in SCHEMES:
+        if refused(engine, ProphetKV(RATIO, scheme)):
+            continue
+        reused = engine.logits(QUESTION, TEXTS, policy=Reuse(scheme))
+        assert torch.equal(engine.logits(QUESTION, TEXTS, policy=ProphetKV(0, scheme)), reused)
+        # Too little to be a token.
+        none = engine.logits(QUESTION, TEXTS, policy=ProphetKV(1e-6, scheme))
+        assert torch.equal(none, reused)
+        for ratio in (1, 0.999):
+            found = engine.logits(QUESTION, TEXTS, policy=ProphetKV(ratio, scheme))
+            assert error(found, plain) < TOLERANCE
+        assert error(reused, plain) > 10 * TOLERANCE
+
+
+def test_looking_changes_nothing(named: tuple[str, Engine]) -> None:
+    _, engine = named
+    reused = engine.logits(QUESTION, TEXTS)
+    own = access.attention(engine.model.config)
+    assert torch.equal(engine.logits(QUESTION, TEXTS, policy=Looking()), reused)
+    assert torch.equal(engine.logits(QUESTION, TEXTS), reused)
+    assert access.attention(engine.model.config) == own
+    first, second = (attention_of(engine, TEXTS, "reordered") for _ in range(2))
+    assert torch.equal(first, second), "the same question, the same attention"
+    policy = ProphetKV(RATIO)
+    twice = [engine.logits(QUESTION, TEXTS, policy=policy) for _ in range(2)]
+    assert torch.equal(*twice)
+
+
+@dataclass(frozen=True)
+class Recorded(ProphetKV):
+    """Keeps what it chose."""
+
+    picked: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        self.picked.append(super().select(prompt, signals))
+        return self.picked[-1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_questions_over_the_same_chunks_each_have_their_choice_in_a_batch(
+    named: tuple[str, Engine], scheme: Any
+) -> None:
+    _, engine = named
+    policy = Recorded(0.1, scheme)  # fewer than a window has
+    if refused(engine, policy):
+        return
+    asked = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS), ("x", TEXTS[:1]), ("Why?", TEXTS[::-1])]
+    engine.add(TEXTS)
+    together = Recorder()
+    settings: dict[str, Any] = {"policy": policy, "max_new_tokens": 3}
+    batch = engine.generate_batch(asked, **settings, logits_processor=[together])
+    picked = [*policy.picked]
+    assert len(picked) == len(asked), "each is chosen for"
+    assert not torch.equal(*picked[:2]), "it must be able to fail"
+    for row, (question, texts) in enumerate(asked):
+        alone = Recorder()
+        single = engine.generate(question, texts, **settings, logits_processor=[alone])
+        assert batch[row].token_ids == single.token_ids
+        assert torch.equal(policy.picked[-1], picked[row])
+        assert batch[row].metrics.recomputed_tokens == single.metrics.recomputed_tokens
+        assert error(together.steps[0][row], alone.steps[0][0]) < TOLERANCE
+
+
+def test_chunks_are_shared_in_a_batch_where_no_question_was_heard() -> None:
+    engine = make_engine("llama")
+    engine.add(TEXTS)
+    asked = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS)]
+    for one, choices in ((CacheBlend(0.1), 1), (ProphetKV(0.1), 2)):
+        rows = engine.generate_batch(asked, policy=one, max_new_tokens=1)
+        assert sum(row.metrics.choose > 0 for row in rows) == choices
+
+
+def test_a_stream_is_generate_and_both_follow_the_logits(named: tuple[str, Engine]) -> None:
+    _, engine = named
+    settings: dict[str, Any] = {"policy": ProphetKV(RATIO), "max_new_tokens": 5}
+    answer = engine.generate(QUESTION, TEXTS, **settings)
+    told = engine.logits(QUESTION, TEXTS, policy=ProphetKV(RATIO), answer_ids=answer.token_ids[:-1])
+    assert told[-len(answer.token_ids) :].argmax(-1).tolist() == list(answer.token_ids)
+    stream = engine.stream(QUESTION, TEXTS, **settings)
+    assert "".join(stream) == answer.text
+    assert stream.metrics.recomputed_tokens == share(RATIO, shape_of(engine, TEXTS))
+
+
+# ------------------------------------------------------------------ prompts of every kind
+@pytest.mark.parametrize("system", ["", "Read all of this with care. " * 2], ids=["none", "long"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "falcon", "gptj", *BY_PLACE])
+def test_without_a_prefix_and_with_a_long_one(name: str, system: str) -> None:
+    template = PromptTemplate(system=system, chunk_start="<d>", chunk_end="</d>")
+    engine = Engine(build(name), byte_tokenizer(), template=template, store=MemoryStore())
+    expected = eager_attention(name, engine, TEXTS, "reordered").sum(0)
+    found = attention_of(engine, TEXTS, "reordered")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    full = engine.logits(QUESTION, TEXTS, policy=ProphetKV(1))
+    assert error(full, plain_logits(engine, TEXTS)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral window", "bloom"])
+def test_earlier_turns_are_part_of_the_question(name: str) -> None:
+    engine, policy = make_engine(name), Looking()
+    turns = [Message("user", "Is it wet?"), Message("assistant", "No.")]
+    engine.generate(QUESTION, TEXTS, history=turns, policy=policy, max_new_tokens=1)
+    plain = attention_of(engine, TEXTS, "reordered")
+    assert policy.seen[0].shape == plain.shape
+    assert not torch.allclose(policy.seen[0], plain, rtol=0.1)
+    answers = [
+        engine.generate(QUESTION, TEXTS, history=turns, policy=one, max_new_tokens=6).token_ids
+        for one in (ProphetKV(0.3), ProphetKV(0.3))
+    ]
+    assert answers[0] == answers[1]
+    batch = engine.generate_batch(
+        [(QUESTION, TEXTS, turns), (QUESTION, TEXTS)], policy=ProphetKV(0.3), max_new_tokens=6
+    )
+    assert batch[0].token_ids == answers[0]
+
+
+@pytest.mark.parametrize("name", ["mistral window", "gemma2"])
+def test_tokens_outside_of_every_window_get_what_full_layers_give(name: str) -> None:
+    engine = make_engine(name)
+    found = attention_of(engine, TEXTS, "reordered", LONG_QUESTION * 2)
+    assert bool((found[: len(found) // 4] == 0).all()) == (name == "mistral window")
+    assert float(found[-1]) > 0
+
+
+def test_a_query_of_a_single_token_and_a_single_chunk() -> None:
+    engine = make_engine("llama")
+    assert attention_of(engine, TEXTS[:1], "reordered").shape[0]
+    one = engine.logits(QUESTION, TEXTS[:1], policy=ProphetKV(0.5))
+    assert torch.equal(one, engine.logits(QUESTION, TEXTS[:1])), "the first chunk is exact already"
+    assert engine.generate("x", [], policy=ProphetKV(), max_new_tokens=2).token_ids
+
+
+def test_long_questions_are_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gemma2", "falcon"):
+        engine = make_engine(name)
+        whole = attention_of(engine, TEXTS, "reordered", LONG_QUESTION)
+        with monkeypatch.context() as patched:
+            patched.setattr(scaled, "MAX_SCORES", 4 * 3 * shape_of(engine, TEXTS).tokens)
+            pieces = attention_of(engine, TEXTS, "reordered", LONG_QUESTION)
+        torch.testing.assert_close(pieces, whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "falcon"])
+def test_in_bfloat16_it_is_nearly_the_same(name: str) -> None:
+    exact = attention_of(make_engine(name), TEXTS, "reordered")
+    model = build(name, dtype=torch.bfloat16)
+    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, store=MemoryStore())
+    found = attention_of(engine, TEXTS, "reordered")
+    assert found.dtype == torch.float32
+    assert float((found - exact).abs().mean() / exact.mean()) < 0.2
+    assert engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=2).token_ids
+
+
+def test_stored_in_8_bits_it_is_nearly_the_same(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, codec=Int8())
+    engine = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE, store=store)
+    exact = make_engine("qwen2")
+    one, two = (attention_of(each, TEXTS, "reordered") for each in (engine, exact))
+    assert 0 < float((one - two).abs().max()) < 0.1 * float(two.max())
+    answer = engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=2)
+    assert answer.metrics.recomputed_tokens == share(0.2, shape_of(engine, TEXTS))
+
+
+def test_an_engine_that_defers_rotation_copies_and_says_why() -> None:
+    engine, copied = make_engine("qwen2", rotation="deferred"), make_engine("qwen2")
+    policy = ProphetKV()
+    answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=4)
+    assert answer.metrics.rotation == "copied"
+    assert answer.metrics.not_deferred == f"{policy!r} computes tokens again"
+    same = copied.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=4)
+    assert answer.token_ids == same.token_ids
+
+
+def test_an_answer_that_is_read_behind_the_question_has_no_say() -> None:
+    engine, policy = make_engine("llama"), Recorded(0.2)
+    engine.logits(QUESTION, TEXTS, policy=policy)
+    engine.logits(QUESTION, TEXTS, policy=policy, answer_ids=engine.tokenize("x y z", []).query)
+    assert torch.equal(*policy.picked)
+
+
+def test_beams_and_chunks_that_were_not_cached() -> None:
+    settings: dict[str, Any] = {"policy": ProphetKV(), "max_new_tokens": 6, "num_beams": 3}
+    engine = make_engine("qwen2")
+    first = engine.generate(QUESTION, TEXTS, **settings)
+    assert first.metrics.misses == len(TEXTS)
+    again = engine.generate(QUESTION, TEXTS, **settings)
+    assert (again.metrics.misses, again.token_ids) == (0, first.token_ids)
+
+
+def test_pruned_chunks_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="pruned chunks have not all of them"):
+        make_engine("llama", press=Knorm(0.5), policy=ProphetKV())
+
+
+# ---------------------------------------------------------------------- with other policies
+def test_a_union_computes_what_either_wants() -> None:
+    engine, prompt = make_engine("llama"), shape_of(make_engine("llama"), TEXTS)
+    chosen = top(attention_of(engine, TEXTS, "reordered"), share(0.1, prompt), candidates(prompt))
+    heads = torch.zeros_like(chosen)
+    for chunk in prompt.chunks[1:]:
+        heads[chunk.start : chunk.start + 4] = True
+    expected = engine.logits(
+        QUESTION, TEXTS, policy=Looking(selected=tuple((chosen | heads).tolist()))
+    )
+    for union in (ProphetKV(0.1) | LegoLink(4), LegoLink(4) | ProphetKV(0.1) | CacheBlend(0)):
+        assert torch.equal(engine.logits(QUESTION, TEXTS, policy=union), expected)
+    asked = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS)]
+    settings: dict[str, Any] = {"policy": ProphetKV(0.1) | LegoLink(4), "max_new_tokens": 6}
+    batch = engine.generate_batch(asked, **settings)
+    singles = [engine.generate(*each, **settings) for each in asked]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
+
+
+def passes(engine: Engine, policy: ReusePolicy, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many forward passes are made until the first token is known."""
+    model, calls = access.adapter(engine), []
+    own = type(model).forward
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "forward", counted)
+        engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
+    return len(calls)
+
+
+def test_a_budget_turns_its_ratio_and_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("llama")
+    engine.generate(QUESTION, TEXTS, policy=CacheBlend(0.5), max_new_tokens=1)  # rates are known
+    engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=1)  # so is the model
+    one = passes(engine, ProphetKV(), monkeypatch)
+    assert passes(engine, ProphetKV(1e-6), monkeypatch) < one, "nothing is chosen by nothing"
+    # Several signals of one prompt cost one look.
+    assert passes(engine, ProphetKV(0.2) | ProphetKV(0.3), monkeypatch) == one
+    full = engine.generate(QUESTION, TEXTS, policy=auto(1e6, ProphetKV()), max_new_tokens=1)
+    assert full.metrics.policy == repr(ProphetKV(1.0))
+    none = engine.generate(QUESTION, TEXTS, policy=auto(1e-9, ProphetKV()), max_new_tokens=1)
+    assert none.metrics.policy == repr(Reuse())
+
+
+# ---------------------------------------------------------------------- where scores come from
+def test_models_with_attention_of_their_own_are_looked_at_as_well() -> None:
+    for name in (*OWN_ATTENTION, *BY_PLACE):
+        with pytest.raises(UnsupportedModelError):
+            scaled.ensure_weighable(access.adapter(make_engine(name)))
+        assert attention_of(make_engine(name), TEXTS, "reordered").any()
+
+
+@pytest.mark.skipif("gptj" not in OWN_ATTENTION, reason="gptj attends as the others")
+def test_attention_that_cannot_be_seen_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Any:
+        scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5 + mask
+        weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+        return weights @ value, weights
+
+    engine = make_engine("gptj")
+    expected = engine.logits(QUESTION, TEXTS)
+    monkeypatch.setattr(modeling_gptj.GPTJAttention, "_attn", hidden)
+    with pytest.raises(UnsupportedModelError, match=r"^gptj: .*; use CacheBlend\(\) .*\)$") as told:
+        engine.generate(QUESTION, TEXTS, policy=ProphetKV())
+    assert ". " not in str(told.value)
+    assert error(engine.logits(QUESTION, TEXTS, policy=Reuse()), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen2", "falcon"])
+def test_the_models_own_attention_comes_back_after_an_error(name: str) -> None:
+    engine = make_engine(name)
+    before, own = engine.logits(QUESTION, TEXTS), access.attention(engine.model.config)
+
+    def fails() -> None:
+        with observed_attention(access.adapter(engine), 8):
+            raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        fails()
+    assert access.attention(engine.model.config) == own
+    assert scaled.IN_FORCE.get() is None
+    assert torch.equal(engine.logits(QUESTION, TEXTS), before)
