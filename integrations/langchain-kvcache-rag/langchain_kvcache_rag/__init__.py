@@ -1,4 +1,4 @@
-"""LangChain over kvcache-rag: chunks are prefilled once, only the question when it is asked.
+"""LangChain over kvcache-rag: chunks are prefilled once, little more when a question comes.
 
 Two lines of an app change: the chat model (`ChatKVCache`) and the step that puts documents into the
 prompt (`KVCacheRAG`); `KVCacheChroma`, `KVCacheVectorStore.wrap(store)` and `prefill` move

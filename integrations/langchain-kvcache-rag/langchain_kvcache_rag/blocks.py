@@ -14,13 +14,17 @@ from langchain_core.documents import Document
 from langchain_core.prompts import StringPromptTemplate, format_document
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import Shown
+from kvcache_rag.integration import Shown, whole_scores
 
 if TYPE_CHECKING:
     from kvcache_rag.integration import MetadataWatch
 
 DOCUMENT_TYPE: Final = "text-plain"
 """LangChain's standard type of a block that is a plain-text document."""
+
+SCORE: Final = "relevance_score"
+"""What rerankers call their score in a document's metadata; of "score" nobody knows whether it is a
+distance."""
 
 
 def document_block(
@@ -33,7 +37,8 @@ def document_block(
         document_prompt: Makes the text that stands in the prompt, as `document_text` does.
 
     Returns:
-        A standard text-plain block; `id` is the document's, or made from a digest of its text.
+        A standard text-plain block; `id` is the document's, or made from a digest of its text, and
+        a reranker's score stands among its `extras`.
 
     Raises:
         InvalidInputError: If it is no document, or as from `document_text`.
@@ -48,7 +53,16 @@ def document_block(
     title = document.metadata.get("title")
     if isinstance(title, str) and title:
         block["title"] = title
+    score = whole_scores([document.metadata.get(SCORE)])
+    if score is not None:
+        block["extras"] = {SCORE: score[0]}
     return block
+
+
+def block_score(block: dict[str, Any]) -> Any:
+    """The score that a block carries, if it is one of `document_block`'s with one."""
+    extras = block.get("extras")
+    return extras.get(SCORE) if isinstance(extras, dict) else None
 
 
 def _text_id(text: str) -> str:

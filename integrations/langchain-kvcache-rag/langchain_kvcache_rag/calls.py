@@ -79,7 +79,7 @@ class Call:
             history=history,
             prefix_mismatch=asked.prefix_mismatch,
             cancelled=cancelled,
-            **self.options,
+            **{**self.options, "scores": self.scores(asked)},
         )
 
     def open(self) -> AnswerStream:
@@ -92,7 +92,7 @@ class Call:
             self.chunks(asked),
             history=history,
             prefix_mismatch=asked.prefix_mismatch,
-            **self.options,
+            **{**self.options, "scores": self.scores(asked)},
         )
 
     def reader(self) -> AnswerReader | None:
@@ -102,6 +102,11 @@ class Call:
     def chunks(self, asked: Grounded) -> list[StoredChunk | str]:
         """The documents, each by reference if one is known that still holds, else by its text."""
         return [self.references.chunk(text, self.engine) for text in asked.texts]
+
+    def scores(self, asked: Grounded) -> Sequence[float] | None:
+        """Of the documents: those of the call, or a reranker's."""
+        found: Sequence[float] | None = self.options.get("scores")
+        return asked.scores if found is None else found
 
     def prompt(self) -> str:
         """The conversation as one text; over documents, as if there were none."""
@@ -152,7 +157,7 @@ def call_of(
         options["logits_processor"] = [*processors, *form.options.get("logits_processor", ())]
     if isinstance(asked, Grounded):
         options.update(form.chat)
-        if choice.may_call or not form.asked[0]:
+        if asked.scores is None and (choice.may_call or not form.asked[0]):
             # If not everything fits, what was found first is left out first.
             options.setdefault("scores", range(len(asked.texts)))
     return Call(engine, references, asked, options, form, is_pasted)

@@ -9,8 +9,8 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import reference_to, referring, whole_texts
-from langchain_kvcache_rag.blocks import DOCUMENT_TYPE
+from kvcache_rag.integration import reference_to, referring, whole_scores, whole_texts
+from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, block_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -71,12 +71,14 @@ class Grounded:
             empty, which is still a question for the engine's own instruction.
         turns: Earlier turns; they stand behind the chunks.
         prefix_mismatch: Whether there was such an instruction.
+        scores: Of the texts, where every document has one of a reranker; of equal ones the highest.
     """
 
     question: str
     texts: tuple[str, ...]
     turns: tuple[Turn, ...] = ()
     prefix_mismatch: bool = False
+    scores: tuple[float, ...] | None = None
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
@@ -158,7 +160,18 @@ def read_messages(
     elif suffix:
         turns[-1] = said("user", turns[-1]["content"] + suffix)
     question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
-    return Grounded(question, texts, tuple(turns), bool(foreign))
+    return Grounded(question, texts, tuple(turns), bool(foreign), _scores(read, texts))
+
+
+def _scores(read: Sequence[_Read], texts: Sequence[str]) -> tuple[float, ...] | None:
+    scored = [pair for one in read for pair in one.scored if pair[0].strip()]
+    known = whole_scores(score for _, score in scored)
+    if known is None:
+        return None
+    best: dict[str, float] = {}
+    for (text, _), score in zip(scored, known, strict=True):
+        best[text] = max(score, best.get(text, score))
+    return tuple(best[text] for text in texts)
 
 
 def _open_last_question(turns: list[Turn], instructions: Sequence[str]) -> None:
@@ -178,6 +191,7 @@ class _Part:
     text: str
     is_document: bool = False
     within: tuple[str, ...] = ()
+    score: Any = None
 
 
 @dataclass(frozen=True)
@@ -214,14 +228,21 @@ class _Read:
             if sort not in _SILENT:
                 found, is_document = _text_of(index, block), sort == DOCUMENT_TYPE
                 within = [] if is_document else whole_texts(found, documents)
-                parts.append(_Part(found, is_document, tuple(within)))
+                parts.append(_Part(found, is_document, tuple(within), block_score(block)))
         return cls(role, tuple(parts), tuple(_beside(message).items()))
 
     @property
     def documents(self) -> list[str]:
         """Texts of the documents in it."""
+        return [text for text, _ in self.scored]
+
+    @property
+    def scored(self) -> list[tuple[str, Any]]:
+        """These texts with what their blocks have for a score."""
         return [
-            text for part in self.parts for text in ([part.text] * part.is_document or part.within)
+            (text, part.score if part.is_document else None)
+            for part in self.parts
+            for text in ([part.text] * part.is_document or part.within)
         ]
 
     @property

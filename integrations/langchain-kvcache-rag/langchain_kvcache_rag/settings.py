@@ -118,7 +118,7 @@ class ChatSettings(BaseChatModel):
         overflow: What to do with documents that do not fit the context window: "refine" answers in
             several rounds, "drop_lowest" leaves out the last, "error" refuses.
         policy: What is reused of cached chunks, or the name of that, such as "cacheblend:0.2"; None
-            for the engine's policy.
+            for the engine's: what the model was trained for.
         max_batch_size: Most prompts in one padded `generate()` of `batch` and `abatch`.
         device: "cpu", "cuda", ...; None for CUDA if there is one.
         model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype` and
@@ -135,7 +135,8 @@ class ChatSettings(BaseChatModel):
             of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
-        adapter: PEFT adapter to put into the model, a folder or an installed name.
+        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
+            none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
         system_prompt: Instruction before the documents, instead of the template's; part of every

@@ -93,7 +93,7 @@ def _together(calls: Mapping[int, Call], cancelled: threading.Event) -> dict[int
     # Configs may say other policies, row by row.
     rows = {seat: row for seat, row in rows.items() if row[0].options == first.options}
     questions = [
-        (question, call.chunks(asked), history)
+        (question, call.chunks(asked), history, call.scores(asked))
         for call, asked in rows.values()
         for question, history in [call.question]
     ]

@@ -72,7 +72,7 @@ def test_history_stands_behind_the_chunks_in_a_chat_template(
     llm = KVCacheLLM(engine=engine, max_new_tokens=4)
     made = KVCacheChatEngine.from_index(make_index(llm, embedding), llm, skip_condense=True)
     response = made.chat(QUESTION, HISTORY)
-    chunks = "".join(f"<|doc_start|>{text}<|doc_end|>\n" for text in texts(response))
+    chunks = "".join(f"Document: {text}\n\n" for text in texts(response))
     assert make_tokenizer().decode(prompts[-1]) == (
         f"<s><system>Read.\n{chunks}</s><user>Hello.</s><assistant>Good day.</s>"
         f"<user>{QUESTION}</s><assistant>"

@@ -394,6 +394,42 @@ def test_ask_in_json_and_by_full_prefill(
     assert stitched["question"] == "Who keeps the lighthouse, José?"
 
 
+def test_ask_by_a_policy_of_choice_says_so(
+    ingested: Callable[..., str], command: Callable[..., str]
+) -> None:
+    ingested()
+    question = ("ask", "Who keeps the lighthouse?", "--top-k", "2", "--max-new-tokens", "6")
+    found = json.loads(command(*question, "--policy", "bestlast", "--json"))
+    metrics = found["metrics"]
+    assert metrics["policy"] == "BestLast(share=0.2, positions='reordered')"
+    assert metrics["fresh_tokens"] > 0
+    line = command(*question, "--policy", "bestlast").splitlines()[2]
+    with_it = f"({metrics['fresh_tokens']} of chunks computed with the question)"
+    assert f", {metrics['computed_tokens']} computed {with_it}, chunks: 1 from" in line
+    assert line.endswith(f", policy {metrics['policy']}")
+    plain = command(*question).splitlines()[2]
+    assert plain.endswith(", policy Reuse(positions='reordered')")
+    assert "with the question" not in plain
+
+
+@pytest.mark.parametrize("name", ["ask", "chat"])
+def test_a_policy_that_is_none_is_one_sentence(
+    ingested: Callable[..., str], command: Callable[..., str], name: str
+) -> None:
+    ingested()
+    words = ("Who?",) if name == "ask" else ()
+    said = command(name, *words, "--policy", "bestlst", code=2)
+    assert "there is no policy 'bestlst'; did you mean bestlast?" in said
+
+
+def test_either_a_policy_or_everything(
+    command: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command("ask", "Who?", "--full", "--policy", "reuse")
+    assert "--policy: not allowed with argument --full" in capsys.readouterr().err
+
+
 def test_ask_fills_up_what_has_gone(
     ingested: Callable[..., str], command: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -524,6 +560,11 @@ def test_chat_sources_help_and_quit(talk: Callable[..., str]) -> None:
     assert lines[6] == "there is no /what"
     assert [line.split()[0] for line in lines[7:]] == ["/help", "/sources", "/reset", "/quit"]
     assert said.count("first token after") == 1
+
+
+def test_chat_by_a_policy_of_choice(talk: Callable[..., str]) -> None:
+    said = talk("Who keeps the lighthouse?", words=("--policy", "bestlast"))
+    assert " of chunks computed with the question); from " in said
 
 
 def test_chat_computes_everything_where_asked(talk: Callable[..., str]) -> None:

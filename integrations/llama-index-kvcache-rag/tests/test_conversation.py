@@ -48,9 +48,7 @@ def test_history_of_a_synthesizer(llm: KVCacheLLM, engine: Engine, recorder: Rec
     metrics = (response.metadata or {})["kv_cache"]
     assert metrics["query_tokens"] == expected.metrics.query_tokens
     (call,) = recorder.of("LLMCompletionStartEvent")
-    assert call.prompt.endswith(
-        f"{FACT}<|doc_end|>\nuser: Hello.\nassistant: Good day.\n{QUESTION}"
-    )
+    assert call.prompt.endswith(f"{FACT}\n\nuser: Hello.\nassistant: Good day.\n{QUESTION}")
 
 
 def test_twin_within_a_conversation(llm: KVCacheLLM, engine: Engine) -> None:

@@ -187,28 +187,6 @@ def test_the_missing_package_is_told_with_its_command(
     )
 
 
-# ---------------------------------------------------------------------- the adapter
-def test_the_adapter_is_the_installed_one_unless_another_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def installed(name: str) -> object:
-        if name != "kvcache-rag-smollm2":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return object()
-
-    def bare(name: str) -> object:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", bare)
-    assert demo.adapter_of("smollm2", None) is None
-    assert demo.adapter_of("smollm2", "block") == "block"  # whose absence the core tells
-    monkeypatch.setattr(importlib.metadata, "distribution", installed)
-    assert demo.adapter_of("smollm2", None) == "block"
-    assert demo.adapter_of("smollm2", "none") is None
-    assert demo.adapter_of("smollm2", "mine") == "mine"
-    assert demo.adapter_of("other", None) is None
-
-
 # ---------------------------------------------------------------------- how it is told
 def exchange(full: str, cached: str) -> Exchange:
     costs = {"prompt_tokens": 1010, "query_tokens": 10, "reused_tokens": 960}

@@ -1,4 +1,4 @@
-"""LlamaIndex over kvcache-rag: chunks are prefilled once, only the question when it is asked.
+"""LlamaIndex over kvcache-rag: chunks are prefilled once, little more when a question comes.
 
 Two lines of an app change: the LLM (`KVCacheLLM`) and the query engine (`KVCacheQueryEngine`, or
 any engine with a `KVCacheSynthesizer`); `KVCacheVectorStore`, `KVCacheVectorStore.wrap(store)`,

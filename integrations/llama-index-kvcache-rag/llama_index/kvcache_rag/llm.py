@@ -137,7 +137,8 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
         press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
-        adapter: PEFT adapter to put into the model, a folder or an installed name.
+        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
+            none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
         match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
@@ -200,7 +201,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             tokenizer: Of `model`, or instead of the one of `model_name`.
             template: How prompts are written; None for the model's own or the default.
             policy: What is reused of cached chunks, or the name of that, such as
-                "cacheblend:0.2"; None for the engine's policy.
+                "cacheblend:0.2"; None for the engine's: what the model was trained for.
             fields: The attributes of the class, and those of every LlamaIndex LLM.
 
         Raises:

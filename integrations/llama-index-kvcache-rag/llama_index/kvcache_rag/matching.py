@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -27,7 +28,7 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from kvcache_rag import InvalidInputError, KVCacheRagError
-from kvcache_rag.integration import KnownTexts, Reference
+from kvcache_rag.integration import KnownTexts, Reference, whole_scores
 from llama_index.kvcache_rag.conversation import Conversation
 from llama_index.kvcache_rag.references import llm_text, warn_of_changes, without_reference
 from llama_index.kvcache_rag.responses import Grounded, Pasted
@@ -69,18 +70,23 @@ _planned: ContextVar[tuple[_Found, ...]] = ContextVar("kvcache_rag_planned", def
 # What the answer that is being made has cost so far, and what the last one did.
 _report: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_report", default=None)
 _shown: ContextVar[dict[str, Any] | None] = ContextVar("kvcache_rag_shown", default=None)
+# Scores of the nodes that were retrieved last, by the texts by which they may stand in a prompt.
+_scores: ContextVar[Mapping[str, float | None]] = ContextVar(
+    "kvcache_rag_scores", default=MappingProxyType({})
+)
 # How many synthesizers, one within the other, are at work.
 _synthesizers: ContextVar[int] = ContextVar("kvcache_rag_synthesizers", default=0)
 
 
 # ---------------------------------------------------------------------- which nodes there are
-def know(node: Any) -> None:
-    """Remember the texts by which a node may stand in a prompt."""
+def know(node: Any) -> tuple[str, str]:
+    """Remember the texts by which a node may stand in a prompt, and give them."""
     text = llm_text(without_reference(node))
     KNOWN.note(text, Reference.from_metadata(node.metadata))
     bare = node.get_content(metadata_mode=MetadataMode.NONE)
     if bare != text:
         KNOWN.note(bare)
+    return text, bare
 
 
 class _Watch(BaseSpanHandler[BaseSpan]):
@@ -145,9 +151,13 @@ def _left(instance: Any) -> None:
 
 
 def _know_all(nodes: Sequence[Any]) -> None:
+    found: dict[str, float | None] = {}
     for one in nodes:
         if isinstance(one, NodeWithScore):
-            know(one.node)
+            for text in know(one.node):
+                found.setdefault(text, one.score)
+    if found:
+        _scores.set(found)
 
 
 def _warn_of_changes(nodes: Sequence[Any], llm: Any) -> None:
@@ -187,15 +197,17 @@ class Ask:
     Attributes:
         template: What was found in the template that LlamaIndex writes; empty if it writes none.
         report: Of the answer that the call is part of.
+        scores: Of the nodes that were retrieved for it.
     """
 
     template: tuple[_Found, ...]
     report: dict[str, Any] | None
+    scores: Mapping[str, float | None]
 
     @classmethod
     def now(cls) -> Ask:
         """The call that is being made; to be read before a thread or a stream takes over."""
-        return cls(_planned.get(), _report.get())
+        return cls(_planned.get(), _report.get(), _scores.get())
 
     def prompt(
         self, llm: KVCacheLLM, messages: Sequence[ChatMessage], write: Callable[[], str]
@@ -207,7 +219,7 @@ class Ask:
             messages: What it is asked; none if that is a text which must stay as it is.
             write: Writes it as one text.
         """
-        found = self.template[0] if self.template else _of_messages(llm, messages)
+        found = self.template[0] if self.template else _of_messages(llm, messages, self.scores)
         if isinstance(found, Grounded):
             return replace(found, pasted=write)
         return write() if found is None else Pasted(write())
@@ -268,10 +280,12 @@ def _of_template(
             llm.warn_once(_NOT_FOUND)
         return PASTED
     messages = template.format_messages(llm=llm, **{**values, names[0]: _CONTEXT})
-    return _grounded(llm, messages, _without(context, found), found) or PASTED
+    return _grounded(llm, messages, _without(context, found), found, _scores.get()) or PASTED
 
 
-def _of_messages(llm: KVCacheLLM, messages: Sequence[ChatMessage]) -> _Found:
+def _of_messages(
+    llm: KVCacheLLM, messages: Sequence[ChatMessage], scores: Mapping[str, float | None]
+) -> _Found:
     """The same for messages that an app wrote itself."""
     cut: list[ChatMessage] = []
     every: list[FoundText] = []
@@ -287,7 +301,7 @@ def _of_messages(llm: KVCacheLLM, messages: Sequence[ChatMessage]) -> _Found:
             message = ChatMessage(role=message.role, content=left)
             every += found
         cut.append(message)
-    return _grounded(llm, cut, "", every, gaps) if every else None
+    return _grounded(llm, cut, "", every, scores, gaps) if every else None
 
 
 def _grounded(
@@ -295,6 +309,7 @@ def _grounded(
     messages: Sequence[ChatMessage],
     rest: str,
     found: Sequence[FoundText],
+    scores: Mapping[str, float | None],
     gaps: str = "",
 ) -> Grounded | None:
     """A question over chunks.
@@ -304,6 +319,7 @@ def _grounded(
         messages: With a mark where the first chunk stood.
         rest: What the mark stands for besides chunks.
         found: The chunks.
+        scores: Of texts that were retrieved.
         gaps: What stood between them elsewhere.
 
     Returns:
@@ -323,6 +339,7 @@ def _grounded(
         tuple(chunk_of(one, engine) for one in found),
         overflow="error",
         prefix_mismatch=is_after_turns or bool((before + rest + gaps).strip()),
+        scores=whole_scores(scores.get(one.text) for one in found),
         history=spoken.turns,
     )
 

@@ -25,12 +25,13 @@ class Grounded:
 
     Attributes:
         question: What stands behind the chunks.
-        chunks: By reference or as text, best first.
+        chunks: By reference or as text, best first unless there are scores.
         policy: What of them is reused, None for the LLM's policy.
         overflow: What to do when they do not fit the context window.
         prefix_mismatch: Whether the caller's prompt wanted other text before the chunks; goes into
             the metrics.
-        scores: Of the chunks, where a postprocessor may have put them into another order.
+        scores: Of the chunks, if all have one: a postprocessor may have put them into another
+            order.
         history: Earlier turns; they stand behind the chunks.
         pasted: Writes the same as one text, for when the chunks do not fit; None to refuse it.
     """

@@ -24,7 +24,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError, Metrics
-from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown
+from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, whole_scores
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm_with_class
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
@@ -253,8 +253,10 @@ class KVCacheSynthesizer(BaseSynthesizer):
         chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
         for one, text in zip(nodes, texts, strict=False):
             warn_of_changes(one.node, text, llm.watch)
-        known = [one.score for one in nodes if one.score is not None]
-        scores = tuple(known) if len(known) == len(nodes) == len(chunks) else None
+        # As for chunks: a node without text is none.
+        scores = whole_scores(
+            one.score for one, text in zip(nodes, texts, strict=False) if text.strip()
+        )
         request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores, turns)
         prompt = written_prompt(llm.engine, texts, spoken.written(question))
         template = template or PromptTemplate(own_template(llm.engine))

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag import InvalidInputError, KVCacheRagError
 from kvcache_rag.integration import dimmed, plain
 from llama_index.kvcache_rag.commands.corpus import TINY, Opened, add_answering, add_place
-from llama_index.kvcache_rag.commands.report import milliseconds, plural, source, source_lines
+from llama_index.kvcache_rag.commands.report import (
+    milliseconds,
+    plural,
+    source,
+    source_lines,
+    tokens_line,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,11 +171,7 @@ def _cost(metadata: dict[str, Any], sources: list[dict[str, Any]], *, stopped: b
     parts = []
     metrics = metadata.get("kv_cache")
     if metrics:  # none of an answer that was stopped
-        reused = plural(metrics["reused_tokens"], "token")
-        parts.append(
-            f"first token after {milliseconds(metrics['ttft'])}, {reused} reused, "
-            f"{metrics['computed_tokens']} computed"
-        )
+        parts.append(f"first token after {milliseconds(metrics['ttft'])}, {tokens_line(metrics)}")
     if stopped:
         parts.append("stopped")
     files = dict.fromkeys(plain(one["file"]) for one in sources)

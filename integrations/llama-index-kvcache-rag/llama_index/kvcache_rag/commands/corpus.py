@@ -43,7 +43,8 @@ class Settings:
         collection: Name of the collection.
         chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
         overlap: Tokens that neighbouring chunks share.
-        adapter: PEFT adapter to put into the model, a folder or an installed name; None for none.
+        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
+            none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
         folder: Whose files are in it, "" where that was not noted.
@@ -171,7 +172,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     for name, text in (
         ("model", f"hub id, folder, GGUF file, tiny or smollm2 (default: {default.model})"),
-        ("adapter", "PEFT adapter for the model: folder, or an installed name such as block"),
+        ("adapter", "PEFT adapter for the model: folder, installed name such as block, or none"),
         ("kv", f"folder of the chunks' KV caches (default: {default.kv})"),
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
@@ -185,7 +186,16 @@ def add_answering(parser: argparse.ArgumentParser) -> None:
     """Declare how a question is answered."""
     parser.add_argument("--top-k", type=int, default=4, help="chunks to answer from (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="length of the answer")
-    parser.add_argument("--full", action="store_true", help="compute every chunk again")
+    policy = parser.add_mutually_exclusive_group()
+    add_policy(policy)
+    policy.add_argument("--full", action="store_true", help="compute every chunk again")
+
+
+def add_policy(parser: argparse._ActionsContainer) -> None:
+    """Declare what is reused of cached chunks, the name of a policy."""
+    parser.add_argument(
+        "--policy", metavar="NAME", help='what is reused of cached chunks, such as "legolink:16"'
+    )
 
 
 def add_weight_format(parser: argparse.ArgumentParser) -> None:
@@ -234,7 +244,7 @@ class Opened:
             kv_dir=settings.kv,
             adapter=settings.adapter,
             weight_format=settings.weight_format,
-            policy=FullRecompute() if arguments.full else None,
+            policy=FullRecompute() if arguments.full else arguments.policy,
             max_new_tokens=arguments.max_new_tokens,
         )
         store = open_store(settings, llm)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from llama_index.kvcache_rag.commands.corpus import add_weight_format
+from llama_index.kvcache_rag.commands.corpus import add_policy, add_weight_format
 
 if TYPE_CHECKING:
     import argparse
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 HELP = "ask a small real model about forty articles, from stored caches and by full prefill"
 MODEL: Final = "smollm2"
 TINY: Final = "tiny"
-BLOCK: Final = "block"
-BLOCK_PACKAGE: Final = "kvcache-rag-smollm2"
-"""Brings the adapter "block" for `smollm2`."""
 
 # Says that nothing but JSON goes to the standard output.
 _STDOUT: Final = "-"
@@ -46,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         metavar="DIR|block|none",
         help="PEFT adapter to put into the model (default: block for smollm2 where "
-        f"{BLOCK_PACKAGE} is installed, else none)",
+        "kvcache-rag-smollm2 is installed, else none)",
     )
     add_weight_format(parser)
-    parser.add_argument("--policy", help='what is reused of cached chunks, such as "legolink:16"')
+    add_policy(parser)
     parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
     parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
     parser.add_argument("--seed", type=int, help="decides the facts for tiny (default: 1)")
@@ -131,32 +128,12 @@ def _app(arguments: argparse.Namespace, demo: Demo) -> DemoApp:
         arguments.dir,
         demo.collection,
         model=arguments.model,
-        adapter=adapter_of(arguments.model, arguments.adapter),
+        adapter=arguments.adapter,
         weight_format=arguments.weight_format or "auto",
         policy=None if arguments.policy is None else policy_by_name(arguments.policy),
         top_k=arguments.top_k or demo.top_k,
         max_new_tokens=demo.max_new_tokens,
     )
-
-
-def adapter_of(model: str, name: str | None) -> str | None:
-    """The adapter that is meant: a folder or "block"; None for none.
-
-    Args:
-        model: The model it is for.
-        name: As it was written; None for the one that is installed for the model, if any.
-    """
-    if name == "none":
-        return None
-    if name is not None or model != MODEL:
-        return name
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        distribution(BLOCK_PACKAGE)
-    except PackageNotFoundError:
-        return None
-    return BLOCK
 
 
 def _too_slow(summary: dict[str, Any], least: float | None) -> str:

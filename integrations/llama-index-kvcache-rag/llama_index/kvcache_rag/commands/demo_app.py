@@ -125,7 +125,7 @@ class DemoApp:
             top_k: Nodes per question.
             max_new_tokens: Longest answer.
             policy: What is reused of cached chunks; None for the LLM's default.
-            adapter: Put into the model; None for none.
+            adapter: Put into the model, as `KVCacheLLM` takes it.
             weight_format: How its linear layers keep their weights.
             embed: Embedding, as `embedding` takes it.
 

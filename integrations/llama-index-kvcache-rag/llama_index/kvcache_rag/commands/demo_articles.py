@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.integration import table
+from kvcache_rag.integration import chosen_adapter, table
 from llama_index.kvcache_rag.articles import read_articles, read_questions
 from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
 
@@ -95,7 +95,7 @@ class ArticlesDemo:
 
         return {
             "model": app.model,
-            "adapter": app.settings.adapter,
+            "adapter": chosen_adapter(app.settings.model, app.settings.adapter),
             "threads": torch.get_num_threads(),
             "documents": self.documents,
             "top_k": app.top_k,

@@ -43,18 +43,25 @@ def milliseconds(seconds: float) -> str:
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """What an answer cost, in one line; the question is among the tokens that were computed."""
+    """What an answer cost, in one line, and by which policy."""
     hits = " + ".join(f"{count} from {tier}" for tier, count in metrics["hits"].items())
     parts = [
         f"first token after {milliseconds(metrics['ttft'])}",
-        f"{plural(metrics['reused_tokens'], 'token')} reused",
-        f"{metrics['computed_tokens']} computed",
+        tokens_line(metrics),
         f"chunks: {hits or 'none'} cached, {metrics['misses']} missing",
         plural(metrics["generated_tokens"], "token") + " written",
     ]
     if metrics["rounds"] > 1:
         parts.append(plural(metrics["rounds"], "round"))
-    return ", ".join(parts)
+    return ", ".join([*parts, f"policy {metrics['policy']}"])
+
+
+def tokens_line(metrics: Mapping[str, Any]) -> str:
+    """Tokens reused and computed; the question is among these."""
+    reused = plural(metrics["reused_tokens"], "token")
+    said = f"{reused} reused, {metrics['computed_tokens']} computed"
+    fresh = metrics["fresh_tokens"]
+    return f"{said} ({fresh} of chunks computed with the question)" if fresh else said
 
 
 def source(found: Any) -> dict[str, Any]:
