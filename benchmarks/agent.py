@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     torch.set_num_threads(arguments.threads)
     engine = Engine.from_pretrained(
-        arguments.model, store=MemoryStore(), device="cpu", cost_aware=False
+        arguments.model, store=MemoryStore(), device="cpu", cost_aware=False, adapter="none"
     )
     documents = 1 + max(index for found in SEARCHES for index in found)
     texts = chunks_of(engine.tokenizer, articles(), documents, arguments.tokens)

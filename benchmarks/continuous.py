@@ -44,7 +44,7 @@ from benchmarks.decoding import interval
 from benchmarks.guesses import WRONG, Watch, exact_logits, verdict
 from benchmarks.machine import commit, described, load
 from benchmarks.peers_prompts import CHUNK, material, template_of
-from kvcache_rag import Engine
+from kvcache_rag import Engine, Reuse
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.cache import BufferLayer
 from kvcache_rag.models.linears import PackedLinear
@@ -443,7 +443,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     template = template_of(made.system)
     # Copied, as into pages; in place, a batch would read chunks that its streams share once.
     how: dict[str, Any] = {"dtype": options.dtype, "device": "cpu"}
-    engine = Engine.from_pretrained("smollm2", template=template, rotation="copied", **how)
+    engine = Engine.from_pretrained(
+        "smollm2", adapter="none", template=template, policy=Reuse(), rotation="copied", **how
+    )
     engine.add(made.texts[:count])
     model, *_ = load_model("smollm2", options={}, weight_format="auto", **how)
     exact = load_model("smollm2", options={}, weight_format="plain", **how)[0].float()

@@ -30,7 +30,7 @@ from benchmarks.machine import described, load
 from benchmarks.shapes import QUERY, build_model, build_tokenizer, words
 from benchmarks.ttft_sides import FLOOR, PAGES, Bench, Case
 from benchmarks.ttft_targets import FLOORS, GUESSES
-from kvcache_rag import Engine, MemoryStore
+from kvcache_rag import Engine, MemoryStore, Reuse
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
 from kvcache_rag.models.attention import few_queries
@@ -112,7 +112,9 @@ def smollm2_steps(rounds: int) -> list[dict[str, Any]]:
     """SmolLM2 over two chunks, about 1,000 tokens of context."""
     source = Path(few_queries.__file__).read_text("utf-8") * 3
     engines = {
-        side: Engine.from_pretrained("smollm2", device="cpu", weight_format=form)
+        side: Engine.from_pretrained(
+            "smollm2", adapter="none", device="cpu", policy=Reuse(), weight_format=form
+        )
         for side, form in FORMS.items()
     }
     tokenizer = engines[BEFORE].tokenizer
@@ -129,7 +131,7 @@ def shape_steps(shape: str, context: int, rounds: int) -> list[dict[str, Any]]:
     texts = [words(512, seed) for seed in range(context // 512)]
     for side, form in FORMS.items():
         model = pack_weights(build_model(shape, torch.bfloat16, "cpu"), form)
-        engine = Engine(model, build_tokenizer(), store=MemoryStore(2**31))
+        engine = Engine(model, build_tokenizer(), policy=Reuse(), store=MemoryStore(2**31))
         engine.add(texts)
         engines[side] = engine
     return timed(engines, texts, rounds)

@@ -1,24 +1,34 @@
-"""What README and the site's first page show: how much sooner SmolLM2 answers, at what cost.
+"""What README and the site's first page show: how soon a model answers, and at what cost.
 
     python -m benchmarks.front
 
-The picture is for both; sentences for README, tables for the site.  Times by `benchmarks.when_not`,
-answers by `benchmarks.real_text` and `training.smollm2.confirm`; no figure is typed by hand, and
-what was not measured is left out.
+First a capable model, of which `benchmarks.answers` knows times and answers; then SmolLM2, the
+demo's, by `benchmarks.when_not` and `training.smollm2.confirm`.  Sentences for README, tables for
+the site; no figure is typed by hand, and what was not measured is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.real_text_page import RESULTS, counted_sets, read
-from benchmarks.real_text_scores import FULL
+from benchmarks.answers_results import FULL, Results
+from benchmarks.answers_scores import (
+    LENGTHS,
+    RESULTS,
+    TUNED,
+    against_control,
+    first_token,
+    halves,
+    scores,
+    sizes,
+    sooner,
+)
 from benchmarks.when_not_page import Case
 from kvcache_rag.evaluation.report import figure_class, plain_panel, save_plot
-from kvcache_rag.scoring.ask import CLOSED_BOOK
 from tools.readme import put
 
 if TYPE_CHECKING:
@@ -31,44 +41,50 @@ PICTURE: Final = DOCS / "first.svg"
 HOME: Final = DOCS / "index.md"
 CASES: Final = 4
 """The longest contexts that were measured; docs/when-not.md has all."""
+CAPABLE: Final = "answers_qwen05.json"
+BLOCK: Final = TUNED / "answers_qwen05-block.json"
+CONTROL: Final = TUNED / "answers_qwen05-control.json"
 POLICIES: Final = {
     FULL: "full prefill",
-    "reordered": "`Reuse()`",
-    "legolink:16": "`LegoLink(16)`",
-    "cacheblend:0.2": "`CacheBlend(0.2)`",
-    CLOSED_BOOK: "no documents",
+    "bestlast": "`BestLast()`, the default",
+    "reuse": "`Reuse()`",
 }
-_SAID: Final = {
-    FULL: "by full prefill",
-    "reordered": "from cached chunks as they are (`Reuse()`)",
-    "cacheblend:0.2": "with a fifth of their tokens computed again (`CacheBlend(0.2)`)",
-    CLOSED_BOOK: "without documents",
-}
+_HALVES: Final = {1: "the half on which the default was chosen", 2: "asked once, to confirm it"}
 _CACHED, _FULL = "#0072B2", "black"
 
-_README: Final = """\
-SmolLM2-135M-Instruct on one CPU thread, both ways in turns: over {tokens:,} tokens of documents
-the first token comes after {cached} instead of {full}, **{ratio:.0f} times sooner**.
+_ANSWERS: Final = """\
+**{title}**, as it comes, on one CPU thread: the time to the first
+token over about so many tokens of documents, and answers to {rows:,} public questions ({half};
+[every policy and set, with intervals]({quality})):
 
-![First token by full prefill and from cached chunks; right answers by policy](docs/first.svg)
-
-Right answers over {counted}:
-{answers}{confirmed}.
 """
-_CONFIRMED: Final = """.
-Fine-tuned to read cached chunks (`adapter="block"`), the same model has F1 {block} on SQuAD from
-cached chunks, where one fine-tuned as long for full prefill has {control}"""
-_TIMES: Final = """SmolLM2-135M-Instruct, {dtype}, one CPU thread ({processor}); both ways in turns
-in one run, medians, every check on, chunks from files
+_LOST: Final = """
+The default loses {lost:.1f} points of right answers to full prefill ({least:.1f} to {most:.1f}):
+where the retriever's best chunk is not the right one, and where two documents are needed at once.
+"""
+_BLOCK: Final = """
+Fine-tuned to read cached chunks ({title}), it has by `Reuse()`
+{right:.1f} % right and {wrong:.1f} % from a wrong document, on {rows:,} of these questions; one
+fine-tuned as long for full prefill has {control:.1f} % by that
+({apart:+.1f} points, {low:+.1f} to {high:+.1f}).
+"""
+_README: Final = """
+![First token by full prefill and from cached chunks](docs/first.svg)
+
+SmolLM2-135M-Instruct, the demo's model, by `Reuse()` on one CPU thread: over {tokens:,} tokens of
+documents the first token comes after {cached} instead of {full}, **{ratio:.0f} times sooner**.
+{confirmed}"""
+_CONFIRMED: Final = """\
+Fine-tuned to read cached chunks (`adapter="block"`, which it takes by itself), it has F1 {block} on
+SQuAD so, where one fine-tuned as long for full prefill has {control}.
+"""
+_TIMES: Final = """
+SmolLM2-135M-Instruct, the demo's model, {dtype}, one CPU thread ({processor}); full prefill and
+`Reuse()` in turns in one run, medians, every check on, chunks from files
 ([how, and when it is not worth it](when-not.md)):
 
 | context tokens | first token by full prefill | from cached chunks | sooner by |
 |---|---|---|---|
-"""
-_ANSWERS: Final = """
-What it costs in answers, in percent of those that contain a right one: the mean over
-{counted}. [What these policies are](policies.md); [intervals, and every set](quality.md).
-
 """
 _TUNED: Final = """
 The same model, fine-tuned to read cached chunks (`adapter="block"`): F1 on {n:,} questions
@@ -81,29 +97,56 @@ full attention:
 """
 
 
+def of_answers(results: Results | None) -> dict[str, Any] | None:
+    """Scores and times by policy, of the last half that was asked; None without any."""
+    asked = halves(results) if results is not None else []
+    if results is None or not asked:
+        return None
+    half = asked[-1]
+    lengths = [name for name in LENGTHS if name in results.times]
+    found = scores(results, half)
+    shown = [label for label in POLICIES if label in found]
+    return {
+        "title": results.about["title"],
+        "rows": sum(sizes(results, half).values()),
+        "half": _HALVES[half],
+        "lengths": lengths,
+        "lost": found["bestlast"]["minus_full"] if "bestlast" in found else None,
+        "tuned": of_tuned(Results.read(BLOCK), Results.read(CONTROL)),
+        "policies": {
+            label: {
+                "right": found[label]["right"].value,
+                "wrong": found[label]["wrong"].value,
+                "ms": [first_token(results, [name], label) for name in lengths],
+                "sooner": [sooner(results, [name], label) for name in lengths],
+            }
+            for label in shown
+        },
+    }
+
+
+def of_tuned(block: Results | None, control: Results | None) -> dict[str, Any] | None:
+    """The model trained for blocks and its control, of the second half; None without any."""
+    found = against_control(block, control, 2) if block and control else None
+    return {"title": block.about["title"], **found} if block and found else None
+
+
 def readme(times: Mapping[str, Any], answers: Any, confirmed: Any) -> str:
     """What stands between README's marks; arguments as of `home`."""
     case = Case.of(times["cases"][-1])
-    found = answers["quality"]["summary"]
-    scores = [
-        f"{_percent(found['rows'][label])} % {said}"
-        for label, said in _SAID.items()
-        if label in found["rows"]
-    ]
     tuned = ""
     if confirmed and len(confirmed["bars"]) == len("abc"):
         f1 = _f1(confirmed["scores"])
         block, control = f1["block", "reordered"][0], f1["control", "full prefill"][0]
         tuned = _CONFIRMED.format(block=f"{100 * block:.0f}", control=f"{100 * control:.0f}")
-    return _README.format(
+    said = _README.format(
         tokens=case.tokens,
         cached=_said(case.cached),
         full=_said(case.full),
         ratio=case.ratio,
-        counted=counted_sets(found["families"]),
-        answers=",\n".join(scores),
         confirmed=tuned,
     )
+    return _answers(answers, "docs/quality.md") + said if answers else said.lstrip("\n")
 
 
 def home(times: Mapping[str, Any], answers: Any, confirmed: Any) -> str:
@@ -111,27 +154,24 @@ def home(times: Mapping[str, Any], answers: Any, confirmed: Any) -> str:
 
     Args:
         times: Of `benchmarks.when_not`.
-        answers: Of `benchmarks.real_text`; None where there are none.
+        answers: From `of_answers`; None where there are none.
         confirmed: Of `training.smollm2.confirm`; None where there is none.
     """
     facts = times["facts"]
-    parts = [
+    parts = [_answers(answers, "quality.md")] if answers else []
+    parts += [
         _TIMES.format(dtype=facts["dtype"], processor=facts["machine"].partition(",")[0]),
         *(_time(Case.of(row)) for row in times["cases"][-CASES:]),
     ]
-    if answers and answers.get("quality") and answers["quality"]["summary"]["rows"]:
-        parts.append(_answers(answers["quality"]))
     if confirmed and len(confirmed["bars"]) == len("abc"):
         parts.append(_confirmed(confirmed["scores"]))
     return "".join(parts)
 
 
-def draw(times: Mapping[str, Any], answers: Any, file: Path = PICTURE) -> None:
+def draw(times: Mapping[str, Any], file: Path = PICTURE) -> None:
     """Write the picture; the same results give the same bytes."""
-    figure = figure_class()(figsize=(9.2, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
-    _draw_times(left, [Case.of(row) for row in times["cases"]])
-    _draw_answers(right, answers["quality"]["summary"]["rows"])
+    figure = figure_class()(figsize=(5, 3.2), layout="constrained")
+    _draw_times(figure.subplots(), [Case.of(row) for row in times["cases"]])
     save_plot(figure, file, "first")
 
 
@@ -159,25 +199,6 @@ def _draw_times(panel: Any, cases: Sequence[Case]) -> None:
     plain_panel(panel)
 
 
-def _draw_answers(panel: Any, rows: Mapping[str, Any]) -> None:
-    shown = [label for label in reversed(POLICIES) if label in rows]
-    for place, label in enumerate(shown):
-        value, low, high = (100 * rows[label]["score"][name] for name in ("value", "low", "high"))
-        style = {"color": {FULL: _FULL, CLOSED_BOOK: "#888888"}.get(label, _CACHED), "capsize": 2}
-        error = [[value - low], [high - value]]
-        panel.errorbar(value, place, xerr=error, marker="o", markersize=5, **style)
-        panel.text(high + 2, place, f"{value:.1f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(shown)), [POLICIES[label].replace("`", "") for label in shown])
-    panel.set_ylim(-0.6, len(shown) - 0.4)
-    panel.set_xlim(0, 40)
-    panel.set_xlabel("right answers, % (95 % interval)", fontsize=9)
-    plain_panel(panel)
-
-
-def _percent(row: Mapping[str, Any]) -> str:
-    return f"{100 * row['score']['value']:.1f}"
-
-
 def _time(case: Case) -> str:
     full, cached = _said(case.full), _said(case.cached)
     return f"| {case.tokens:,} | {full} | {cached} | {case.ratio:.0f} x |\n"
@@ -187,13 +208,39 @@ def _said(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def _answers(quality: Mapping[str, Any]) -> str:
-    found = quality["summary"]
-    shown = [label for label in POLICIES if label in found["rows"]]
-    head = _ANSWERS.format(counted=counted_sets(found["families"]))
-    scores = [_percent(found["rows"][label]) for label in shown]
-    lines = [[POLICIES[label] for label in shown], ["---"] * len(shown), scores]
-    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _answers(found: Mapping[str, Any], quality: str) -> str:
+    head = _ANSWERS.format(quality=quality, **found)
+    columns = ["answered by", *(f"{name} tokens" for name in found["lengths"])]
+    columns += ["right answers", "taken from a wrong document"]
+    lines = [columns, ["---"] * len(columns)]
+    for label, row in found["policies"].items():
+        cells = [
+            _said(ms.value / 1000)
+            + ("" if label == FULL else f", **{ratio.value:.1f} times sooner**")
+            for ms, ratio in zip(row["ms"], row["sooner"], strict=True)
+        ]
+        shares = [f"{100 * row[name]:.1f} %" for name in ("right", "wrong")]
+        lines.append([POLICIES[label], *cells, *shares])
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lost, said = found["lost"], head + table
+    if lost is not None and lost.high < 0:
+        least, most = -100 * lost.high, -100 * lost.low
+        said += _LOST.format(lost=-100 * lost.difference, least=least, most=most)
+    return said + (_tuned(found["tuned"]) if found["tuned"] else "")
+
+
+def _tuned(found: Mapping[str, Any]) -> str:
+    apart = found["minus_control"]
+    return _BLOCK.format(
+        title=found["title"],
+        right=100 * found["right"].value,
+        wrong=100 * found["wrong"],
+        control=100 * found["control"].value,
+        apart=100 * apart.difference,
+        low=100 * apart.low,
+        high=100 * apart.high,
+        rows=found["rows"],
+    )
 
 
 def _f1(scores: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Sequence[float]]:
@@ -227,11 +274,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether they are right")
     check = parser.parse_args().check
-    times = read(RESULTS / "when_not.json") or {}
-    answers = read(RESULTS / "real_text.json")
-    found = times, answers, read(RESULTS / "smollm2_confirmation.json")
+    times, confirmed = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("when_not.json", "smollm2_confirmation.json")
+    )
+    answers = of_answers(Results.read(RESULTS / CAPABLE))
+    found = times, answers, confirmed
     if not check:
-        draw(times, answers)
+        draw(times)
     command = "python -m benchmarks.front"
     parts = [
         put(BEGIN, END, readme(*found), command=command, check=check),

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from transformers import DynamicCache
 
-from kvcache_rag import Engine, PromptTemplate
+from kvcache_rag import Engine, PromptTemplate, Reuse
 from kvcache_rag.models import generate as generating
 from kvcache_rag.models import pretrained
 from kvcache_rag.models.cache import CACHE_NAME
@@ -231,7 +231,9 @@ class Guesses:
     def __init__(self) -> None:
         """Load it, and what says how far it rounds."""
         template = PromptTemplate(system="Use the documents.")
-        self.engine = Engine.from_pretrained("smollm2", device="cpu", template=template)
+        self.engine = Engine.from_pretrained(
+            "smollm2", adapter="none", device="cpu", policy=Reuse(), template=template
+        )
         plain = pretrained.load(
             "smollm2", dtype="auto", device="cpu", options={}, weight_format="plain"
         )

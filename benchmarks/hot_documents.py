@@ -252,7 +252,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=results / "hot_documents.json")
     options = parser.parse_args(given)
     torch.set_num_threads(1)
-    engine = EngineSettings(options.model, device="cpu").open()
+    engine = EngineSettings(options.model, adapter="none", device="cpu").open()
     rows = measure(engine, options.words, options.questions)
     for row in rows:
         show(row)

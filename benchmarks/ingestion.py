@@ -335,7 +335,7 @@ def main(given: Sequence[str] | None = None) -> int:
             "memory": MemoryStore(8 << 30),
             "disk, durable": DiskStore(Path(folder)),
         }
-        first = Engine.from_pretrained(arguments.model, store=stores["memory"])
+        first = Engine.from_pretrained(arguments.model, store=stores["memory"], adapter="none")
         engines = {
             name: Engine(first.model, first.tokenizer, store=store, template=first.template)
             for name, store in stores.items()

@@ -35,7 +35,7 @@ import torch
 from benchmarks.decoding import interval
 from benchmarks.machine import described, load
 from benchmarks.shapes import words
-from kvcache_rag import DiskStore, Engine, PromptTemplate
+from kvcache_rag import DiskStore, Engine, PromptTemplate, Reuse
 from kvcache_rag.codecs import Int8
 from kvcache_rag.evaluation.cost.memory import peak_of_call
 
@@ -58,7 +58,9 @@ def engine_of(side: str, folder: Path) -> Engine:
     codec = None if side == NATIVE else Int8()
     return Engine.from_pretrained(
         "smollm2",
+        adapter="none",
         device="cpu",
+        policy=Reuse(),
         template=PromptTemplate(system="Use the documents."),
         store=DiskStore(folder / ("native" if codec is None else "int8"), codec=codec),
         rotation="auto" if side == PLACE else "copied",

@@ -31,8 +31,8 @@ SHORT_CASES: Final = {
 }
 _SHORT: Final = """## In short
 
-On {threads}, {contexts} tokens of chunks, medians. Who has the first token sooner need not end
-sooner, so the last column says from how many tokens on who does.
+On {threads}, {contexts} tokens of chunks, medians, ours by `Reuse()`. Who has the first
+token sooner need not end sooner, so the last column says from how many tokens on who does.
 
 """
 _HEAD: Final = """# Beside llama.cpp, KVBoost and stock transformers

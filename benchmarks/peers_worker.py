@@ -67,6 +67,7 @@ class Ours:
         self._folder = folder
         self.engine = Engine.from_pretrained(
             MODEL,
+            adapter="none",
             store=DiskStore(folder),
             template=template_of(system),
             device="cpu",

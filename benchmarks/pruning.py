@@ -184,7 +184,7 @@ def expected(engine: Engine, question: Question) -> tuple[float, int]:
 
 def ask_all(options: argparse.Namespace, name: str, tasks: Sequence[Task], until: float) -> None:
     """Ask what is missing of some tasks, a row of each in turns."""
-    base = EngineSettings(name, dtype=options.dtype, device="cpu").open()
+    base = EngineSettings(name, adapter="none", dtype=options.dtype, device="cpu").open()
     every = forms()
     native = frozenset(form for form in every if form.codec == "native")
     half = frozenset(form for form in native if not form.press.endswith("0.75"))

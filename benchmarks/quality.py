@@ -3,10 +3,10 @@
     python -m benchmarks.quality --work quality.work
 
 Fine-tunes the packaged reader under the block mask, and for as many steps under full attention (the
-control), asks three models the same questions under every policy, and writes its part of the page,
-the plot and `benchmarks/results/quality.json`.  Answers are kept in `--work` as they come, so an
-interrupted run goes on.  Several hours on two cores, of which the sweep of top-k takes most;
-`--n 200` gives a rough picture in a tenth of them.
+control), asks three models the same questions under every policy, and writes its part of the page
+and `benchmarks/results/quality.json`, which has more kinds of questions and fewer documents, too.
+Answers are kept in `--work` as they come, so an interrupted run goes on.  Several hours on two
+cores, of which the sweep of top-k takes most; `--n 200` gives a rough picture in a tenth of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.quality_document import put
 from benchmarks.quality_page import page
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.engine import Engine
-from kvcache_rag.evaluation.report import draw, summarise, to_json
+from kvcache_rag.evaluation.report import summarise, to_json
 from kvcache_rag.evaluation.runner import evaluate, make_cells
 from kvcache_rag.evaluation.tasks import task_by_name
 from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
@@ -213,25 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for label in ("block", "control", "auxiliary")
     }
     groups = {name: summarise(found) for name, found in records.items()}
-    main = [*groups["main"], *groups["cross"]]
-    shown = [group for group in main if group.task in (SINGLE[0], *CROSS)]
-    draw(shown, options.page.with_suffix(".svg"), "full prefill")
     facts = {**machine(), "n": options.n, "steps": options.steps, "rate": options.rate}
-    text = page(
-        groups,
-        records,
-        reports,
-        facts,
-        single=SINGLE,
-        cross=CROSS,
-        needles=NEEDLES,
-        lego=LEGO_TOKENS,
-    )
-    put(options.page, READER_PART, text)
     plain = {name: to_json(groups[name], records[name]) for name in groups}
     results = {"facts": facts, "finetuning": reports, **plain}
+    put(options.page, READER_PART, page(results))
     options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {options.page}, its plot and {options.results}")
+    print(f"wrote {options.page} and {options.results}")
     return 0
 
 

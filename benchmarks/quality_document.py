@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 READER: Final = "the packaged reader: python -m benchmarks.quality"
-REAL_TEXT: Final = "real text: python -m benchmarks.real_text_page"
-GRADUAL: Final = "gradual filtering: python -m benchmarks.gradual"
-PARTS: Final = (REAL_TEXT, GRADUAL, READER)
+ANSWERS: Final = "public questions: python -m benchmarks.answers_page"
+PARTS: Final = (ANSWERS, READER)
 
 _TITLE: Final = "# Quality\n\n"
 

@@ -12,6 +12,12 @@ are printed with their range, and as a part of the full prefill's.
 - spread R       as many tokens, evenly over the chunks but the first
 - cacheblend R   the tokens of largest deviation: signal and recomputation
 - signal         CacheBlend's signal alone (all tokens through layer 0), without the answer
+- prophetkv R    the tokens that the question attends to most: its attention and recomputation
+
+Behind them processor time, which other work on the machine does not change, of
+
+- first token    the question's pass over the stitched chunks, which `Reuse()` answers by
+- attention      ProphetKV's signal alone, a pass that counts attention, as a part of it
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import json
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +37,7 @@ import transformers
 
 from benchmarks.timing import Row, row_of, show
 from benchmarks.ttft import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
-from kvcache_rag import Engine, MemoryStore, PromptTemplate, Reuse
+from kvcache_rag import Engine, MemoryStore, PromptTemplate, ProphetKV, Reuse
 from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
@@ -47,7 +53,9 @@ if TYPE_CHECKING:
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 # What is asked for, as a part of the full prefill of the same run.
-TARGETS = {"spread 0.20": 0.26, "heads 0.20": 0.26, "signal": 0.07}
+TARGETS = {"spread 0.20": 0.26, "heads 0.20": 0.26, "signal": 0.07, "attention": 1.3}
+# Sides that are no part of a full prefill, and of what they are.
+AGAINST = {"attention": "first token"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,28 @@ class Signal(ReusePolicy):
         return torch.zeros(prompt.context_tokens, dtype=torch.bool)
 
 
+@dataclass(frozen=True, eq=False)
+class Attention(ReusePolicy):
+    """Looks at the question's attention and computes nothing again.
+
+    Attributes:
+        seconds: Processor time of each look.
+        ended: Processor time of the process when the last one ended; what follows is `Reuse()`.
+    """
+
+    name: ClassVar[str] = "attention"
+    seconds: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        """No token."""
+        started = time.process_time()
+        signals.attention()
+        self.ended[:] = [time.process_time()]
+        self.seconds[:] = [self.ended[0] - started]
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+
 def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], float]]:
     """What is timed; each call gives seconds."""
     texts = [words(CHUNK, 100 + index) for index in range(context // CHUNK)]
@@ -105,6 +135,15 @@ def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], fl
 
         return run
 
+    def processor(part: str) -> Callable[[], float]:
+        def run() -> float:
+            policy = Attention()
+            by(policy, 0)()
+            looking, rest = policy.seconds[0], time.process_time() - policy.ended[0]
+            return looking if part == "attention" else rest
+
+        return run
+
     found = {"full": full, "reuse": by(Reuse(), 0), "signal": by(Signal(), 0, "choose")}
     for ratio in RATIOS:
         count = round(ratio * context)
@@ -114,6 +153,8 @@ def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], fl
         count = round(ratio * context)
         found[f"spread {ratio:.2f}"] = by(Spread(ratio), count)
         found[f"cacheblend {ratio:.2f}"] = by(CacheBlend(ratio), count)
+        found[f"prophetkv {ratio:.2f}"] = by(ProphetKV(ratio), count)
+    found |= {part: processor(part) for part in ("first token", "attention")}
     return found
 
 
@@ -128,10 +169,10 @@ def measure(timed: dict[str, Callable[[], float]], rounds: int, full_rounds: int
             elapsed = run()
             if number:
                 seconds[name].append(elapsed)
-    slowest = seconds.pop("full")
-    rows = [row_of("full", slowest)]
+    rows = []
     for name, found in seconds.items():
-        rows.append(row_of(name, found, "full", slowest, TARGETS.get(name, 0.0)))
+        against = "" if name in ("full", *AGAINST.values()) else AGAINST.get(name, "full")
+        rows.append(row_of(name, found, against, seconds.get(against, ()), TARGETS.get(name, 0.0)))
     return rows
 
 

@@ -43,8 +43,9 @@ beside the forward pass (a process bound to one core loads before it).
   per chunk with keys from before RoPE, `torch.load`, `torch.cat` per layer, all keys rotated in
   every step. Unlike its script it has sdpa attention, one table of angles per step, the last
   token's logits only, and chunks computed behind the instruction (else logits would differ).
-- **disk**, **page cache**, **ram**, **resident** (GPU): ours, from files dropped from the page
-  cache (where the file system can), files in it, main memory (pinned for a GPU), the device's.
+- **disk**, **page cache**, **ram**, **resident** (GPU): ours, by `Reuse()`, from files
+  dropped from the page cache (where the file system can), files in it, main memory (pinned for a
+  GPU), the device's.  The default of an untrained model costs more: [policies](policies.md).
 - **deferred**: chunks in the model's memory, neither copied nor turned (LazyAttention, arXiv
   2606.04302).
 - **floor**: the query alone, over a stitched cache that lay in place before the clock started.

@@ -176,7 +176,9 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         store = DiskStore(folder)
-        engine = Engine.from_pretrained(arguments.model, store=store, cost_aware=False)
+        engine = Engine.from_pretrained(
+            arguments.model, adapter="none", store=store, cost_aware=False
+        )
         texts = articles()
         report: dict[str, Any] = {
             "command": f"python -m benchmarks.when_not{' --quick' if arguments.quick else ''}",

@@ -47,7 +47,7 @@ until that was worth it: kept / (full prefill - cached), rounded up.
 _CROSS: Final = """## Facts that need the chunk before
 
 A chunk is prefilled alone, so what only the chunk before explains is not in it. Exact match of the
-packaged reader in percent, {n} questions a kind ([quality](quality.md) has the others, and what
+packaged reader in percent, {n} questions a kind ([quality](quality.md) has more policies, and what
 fine-tuning changes):
 
 | a fact with | full prefill | `Reuse()` | `LegoLink` |
