@@ -1,16 +1,22 @@
-"""A tiny random model with its tokenizer, and a clock for the event loop."""
+"""A tiny random model with its tokenizer, and a watch on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcache_rag.models.adapters import note_training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -56,26 +62,29 @@ def make_model() -> LlamaForCausalLM:
     return model
 
 
-class Ticker:
-    """Ticks on the event loop and notes the longest time between two ticks."""
+class Loop:
+    """Lets go on what computes only while the event loop goes on, too: no clock decides.
 
-    worst = 0.0
-    elapsed = 0.0
+    Attributes:
+        turns: How often the event loop had its turn while something computed.
+    """
 
-    async def __aenter__(self) -> Ticker:
-        self._started = self._last = time.perf_counter()
-        self._task = asyncio.create_task(self._tick())
-        await asyncio.sleep(0)
-        return self
+    def __init__(self) -> None:
+        self.turns = 0
 
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        now = time.perf_counter()
-        self.worst = max(self.worst, now - self._last)
-        self.elapsed = now - self._started
+    def watch(self, monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> None:
+        """Every call of these methods waits for a turn of the event loop that runs now."""
+        loop = asyncio.get_running_loop()
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            self.worst, self._last = max(self.worst, now - self._last), now
+        def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+            def wait(*args: Any, **options: Any) -> Any:
+                turn = threading.Event()
+                loop.call_soon_threadsafe(turn.set)
+                assert turn.wait(10), "the event loop stands still"
+                self.turns += 1
+                return method(*args, **options)
+
+            return wait
+
+        for name in names:
+            monkeypatch.setattr(owner, name, watched(getattr(owner, name)))

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from small import CHAT_TEMPLATE, Ticker, make_model, make_tokenizer
+from small import CHAT_TEMPLATE, Loop, make_model, make_tokenizer
 from standard_outcomes import StandardOutcomes
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
@@ -82,5 +82,5 @@ def embedding() -> DeterministicFakeEmbedding:
 
 
 @pytest.fixture
-def ticker() -> Ticker:
-    return Ticker()
+def loop() -> Loop:
+    return Loop()

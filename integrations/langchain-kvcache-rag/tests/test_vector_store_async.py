@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,10 @@ from langchain_kvcache_rag.vector_store import KVCacheChroma
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from small import Ticker
+    from small import Loop
 
     from kvcache_rag import Engine
     from langchain_kvcache_rag.chat_model import ChatKVCache
-
-PAUSE = 0.4
 
 
 @pytest.fixture
@@ -95,31 +92,14 @@ WAITS: dict[str, Callable[[KVCacheChroma], Awaitable[Any]]] = {
 async def test_event_loop_keeps_ticking(
     name: str,
     store: KVCacheChroma,
-    ticker: Ticker,
+    loop: Loop,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.add_texts(["old"], ids=["a"])
     raw: Any = access.collection(store)
-    collection, threads, slept = raw.collection, set(), set()
-
-    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
-        def slowly(*args: Any, **options: Any) -> Any:
-            threads.add(threading.get_ident())
-            if len(threads) == 1 and method not in slept:
-                slept.add(method)
-                time.sleep(PAUSE)
-            return method(*args, **options)
-
-        return slowly
-
-    for method in ("get", "query", "upsert", "delete"):
-        monkeypatch.setattr(collection, method, slow(getattr(collection, method)))
-    async with ticker:
-        await WAITS[name](store)
-    assert threads
-    assert threading.get_ident() not in threads
-    assert ticker.elapsed >= PAUSE
-    assert ticker.worst < PAUSE * 0.75
+    loop.watch(monkeypatch, raw.collection, "get", "query", "upsert", "delete")
+    await WAITS[name](store)
+    assert loop.turns
 
 
 async def test_prefilling_leaves_the_loop_alone(

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index_helpers import Recorder
-from small import Ticker, make_model, make_tokenizer
+from small import Loop, make_model, make_tokenizer
 
 from kvcache_rag import Engine, MemoryStore, PromptTemplate
 from llama_index.kvcache_rag import HashEmbedding, KVCacheLLM
@@ -82,8 +82,8 @@ def recorder() -> Iterator[Recorder]:
 
 
 @pytest.fixture
-def ticker() -> Ticker:
-    return Ticker()
+def loop() -> Loop:
+    return Loop()
 
 
 @pytest.fixture
