@@ -66,6 +66,7 @@ _COLUMNS: Final = (
     "computed again",
     "right %",
     "points against full prefill",
+    "F1 %",
     "same answer %",
     "KL",
     "from a wrong document %",
@@ -73,13 +74,23 @@ _COLUMNS: Final = (
     "first token, ms",
 )
 _LEGEND: Final = """
-**Right**: the words of a right answer stand in the answer, side by side. **From a wrong document**:
-the answer is wrong, and its words stand in a document that does not hold the right one. **Same
-answer**: word for word full prefill's, but for case, punctuation and articles. **KL**: of the
-answer's first token from full prefill's, in nats, median. In brackets 95 % intervals; differences
-are paired by question, and questions over the same documents are resampled together.
+**Right**: the words of a right answer stand in the answer, side by side. **F1**: SQuAD's, of the
+sets that have one (all but nq); it favours short answers, as "right" does long ones. **From a wrong
+document**: the answer is wrong, and its words stand in a document that does not hold the right one.
+**Same answer**: word for word full prefill's, but for case, punctuation and articles. **KL**: of
+the answer's first token from full prefill's, in nats, median. In brackets 95 % intervals;
+differences are paired by question, and questions over the same documents are resampled together.
 """
-_BESIDE: Final = """\
+_BESIDE: Final = f"""\
+These rows, the first of each set, are asked by
+
+    MODEL=path/to/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf NAME=qwen05
+    python -m benchmarks.answers --model $MODEL --name $NAME --data ../shared/data \\
+        --work answers.work --rows 40 --batch 4 --auxiliary smollm2 \\
+        --policies {" ".join(COMPARED)}
+    python -m benchmarks.answers ... --collect
+
+(then `NAME=qwen15`, `--rows 12 --batch 6` and fewer policies, and `MODEL=smollm2 NAME=smollm2`).
 Rows that every policy of a table answered. `bestlast:0` is `BestLast(share=0)`, the best document
 alone; `random` computes as many tokens again as CacheClip, drawn by nothing; `fewer` is a full
 prefill of the best fifth of the documents, as if no more had been retrieved. Rows were answered one
@@ -97,8 +108,9 @@ greedy, of at most 32 tokens. [What the policies are](policies.md).
 _DIAL: Final = "![Right answers and time to the first token, by policy](dial.svg)\n\n"
 _HOW: Final = """## How it was measured
 
-    python -m benchmarks.answers --model MODEL.gguf --data ../shared/data --work answers.work \\
-        --policies full reuse bestlast bestlast:0
+    MODEL=path/to/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf NAME=qwen05
+    python -m benchmarks.answers --model $MODEL --name $NAME --data ../shared/data \\
+        --work answers.work --policies full reuse bestlast bestlast:0
     python -m benchmarks.answers ... --half second
     python -m benchmarks.answers ... --part times
     python -m benchmarks.answers ... --collect
@@ -139,6 +151,7 @@ def _cells(label: str, row: Mapping[str, Any]) -> list[str]:
         "" if is_closed else f"{100 * row['computed']:.0f} %",
         percent(row["right"]),
         points(row.get("minus_full")),
+        percent(row["f1"]),
         "" if is_full else f"{100 * row['same']:.0f}",
         "" if row["kl"] is None else f"{row['kl']:.2g}",
         percent(row["wrong"]),

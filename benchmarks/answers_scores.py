@@ -155,10 +155,13 @@ def _row(results: Results, half: int, names: Sequence[str], label: str) -> dict[
     ]
     told = zip(column(label, "wrong_document"), column(FULL, "wrong_document"), shared, strict=True)
     wrong = [one for one in told if None not in one]
+    paired = zip(column(label, "f1"), shared, strict=True)
+    f1 = [one for one in paired if None not in one]  # not every set has one
     said = zip(column(label, "answer"), column(FULL, "answer"), strict=True)
     kl = [value for value in column(label, "kl") if value is not None]
     row = {
         "right": mean_interval(right, shared),
+        "f1": mean_interval(*zip(*f1, strict=True)) if f1 else None,
         "same": statistics.fmean(mine == other for mine, other in said),
         "kl": statistics.median(kl) if kl else None,
         "wrong": None,

@@ -259,6 +259,7 @@ def measured(**more: list[Any]) -> Results:
     less = {"right": [1, 0, 1, 0, 0, 1], "wrong_document": [0, 1, 0, 1, 0, 0]}
     kept = {"answer": list("abcdef"), "computed": [1] * 6}
     reused = {"answer": list("axcdxf"), "computed": [0] * 6, "kl": [0.1, 0.4, 0.2, 0.3, 9, 9]}
+    reused["f1"] = [0.2, 0.2, 0.6, 0.6, 0, 0]
     found = {"full": {**full, **kept}, "reuse": {**less, **reused}}
     about = {"title": "Tiny", "identity": {"sha256": "12", "dtype": "float32"}, "form": ""}
     results = Results({**about, "halves": ""}, [SITTING])
@@ -285,6 +286,8 @@ def test_policies_are_compared_row_by_row() -> None:
     assert reuse["minus_full"].difference == -0.25
     assert reuse["same"] == 0.75
     assert reuse["kl"] == 0.25
+    assert reuse["f1"].value == 0.4
+    assert full["f1"] is None, "what a set does not score"
     assert (full["kl"], full["ms"].value, reuse["ms"].value) == (None, 1000, 100)
     assert (full["wrong"].value, reuse["wrong"].value) == (0.25, 0.5)
     assert reuse["wrong_minus_full"].difference == 0.25
@@ -378,8 +381,8 @@ def test_pages_and_picture_are_written_from_results(tmp_path: Path) -> None:
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert cells[1] == "0 %"
     assert [cell.split(" ")[0] for cell in cells[2:4]] == ["50.0", "-25.0"]
-    assert cells[4:6] == ["75", "0.25"]
-    assert [cell.split(" ")[0] for cell in cells[6:]] == ["50.0", "+25.0", "100"]
+    assert cells[4:7] == ["40.0 (20.0 to 60.0)", "75", "0.25"]
+    assert [cell.split(" ")[0] for cell in cells[7:]] == ["50.0", "+25.0", "100"]
     page = parts(tmp_path / "quality.md")[ANSWERS]
     for words in (
         "| squad | 4 |",
