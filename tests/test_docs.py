@@ -119,7 +119,7 @@ def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
     ms, ratio = Interval(200.0, 190.0, 210.0, 16), Interval(5.0, 4.0, 6.0, 16)
     row = {"right": 0.5, "wrong": 0.125, "ms": [ms], "sooner": [ratio]}
     answers: dict[str, Any] = {"title": "Big", "rows": 1220, "half": "asked once"}
-    answers |= {"lengths": ["1k"], "lost": None, "tuned": None}
+    answers |= {"lengths": ["1k"], "lost": None, "tuned": None, "chosen": None}
     text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
     assert text.startswith("**Big**")
     assert "answers to 1,220 public questions (asked once;" in text
@@ -130,6 +130,12 @@ def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
         answers["lost"] = SimpleNamespace(difference=-0.04, low=-0.08, high=high)
         text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
         assert ("loses 4.0 points of right answers to full prefill (1.0 to 8.0)" in text) == told
+        assert ("misses its bar of at most 2" in text) == told
+    answers["lost"] = SimpleNamespace(difference=-0.015, low=-0.02, high=-0.01)
+    answers["chosen"] = {"rows": 1100, "lost": 0.5}
+    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
+    assert "full prefill (1.0 to 2.0):" in text, "within the bar"
+    assert "On the other 1,100 questions, on which policies were chosen, it lost 0.5" in text
 
     share = SimpleNamespace(value=0.5)
     apart = SimpleNamespace(difference=-0.02, low=-0.05, high=0.01)
