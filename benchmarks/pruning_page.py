@@ -30,13 +30,13 @@ _HEAD: Final = """
 press at the same bytes costs answers. Of the presses none is best throughout; pruned and in 8 bits
 loses what pruned loses.
 
-{machine}; {date}, commit {commit}; `python -m benchmarks.pruning`. **Other work ran on the
-machine** (load {low:.0f} to {high:.0f}), so times are good for comparing forms of one row, which
-were asked in turns, and for nothing else. **Surprise** is how much the right answer surprises the
-model, in nats per token, less over whole chunks (95 % interval, paired by row; below 0 it is
-surprised less); **same first token** is said of the answer's, against whole chunks. Answers end
-after {tokens} tokens, so scores are lower than those of [quality.md](quality.md) and good for
-comparing only.
+{machine}; {date}, commit {commit}; `python -m benchmarks.pruning`.
+**Other work ran on the machine** (load {low:.0f} to {high:.0f}), so times are good for comparing
+forms of one row, which were asked in turns, all by `Reuse()`, and for nothing else. **Surprise** is
+how much the right answer surprises the model, in nats per token, less over whole chunks (95 %
+interval, paired by row; below 0 it is surprised less); **same first token** is said of the
+answer's, against whole chunks. Answers end after {tokens} tokens, so scores are lower than those of
+[quality.md](quality.md) and good for comparing only.
 
 """
 

@@ -37,15 +37,18 @@ Random weights in real shapes: they cost what trained ones cost and say nothing 
 times are medians. The model has one thread; where a core is free, ours loads in a thread of its own
 beside the forward pass (a process bound to one core loads before it).
 
+**All that is cached on this page is answered by `Reuse()`**, where a row names no other policy: the
+default of a model that was trained for cached chunks. That of any other, `BestLast()`, computes the
+best chunks with the question and takes longer ([policies](policies.md)).
+
 - **naive**: stock transformers (sdpa) prefills instruction, chunks and question.
 - **prefix-cached**: the same over a copy of the instruction's cache.
 - **turborag**: TurboRAG's published way (arXiv 2410.07590) on the same ids and positions: one file
   per chunk with keys from before RoPE, `torch.load`, `torch.cat` per layer, all keys rotated in
   every step. Unlike its script it has sdpa attention, one table of angles per step, the last
   token's logits only, and chunks computed behind the instruction (else logits would differ).
-- **disk**, **page cache**, **ram**, **resident** (GPU): ours, by `Reuse()`, from files
-  dropped from the page cache (where the file system can), files in it, main memory (pinned for a
-  GPU), the device's.  The default of an untrained model costs more: [policies](policies.md).
+- **disk**, **page cache**, **ram**, **resident** (GPU): ours, from files dropped from the page
+  cache (where the file system can), files in it, main memory (pinned for a GPU), the device's.
 - **deferred**: chunks in the model's memory, neither copied nor turned (LazyAttention, arXiv
   2606.04302).
 - **floor**: the query alone, over a stitched cache that lay in place before the clock started.
@@ -83,20 +86,22 @@ gets nodes that are embedded (`KVCachePrefill(embed_model=)` in front of it does
 wrapped store of LangChain embeds and writes in one call, before which its chunks are prefilled."""
 _GROWTH: Final = """\
 `make bench-growth`: one folder of tiny chunks that grows, and a small Llama with random weights
-that is asked about longer contexts and more chunks. The exponent is the slope of log milliseconds
-over log size, by least squares: 0 is flat, 1 is linear. A sweep and `store du` look at every file
-once; a store with a limit looks around once per tenth of the limit."""
+that is asked about longer contexts and more chunks, by `Reuse()` ("anew": by full prefill). The
+exponent is the slope of log milliseconds over log size, by least squares: 0 is flat, 1 is linear. A
+sweep and `store du` look at every file once; a store with a limit looks around once per tenth of
+the limit."""
 _TIES: Final = """\
 Several guessed tokens are looked at in one pass, which adds bfloat16 numbers in another order. An
 answer with guesses is a "near tie" if at its first other token the one without guesses led by no
 more than twice that answer's rounding (its largest difference from float32's logits over the same
-cached chunks) and the logits of both are no further apart; any other difference is wrong."""
+cached chunks) and the logits of both are no further apart; any other difference is wrong. All sides
+answer by `Reuse()`."""
 _INT8: Final = """\
 `python -m benchmarks.int8_chunks`: SmolLM2 over sixteen chunks in a new order each round, from
-files in the page cache, read anew from the medium, and at 100 MB/s. "int8" attends to what the
-files hold, "int8 copied" decodes it into the prompt's buffer, where keys are rotated. Loading is
-the first token less the floor: the question's own forward pass over a native context that is there.
-Memory is the peak of one question above what the process held before it."""
+files in the page cache, read anew from the medium, and at 100 MB/s, by `Reuse()`. "int8" attends to
+what the files hold, "int8 copied" decodes it into the prompt's buffer, where keys are rotated.
+Loading is the first token less the floor: the question's own forward pass over a native context
+that is there. Memory is the peak of one question above what the process held before it."""
 _HITS: Final = """\
 `python -m benchmarks.hit_ratio`. **Rows**: requests of one chunk by Zipf's law at positions all
 equally likely, with one copy per chunk and with one per chunk and position, beside the gain where
@@ -124,8 +129,8 @@ _HOT: Final = """\
 prompt of three of them came before, and nobody asked for the others. `found` is of all 120 orders,
 `found here` of the questions that were timed. "equal prefixes" goes on behind the equal beginning
 of that prompt; "one per position" finds a document where it stood in that prompt (Prompt Cache's
-modules, and a copy per position). Times are to the first token, of the processor (and `ms` by the
-clock, beside other work)."""
+modules, and a copy per position). It and those below answer by `Reuse()`. Times are to the first
+token, of the processor (and `ms` by the clock, beside other work)."""
 _OTHERS: Final = (
     (
         "decoding",
@@ -145,7 +150,7 @@ _OTHERS: Final = (
     ("growth", f"Growth\n\n{_GROWTH}\n\n![Growth](growth.svg)"),
     ("deferred_kernel", "Deferred attention's kernel"),
     ("recompute", "Recomputing"),
-    ("signing", "Signed chunks"),
+    ("signing", "Signed chunks\n\nFirst tokens are by `Reuse()`."),
 )
 
 
@@ -153,8 +158,8 @@ _SHORT: Final = """## How much sooner than stock transformers
 
 Qwen2.5-0.5B's shape with **random weights** (they cost what trained ones cost; their answers mean
 nothing), bfloat16; instruction 32, chunks of 512, question 20 tokens. All sides go through
-`generate()` and take turns in one run (`make bench`); medians, every check on, files in the page
-cache.
+`generate()` and take turns in one run (`make bench`), ours by `Reuse()`; medians, every check on,
+files in the page cache.
 
 """
 _FLOOR: Final = """\

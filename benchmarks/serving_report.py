@@ -43,12 +43,15 @@ per request, which the paper does not have. Written by `python -m benchmarks.ser
 -m benchmarks.serving_passes` and `python -m benchmarks.locality`. What of the paper is shown where:
 [papers](papers.md).
 
+Whatever is cached is answered by `Reuse()`, which asks for a model that was trained for cached
+chunks; the default of any other, `BestLast()`, takes longer ([policies](policies.md)).
+
 """
 _WAYS: Final = """Every arm is {instances} `kvcache-rag serve` processes of one torch thread each \
 on {machine} ({versions}; {date}), started anew on empty caches and driven over HTTP on loopback; \
 answers come {form}. Each request brings {top_k} documents and gets {answer_tokens} tokens.
 
-- **no cache**: every request prefills everything.
+- **no cache**: every request prefills everything (`policy: full`); all others have `policy: reuse`.
 - **per instance**: each instance has a folder of cached chunks of its own, for half of the bytes.
 - **shared**: both use one folder, for all of the bytes.
 - **shared + prefetch**: and chunks of waiting requests are computed or loaded ahead (device: \
@@ -261,7 +264,9 @@ def _shares(report: Mapping[str, Any]) -> str:
         for row in report["shares"]
     ]
     header = ["documents", "arm", "prompt tokens", "to the first token ms", "behind it ms"]
-    text = "One request at a time, medians.\n\n![Shares](serving-shares.svg)\n\n"
+    text = (
+        "One request at a time, medians; cached by `Reuse()`.\n\n![Shares](serving-shares.svg)\n\n"
+    )
     title = "## Prefill and decoding"
     return f"{title}\n\n{text}{markdown([*header, 'first token, of all'], rows)}\n\n"
 

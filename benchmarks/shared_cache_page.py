@@ -21,9 +21,10 @@ _PASSES: Final = """\
 **The same {asked_in_passes} questions again and again**, beginning with an empty folder. All of a
 pass wait from its beginning; latency is the mean time from there to the end of an answer of eight
 tokens. Memory in front of the folder is 1 GiB, the folder lies in the page cache. With two
-documents "together" is the paper's way (the pair in its order is computed and kept as one),
-"stitched" keeps each by itself. Configuration B prefetches with a second copy of the model on the
-CPU; it can gain only where a core is idle. {missing}
+documents "together" is the paper's way (`Combination()`: the pair in its order is computed and kept
+as one), "stitched" keeps each by itself (`Reuse()`, as with one document). Configuration B
+prefetches with a second copy of the model on the CPU; it can gain only where a core is idle.
+{missing}
 
 By the clock, arrangements one after the other, of few questions, while {load} processes wanted to
 run: what is computed and found, and the processor's seconds (of all threads), compare better than
@@ -32,7 +33,7 @@ milliseconds.
 """
 _ACCURACY: Final = """\
 **Answers by the number of documents.** Half F1 plus half exact match, in points, greedy, {drawn}
-questions; 95 % intervals, questions about one paragraph drawn together. "Cached" stitches chunks,
+questions; 95 % intervals, questions about one paragraph drawn together. "Cached" is by `Reuse()`,
 "full" prefills the same prompt; "found" is how often the question's own paragraph is among those
 retrieved.
 

@@ -21,9 +21,9 @@ BEGIN: Final = "<!-- vllm: written by python -m benchmarks.vllm_page -->"
 END: Final = "<!-- end of vllm -->"
 
 _HEAD: Final = """`{command}`: SmolLM2-135M-Instruct in {dtype}, vLLM {vllm}, {machine},
-{date}; both sides in turns on one server, chunks from a folder in an order that is new each time,
-{new} tokens an answer; medians (lowest to highest over streams and rounds), load {load_before:.1f}
-before and {load_after:.1f} after:
+{date}; both sides in turns on one server, the connector by `Reuse()`, chunks from a folder in an
+order that is new each time, {new} tokens an answer; medians (lowest to highest over streams and
+rounds), load {load_before:.1f} before and {load_after:.1f} after:
 
 | tokens | streams | first token, vLLM alone | connector | sooner | tokens/s alone | connector |
 |---|---|---|---|---|---|---|

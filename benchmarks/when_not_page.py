@@ -36,12 +36,14 @@ answers by `python -m benchmarks.quality`, sizes from configs; no figure is type
 _TIMES: Final = """## Short contexts, and chunks that are asked once
 
 {facts} Both sides and the prefilling took turns in one run; medians of {rounds} rounds.
-Full prefill and cached chunks go through the same engine to the first token; the cached ones are
-files in the page cache, every check on. A context is the instruction and the chunks. "Kept" is
-prefilling all its chunks and writing them, once. "Uses" is how often each chunk has to be asked
-until that was worth it: kept / (full prefill - cached), rounded up.
+Full prefill and cached chunks (by `Reuse()`) go through the same engine to the first token; the
+cached ones are files in the page cache, every check on. `BestLast()`, the default of a model that
+was not trained for cached chunks, takes longer ([quality](quality.md)). A context is the
+instruction and the chunks. "Kept" is prefilling all its chunks and writing them, once. "Uses" is
+how often each chunk has to be asked until that was worth it: kept / (full prefill - cached),
+rounded up.
 
-| context tokens | chunks | full prefill | cached | sooner by | ratio | kept | uses |
+| context tokens | chunks | full prefill | `Reuse()` | sooner by | ratio | kept | uses |
 |---|---|---|---|---|---|---|---|
 """
 _CROSS: Final = """## Facts that need the chunk before
@@ -204,7 +206,7 @@ def _short(cases: Sequence[Case]) -> str:
     if least is None:
         return f"none that was measured, up to {cases[-1].tokens:,} tokens, gains enough"
     sooner = f"{1000 * LEAST_GAIN:.0f} ms and {LEAST_RATIO:g} times sooner"
-    gain = f"the first token comes at least {sooner}"
+    gain = f"the first token comes at least {sooner} by `Reuse()`"
     if least == cases[0].tokens:
         return (
             f"none was too short on this processor: at {least:,} tokens, the fewest that were "
@@ -223,7 +225,7 @@ def _never_asked(cases: Sequence[Case]) -> str:
     said = first if first == last else f"{first} to {last}"
     cost = max(1000 * case.add / case.tokens for case in cases)
     return (
-        f"keeping one takes up to {cost:.1f} ms a token, paid for after {said} "
+        f"keeping one takes up to {cost:.1f} ms a token, by `Reuse()` paid for after {said} "
         f"{'use' if said == '1' else 'uses'}; let the first question prefill what it needs"
     )
 

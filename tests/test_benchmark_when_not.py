@@ -182,7 +182,7 @@ def test_the_page_says_what_was_measured() -> None:
 def test_where_no_case_is_bad_none_is_claimed() -> None:
     found = page(results([(2048, 6.5, 0.2, 5.0), (64, 0.4, 0.1, 0.1)]), quality(), [TINY])
     assert "| contexts are short | none was too short on this processor: at 64 tokens" in found
-    assert "keeping one takes up to 2.4 ms a token, paid for after 1 use;" in found
+    assert "keeping one takes up to 2.4 ms a token, by `Reuse()` paid for after 1 use;" in found
 
 
 def test_a_page_without_results_says_so() -> None:
