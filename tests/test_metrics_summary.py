@@ -18,6 +18,7 @@ from verdicts import REUSE, make_verdict
 
 from kvcache_rag import (
     Auxiliary,
+    BestLast,
     CacheBlend,
     CacheClip,
     DiskStore,
@@ -190,7 +191,7 @@ SCENES: dict[str, tuple[Callable[[], Metrics], str]] = {
     "declined": (declined, "is sooner than loading them"),
     "full": (
         lambda: asked(engine(), policy=FullRecompute()),
-        "Every answer computes every chunk under FullRecompute(): Reuse() loads them",
+        "Every answer computes every chunk under FullRecompute(): BestLast() computes the best of",
     ),
     "auxiliary misses": (scored_first_by_an_auxiliary, "had to prefill chunks of its own (3)"),
     "choosing": (
@@ -198,6 +199,10 @@ SCENES: dict[str, tuple[Callable[[], Metrics], str]] = {
         "Choosing tokens is most of it",
     ),
     "recomputing": (lambda: asked(engine(), policy=CacheBlend(0.9)), "lower the ratio of CacheB"),
+    "best chunks": (
+        lambda: asked(engine(), policy=BestLast()),
+        "tokens) is most of it: give smaller ones, lower the share of BestLast(share=0.2",
+    ),
     "slow tier": (lambda: asked(slow("far", cost_aware=False)), "keep what is asked often in mem"),
     "copied": (
         lambda: asked(slow("memory", cost_aware=False, rotation="copied")),
@@ -281,6 +286,8 @@ def test_the_first_sentence_says_where_the_time_went() -> None:
         "The first token came after 1.2 s: loading chunks 800 ms (64%), computing the question "
         "240 ms (19%), moving keys 200 ms (16%); tokens reused: 1200, computed: 31."
     )
+    best = replace(metrics, fresh_tokens=90)
+    assert "computing the question and the best chunks 240 ms" in best.summary()
     assert sentences(Metrics().summary())[0] == (
         "The first token came and its parts were not timed; tokens reused: 0, computed: 0."
     )

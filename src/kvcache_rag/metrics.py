@@ -204,10 +204,16 @@ def _named(metrics: Metrics, part: str) -> str:
         "stitch": "moving keys",
         "choose": "choosing tokens",
         "recompute": "computing tokens again",
-        "prefill": "computing the question" if metrics.rotation else "computing the whole prompt",
+        "prefill": _computed(metrics),
         "rest": "waiting and tokenising",
     }
     return names[part]
+
+
+def _computed(metrics: Metrics) -> str:
+    if not metrics.rotation:
+        return "computing the whole prompt"
+    return f"computing the question{' and the best chunks' if metrics.fresh_tokens else ''}"
 
 
 def _time(seconds: float) -> str:
@@ -310,8 +316,9 @@ _RULES: Final[tuple[_Rule, ...]] = (
     ),
     _Rule(
         lambda m: not m.rotation and m.prefilled_tokens > 0 and not m.misses,
-        "Every answer computes every chunk under {policy}: Reuse() loads them, unless"
-        " Engine.refusal says why this model cannot.",
+        "Every answer computes every chunk under {policy}: BestLast() computes the best of them and"
+        " loads the others, Reuse() loads all, for models trained for that, unless Engine.refusal"
+        " says why this one cannot.",
     ),
     _Rule(
         lambda m: m.auxiliary_misses > 0 and _matters(m, "choose"),
@@ -320,13 +327,18 @@ _RULES: Final[tuple[_Rule, ...]] = (
     ),
     _Rule(
         lambda m: _leads(m, "choose"),
-        "Choosing tokens is most of it: Reuse() and LegoLink() need no pass over the context for"
+        "Choosing tokens is most of it: BestLast() and LegoLink() need no pass over the context for"
         " that, which {policy} does.",
     ),
     _Rule(
         lambda m: _leads(m, "recompute"),
         "Computing {m.recomputed_tokens} tokens again is most of it: lower the ratio of {policy},"
-        " or use Reuse() if `kvcache-rag verify` finds it good enough.",
+        " or use BestLast() if `kvcache-rag verify` finds it good enough.",
+    ),
+    _Rule(
+        lambda m: m.fresh_tokens > m.query_tokens and _leads(m, "prefill"),
+        "Computing the best chunks ({m.fresh_tokens} tokens) is most of it: give smaller ones,"
+        " lower the share of {policy}, or take a model that was fine-tuned for Reuse().",
     ),
     _Rule(
         _is_loaded_slowly,
