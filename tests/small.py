@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,13 @@ def make_model() -> LlamaForCausalLM:
     )
     note_training(config, blocks=True)  # plain reuse by default, as of the packaged reader
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+def make_untrained() -> LlamaForCausalLM:
+    """The same, which nobody trained for cached chunks."""
+    model = copy.deepcopy(make_model())
+    note_training(model.config, blocks=False)
     return model
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import time
+import warnings
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,15 @@ from serve_works import (
     serve_threads,
     text_of,
 )
-from small import Loop
+from small import Loop, make_tokenizer, make_untrained
 
 from kvcache_rag import (
     DiskStore,
+    Engine,
     InvalidInputError,
     MemoryStore,
     Message,
+    Reuse,
     TieredStore,
     policy_by_name,
 )
@@ -100,6 +103,18 @@ async def test_answers_are_those_of_the_engine_alone(
         assert text_of(pieces) == (alone.text if streaming else "")
         assert len(pieces) > 1 or not streaming, "piece by piece"
         assert pickle.loads(pickle.dumps((work, first, last))) == (work, first, last)
+
+
+async def test_plain_reuse_of_an_untrained_model_is_warned_of_once() -> None:
+    backend = LocalBackend(Engine(make_untrained(), make_tokenizer()))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert (await answer_of(backend, make_work(0))).metrics.fresh_tokens > 0, "the default"
+        assert not found
+        for number, namespace in enumerate(("", "", "tenant"), start=1):
+            await answer_of(backend, make_work(number, policy="reuse", namespace=namespace))
+    await backend.close()
+    assert [repr(Reuse()) in str(one.message) for one in found] == [True]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import warnings
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import pytest
@@ -18,16 +19,15 @@ from langchain_core.runnables import (
     RunnableParallel,
     RunnablePassthrough,
 )
+from small import make_tokenizer, make_untrained
 
-from kvcache_rag import FullRecompute, InvalidInputError, Reuse
+from kvcache_rag import Engine, FullRecompute, InvalidInputError, Reuse
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, create_kvcache_rag_chain, document_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from langchain_core.runnables import Runnable
-
-    from kvcache_rag import Engine
 
 DOCUMENTS = [Document("The cat sat on the mat."), Document("A dog ran away from home.")]
 FULL: Any = {"configurable": {"policy": FullRecompute()}}
@@ -175,3 +175,19 @@ async def test_a_first_step_that_tells_is_otherwise_langchains(llm: ChatKVCache)
 async def traced(chain: Runnable[Any, Any]) -> set[tuple[str, str]]:
     events = chain.astream_events("Who sat?")
     return {(event["event"], event["name"]) async for event in events}
+
+
+@pytest.mark.parametrize("told", ["settings", "call"])
+def test_who_asks_an_untrained_model_for_plain_reuse_is_told_once(told: str) -> None:
+    engine = Engine(make_untrained(), make_tokenizer())
+    chain = piped(ChatKVCache(engine=engine, max_tokens=2))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        chain.invoke("Who sat?")
+        assert not found, "the default"
+        if told == "settings":
+            chain = piped(ChatKVCache(engine=engine, max_tokens=2, policy="reuse"))
+        config: Any = {"configurable": {"policy": "reuse"}} if told == "call" else None
+        for _ in range(2):
+            chain.invoke("Who sat?", config)
+    assert [repr(Reuse()) in str(one.message) for one in found] == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import chromadb
@@ -20,9 +21,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEn
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool
-from small import Loop, make_model
+from small import Loop, make_model, make_tokenizer, make_untrained
 
-from kvcache_rag import ContextTooLongError, FullRecompute, InvalidInputError
+from kvcache_rag import ContextTooLongError, Engine, FullRecompute, InvalidInputError, Reuse
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llama_index_helpers import Recorder
-
-    from kvcache_rag import Engine
 
 FACTS = [
     "The lighthouse keeper is called Marlow.",
@@ -485,3 +484,21 @@ def test_tool_and_chat_engine(index: VectorStoreIndex, llm: KVCacheLLM) -> None:
     streaming = KVCacheQueryEngine.from_index(index, llm, streaming=True)
     chat = CondenseQuestionChatEngine.from_defaults(query_engine=streaming, **options)
     assert "".join(chat.stream_chat(QUESTION).response_gen)
+
+
+# ---------------------------------------------------------------------- plain reuse
+@pytest.mark.parametrize("told", ["llm", "synthesizer"])
+def test_who_asks_an_untrained_model_for_plain_reuse_is_told_once(told: str) -> None:
+    engine = Engine(make_untrained(), make_tokenizer())
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in FACTS]
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        KVCacheSynthesizer(llm).synthesize(QUESTION, nodes)
+        assert not found, "the default"
+        if told == "llm":
+            llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="reuse")
+        synthesizer = KVCacheSynthesizer(llm, policy="reuse" if told == "synthesizer" else None)
+        for _ in range(2):
+            synthesizer.synthesize(QUESTION, nodes)
+    assert [repr(Reuse()) in str(one.message) for one in found] == [True]
