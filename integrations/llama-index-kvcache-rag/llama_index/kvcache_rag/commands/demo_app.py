@@ -88,7 +88,7 @@ class Filling:
     nbytes: int
 
 
-class BestLast(BaseNodePostprocessor):
+class _WorstFirst(BaseNodePostprocessor):
     """Turns the order round, so that the best node stands beside the question.
 
     Cached chunks are cached wherever they stand, so another order costs nothing.
@@ -161,7 +161,7 @@ class DemoApp:
         common: dict[str, Any] = {
             "similarity_top_k": top_k,
             "streaming": True,
-            "node_postprocessors": [BestLast()],
+            "node_postprocessors": [_WorstFirst()],
         }
         self._cached = KVCacheQueryEngine.from_index(index, self.llm, policy=policy, **common)
         self._full = KVCacheQueryEngine.from_index(
