@@ -30,7 +30,7 @@ HELP = "check on your own questions which policy keeps full prefill's answers, f
 
 CODECS = ("native", "int8", "int4")
 
-POLICIES = ("reordered", "bestlast", "composite", "legolink", "cacheblend", "ape")
+POLICIES = ("reordered", "bestlast", "composite", "legolink", "cacheblend", "prophetkv", "ape")
 
 READER = "reader"
 
