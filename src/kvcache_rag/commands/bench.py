@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
+    DEFAULT_POLICY,
     FOLDER,
     MODEL,
     add_weight_format,
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timed.add_argument("--rounds", type=int, default=7, help="of all sides in turns (default: 7)")
     timed.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     timed.add_argument(
-        "--policy", metavar="NAME", help="of answers over cached chunks (default: the model's own)"
+        "--policy", metavar="NAME", help=f"of answers over cached chunks {DEFAULT_POLICY}"
     )
     timed.add_argument(
         "--store",

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# How commands say what a folder of texts, a model, an adapter and its weights may be.
+# How commands say what a folder of texts, a model, an adapter, a policy and weights may be.
 FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
 MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
 ADAPTER: Final = (
     "PEFT adapter for the model: folder, installed name such as block, or none (default: block for "
     "smollm2 where it is installed, else none)"
 )
+DEFAULT_POLICY: Final = "(default: reuse on a model trained for cached chunks, else bestlast)"
 WEIGHT_FORMATS: Final = ("auto", "plain", "int8", "int4")
 WEIGHT_FORMAT: Final = (
     "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.commands.listing import (
     ADAPTER,
+    DEFAULT_POLICY,
     MODEL,
     add_press,
     add_signing_key,
@@ -81,7 +82,9 @@ def add_model_arguments(group: Any) -> None:
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
     group.add_argument("--template", metavar="DIR", help="folder with a prompt_template.json")
     group.add_argument("--system-prompt", metavar="TEXT", help="instruction before the chunks")
-    group.add_argument("--policy", help="of requests that name none, such as cacheblend:0.2")
+    group.add_argument(
+        "--policy", help=f"of requests that name none, such as cacheblend:0.2 {DEFAULT_POLICY}"
+    )
     group.add_argument("--gate", metavar="FILE", help="verdict of kvcache-rag verify")
     group.add_argument("--auxiliary", metavar="MODEL", help="small model, for cacheclip")
 

@@ -194,7 +194,10 @@ def add_answering(parser: argparse.ArgumentParser) -> None:
 def add_policy(parser: argparse._ActionsContainer) -> None:
     """Declare what is reused of cached chunks, the name of a policy."""
     parser.add_argument(
-        "--policy", metavar="NAME", help='what is reused of cached chunks, such as "legolink:16"'
+        "--policy",
+        metavar="NAME",
+        help="what is reused of cached chunks, such as legolink:16 (default: reuse on a model "
+        "trained for cached chunks, else bestlast)",
     )
 
 
