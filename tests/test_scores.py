@@ -23,7 +23,7 @@ from kvcache_rag import (
     policy_by_name,
 )
 from kvcache_rag.prefetch import Prefetcher
-from kvcache_rag.prompt.scores import whole_scores
+from kvcache_rag.prompt.scores import scores_by_step, whole_scores
 from kvcache_rag.serve.backend import RetrievedText
 from kvcache_rag.serve.local import LocalBackend
 
@@ -121,6 +121,35 @@ def test_a_score_is_a_finite_number(engine: Engine, scores: Any) -> None:
 )
 def test_scores_count_where_all_have_one(given: Sequence[Any], known: Any) -> None:
     assert whole_scores(given) == known
+
+
+# Texts from the best to the worst.
+@pytest.mark.parametrize(
+    ("steps", "ranked"),
+    [
+        ([[("a", None), ("b", None)], [("c", None), ("d", None)]], "cdab"),
+        ([[("a", 0.9), ("b", 0.8)], [("c", 0.1), ("d", 0.2)]], "dcab"),
+        ([[("a", 0.1), ("b", 0.9)], [("c", math.nan), ("d", 0.2)], []], "cdba"),
+        ([[("a", 0.9), ("b", None)], [("c", 0.1), ("b", 0.2)]], "bca"),
+        ([[("a", None), ("b", None)], [("b", None), ("c", None), ("b", None)]], "bca"),
+        ([[], [("a", 0.1), ("b", 0.9), ("a", 1)]], "ab"),
+    ],
+)
+def test_a_later_step_found_what_is_better(steps: Any, ranked: str) -> None:
+    found = scores_by_step(steps)
+    assert found is not None
+    assert "".join(sorted(found, key=lambda text: -found[text])) == ranked
+    assert whole_scores(found.values()) == tuple(found.values())
+
+
+def test_one_step_has_its_own_scores_or_none() -> None:
+    assert scores_by_step([[("a", 0.1), ("b", 7)], []]) == {"a": 0.1, "b": 7.0}
+    for steps in ([], [[]], [[("a", 0.1), ("b", None)]]):
+        assert scores_by_step(steps) is None
+
+
+def test_equal_scores_of_one_step_stay_equal() -> None:
+    assert scores_by_step([[("a", 2), ("b", 2)], [("c", 1)]]) == {"a": 0.0, "b": 0.0, "c": 1.0}
 
 
 # ---------------------------------------------------------------------- what is made ahead

@@ -104,7 +104,7 @@ class Call:
         return [self.references.chunk(text, self.engine) for text in asked.texts]
 
     def scores(self, asked: Grounded) -> Sequence[float] | None:
-        """Of the documents: those of the call, or a reranker's."""
+        """Of the documents: those of the call, or what the messages say."""
         found: Sequence[float] | None = self.options.get("scores")
         return asked.scores if found is None else found
 
@@ -157,9 +157,6 @@ def call_of(
         options["logits_processor"] = [*processors, *form.options.get("logits_processor", ())]
     if isinstance(asked, Grounded):
         options.update(form.chat)
-        if asked.scores is None and (choice.may_call or not form.asked[0]):
-            # If not everything fits, what was found first is left out first.
-            options.setdefault("scores", range(len(asked.texts)))
     return Call(engine, references, asked, options, form, is_pasted)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import reference_to, referring, whole_scores, whole_texts
-from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, block_score
+from kvcache_rag.integration import reference_to, referring, scores_by_step, whole_texts
+from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _ROLES: Final = {
     "system": "system",
@@ -71,7 +72,7 @@ class Grounded:
             empty, which is still a question for the engine's own instruction.
         turns: Earlier turns; they stand behind the chunks.
         prefix_mismatch: Whether there was such an instruction.
-        scores: Of the texts, where every document has one of a reranker; of equal ones the highest.
+        scores: Of the texts, where a reranker or several steps say more than their order.
     """
 
     question: str
@@ -160,18 +161,16 @@ def read_messages(
     elif suffix:
         turns[-1] = said("user", turns[-1]["content"] + suffix)
     question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
-    return Grounded(question, texts, tuple(turns), bool(foreign), _scores(read, texts))
+    scores = scores_by_step(_steps(read))
+    known = None if scores is None else tuple(scores[text] for text in texts)
+    return Grounded(question, texts, tuple(turns), bool(foreign), known)
 
 
-def _scores(read: Sequence[_Read], texts: Sequence[str]) -> tuple[float, ...] | None:
-    scored = [pair for one in read for pair in one.scored if pair[0].strip()]
-    known = whole_scores(score for _, score in scored)
-    if known is None:
-        return None
-    best: dict[str, float] = {}
-    for (text, _), score in zip(scored, known, strict=True):
-        best[text] = max(score, best.get(text, score))
-    return tuple(best[text] for text in texts)
+def _steps(read: Sequence[_Read]) -> Iterator[list[tuple[str, Any]]]:
+    """The documents that each call of a tool found, or one turn of the user brought."""
+    alone = ("tool", "assistant")
+    for _, step in groupby(enumerate(read), lambda at: at[0] if at[1].role in alone else None):
+        yield [pair for _, one in step for pair in one.scored if pair[0].strip()]
 
 
 def _open_last_question(turns: list[Turn], instructions: Sequence[str]) -> None:
@@ -201,6 +200,7 @@ class _Read:
     role: str
     parts: tuple[_Part, ...]
     more: tuple[tuple[str, Any], ...] = ()
+    scores: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -215,7 +215,8 @@ class _Read:
             raise InvalidInputError(
                 f"message {index} has the role {kind!r}; use system, user, assistant or tool"
             )
-        documents: Sequence[str] = _artifact(message)
+        artifact = _artifact(message)
+        documents: Sequence[str] = [one.page_content for one in artifact]
         if not documents and documents_in is not None and role == "tool":
             documents = documents_in(message.text)
         parts: list[_Part] = []
@@ -229,7 +230,8 @@ class _Read:
                 found, is_document = _text_of(index, block), sort == DOCUMENT_TYPE
                 within = [] if is_document else whole_texts(found, documents)
                 parts.append(_Part(found, is_document, tuple(within), block_score(block)))
-        return cls(role, tuple(parts), tuple(_beside(message).items()))
+        scores = {one.page_content: one.metadata.get(SCORE) for one in artifact}
+        return cls(role, tuple(parts), tuple(_beside(message).items()), scores)
 
     @property
     def documents(self) -> list[str]:
@@ -238,9 +240,9 @@ class _Read:
 
     @property
     def scored(self) -> list[tuple[str, Any]]:
-        """These texts with what their blocks have for a score."""
+        """These texts with what their blocks, or the tool's artifact, have for a score."""
         return [
-            (text, part.score if part.is_document else None)
+            (text, part.score if part.is_document else self.scores.get(text))
             for part in self.parts
             for text in ([part.text] * part.is_document or part.within)
         ]
@@ -268,11 +270,11 @@ class _Read:
         return {**said("tool", "\n".join(filter(None, lines))), **dict(self.more)}
 
 
-def _artifact(message: BaseMessage) -> list[str]:
-    """Texts of the documents that a tool handed over beside what it said."""
+def _artifact(message: BaseMessage) -> list[Document]:
+    """The documents that a tool handed over beside what it said."""
     artifact = message.artifact if isinstance(message, ToolMessage) else None
     found = artifact if isinstance(artifact, (list, tuple)) else [artifact]
-    return [one.page_content for one in found if isinstance(one, Document)]
+    return [one for one in found if isinstance(one, Document)]
 
 
 def _beside(message: BaseMessage) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
 from kvcache_rag import BestLast
 from langchain_kvcache_rag import KVCacheRAG, document_block
@@ -106,4 +106,51 @@ def test_scores_of_documents_count_beside_tools_too(llm: ChatKVCache) -> None:
     assert first < last, (
         "the best document is computed with the question: the shortest, the longest"
     )
-    assert fresh((None,) * 3) == last, "what was found last is the best where nothing says so"
+    assert fresh((None,) * 3) == first, "the first is the best where nothing says so"
+
+
+def called(number: int, found: Sequence[Document], how: str) -> list[Any]:
+    """A call of a tool, and the documents that it found."""
+    calls = [{"name": "search", "args": {}, "id": str(number)}]
+    content: Any = [document_block(document) for document in found]
+    artifact = None
+    if how == "artifact":
+        content, artifact = "\n\n".join(one.page_content for one in found), list(found)
+    answer = ToolMessage(content, tool_call_id=str(number), artifact=artifact)
+    return [AIMessage("", tool_calls=calls), answer]
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+@pytest.mark.parametrize("how", ["blocks", "artifact"])
+@pytest.mark.parametrize(
+    ("found", "scores", "best"),
+    [
+        (["012"], (None,) * 3, 0),
+        (["012"], SCORES, 2),
+        (["0", "21"], (None,) * 3, 2),
+        (["2", "01"], SCORES, 1),
+        (["2", "01"], (None, 0.2, 0.9), 0),
+        (["012", "1"], SCORES, 1),
+    ],
+)
+def test_the_best_of_the_last_call_is_computed_with_the_question(
+    llm: ChatKVCache, engine: Engine, found: Sequence[str], scores: Any, best: int, how: str
+) -> None:
+    every = documents(scores)
+    messages: list[Any] = [HumanMessage("Who sat?")]
+    for number, places in enumerate(found):
+        messages += called(number, [every[int(place)] for place in places], how)
+    said = llm.invoke(messages, policy="bestlast", max_new_tokens=2)
+    fresh = [len(chunk) for chunk in engine.tokenize("?", TEXTS).chunks]
+    assert len(set(fresh)) == len(fresh), "it must be able to fail"
+    assert said.response_metadata["kv_cache"]["fresh_tokens"] == fresh[best]
+
+
+def test_documents_of_the_last_question_are_the_best(llm: ChatKVCache, engine: Engine) -> None:
+    first, *found = documents((None,) * 3)
+    asked_before = [HumanMessage([document_block(first), {"type": "text", "text": "Who sat?"}])]
+    history = [*asked_before, AIMessage("The cat.")]
+    given = {"question": "Who ran?", "context": found, "chat_history": history}
+    said = KVCacheRAG(llm=llm).invoke(given, policy="bestlast")
+    fresh = [len(chunk) for chunk in engine.tokenize("?", TEXTS).chunks]
+    assert said.response_metadata["kv_cache"]["fresh_tokens"] == fresh[1]

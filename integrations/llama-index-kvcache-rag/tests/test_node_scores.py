@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -143,6 +143,42 @@ def test_in_messages_that_an_app_wrote_too(
     found = "\n\n".join(one.node.get_content() for one in Fixed(scores).retrieve(QUESTION))
     response = llm.chat([ChatMessage(role="user", content=f"{found}\n\n{QUESTION}")])
     raw: Any = response.raw
+    assert raw["kv_cache"]["fresh_tokens"] == fresh[best]
+
+
+@pytest.mark.filterwarnings("ignore:chat template or tokenizer")  # the reader writes JSON
+@pytest.mark.parametrize(
+    ("found", "scores", "best"),
+    [
+        (["012"], (None,) * 3, 0),
+        (["012"], SCORES, 2),
+        (["0", "21"], (None,) * 3, 2),
+        (["2", "01"], SCORES, 1),
+        (["2", "01"], (None, 0.2, 0.9), 0),
+        (["012", "1"], SCORES, 1),
+    ],
+)
+def test_the_best_of_the_last_call_is_computed_with_the_question(
+    engine: Engine, fresh: list[int], found: Sequence[str], scores: Any, best: int
+) -> None:
+    from llama_index.kvcache_rag import KVCacheLLM
+
+    llm = KVCacheLLM(engine=engine, max_new_tokens=2, policy="bestlast")
+    every = [one.node.get_content() for one in Fixed(scores).retrieve(QUESTION)]
+    messages = [ChatMessage(role=MessageRole.USER, content=QUESTION)]
+    for number, places in enumerate(found):
+        call = ToolCallBlock(tool_call_id=str(number), tool_name="search", tool_kwargs={})
+        said = "\n\n".join(every[int(place)] for place in places)
+        messages += [
+            ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
+            ChatMessage(
+                role=MessageRole.TOOL,
+                content=said,
+                additional_kwargs={"tool_call_id": str(number)},
+            ),
+        ]
+    raw: Any = llm.chat(messages).raw
+    assert len(set(fresh)) == len(fresh), "it must be able to fail"
     assert raw["kv_cache"]["fresh_tokens"] == fresh[best]
 
 

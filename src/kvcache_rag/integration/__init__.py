@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from kvcache_rag.progress import is_rich as is_rich
     from kvcache_rag.progress import plain as plain
     from kvcache_rag.progress import table as table
+    from kvcache_rag.prompt.scores import scores_by_step as scores_by_step
     from kvcache_rag.prompt.scores import whole_scores as whole_scores
 else:
     from kvcache_rag.exports import lazy_names

@@ -36,6 +36,33 @@ def whole_scores(scores: Iterable[Any]) -> tuple[float, ...] | None:
     return tuple(map(float, found)) if found and all(map(_is_finite, found)) else None
 
 
+def scores_by_step(steps: Iterable[Sequence[tuple[str, Any]]]) -> dict[str, float] | None:
+    """Scores of texts that a conversation found step by step, in a call of a tool each.
+
+    What a later step found is better: own scores tell how well a text matches the query of its
+    step, and no other.  Within a step they count if every text has one; else the first is the best.
+    A text that was found again counts where it is best.
+
+    Args:
+        steps: What each found, with what it has for a score, earliest first.
+
+    Returns:
+        By text, in the order in which they were first found; None if that order says it all.
+    """
+    found = [step for step in steps if step]
+    own = [whole_scores(score for _, score in step) for step in found]
+    if own in ([], [None]):
+        return None
+    places: dict[str, tuple[int, float]] = {}
+    for number, (step, scores) in enumerate(zip(found, own, strict=True)):
+        for (text, _), score in zip(step, scores or ranking(None, len(step)), strict=True):
+            places[text] = max(places.get(text, (number, score)), (number, score))
+    if len(found) == 1:
+        return {text: score for text, (_, score) in places.items()}
+    ranks = {place: float(rank) for rank, place in enumerate(sorted({*places.values()}))}
+    return {text: ranks[place] for text, place in places.items()}
+
+
 def _is_finite(score: Any) -> bool:
     try:
         return not isinstance(score, (bool, str)) and math.isfinite(score)

@@ -496,7 +496,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         def plain(chat: Mapping[str, Any]) -> Prompt:
             return ask.prompt(self, messages, lambda: self.chat_prompt(messages, **chat))
 
-        return spoken(self, messages, given, plain)
+        return spoken(self, messages, given, plain, ask.scores)
 
     @property
     def has_own_form(self) -> bool:

@@ -29,6 +29,7 @@ from kvcache_rag.integration import (
     ToolChoice,
     UnreadableCall,
     reference_to,
+    scores_by_step,
 )
 from llama_index.kvcache_rag.matching import chunk_of, found_in
 from llama_index.kvcache_rag.options import turn
@@ -76,6 +77,7 @@ def spoken(
     messages: Sequence[ChatMessage],
     given: dict[str, Any],
     plain: Callable[[Mapping[str, Any]], Prompt],
+    scores: Mapping[str, float | None],
 ) -> Spoken:
     """Read messages with calls of tools, and the tools of a call, for the engine.
 
@@ -84,6 +86,7 @@ def spoken(
         messages: Oldest first.
         given: Arguments of the call; those about tools and the chat template are taken out.
         plain: Reads messages without calls, given arguments of `Engine.render_chat`.
+        scores: Of the nodes that were retrieved last.
 
     Raises:
         InvalidInputError: If tools cannot be used.
@@ -105,7 +108,7 @@ def spoken(
         raise InvalidInputError(
             "tools are written by the tokenizer's chat template; leave messages_to_prompt out"
         )
-    conversation = _Conversation.of(llm, messages)
+    conversation = _Conversation.of(llm, messages, scores)
     form = forms.form(conversation.turns, choice, values, is_held=is_held)
     if form.is_fallback:
         llm.warn_once(JSON_FORM)
@@ -114,13 +117,13 @@ def spoken(
         text = render(form.turns, **form.chat)
         return Spoken(text, form.options, form, lambda: text)
     question, history = form.asked
+    known = scores_by_step(conversation.steps)
     grounded = Grounded(
         question,
         tuple(chunk_of(one, llm.engine) for one in conversation.found),
         overflow="drop_lowest",
         prefix_mismatch=conversation.prefix_mismatch,
-        # If not everything fits, what was found first is left out first.
-        scores=tuple(map(float, range(len(conversation.found)))),
+        scores=None if known is None else tuple(known[one.text] for one in conversation.found),
         history=history,
     )
     options = {**form.options, **form.chat}
@@ -151,13 +154,17 @@ def _calls(message: ChatMessage) -> list[Turn]:
 class _Conversation:
     """Turns, and the chunks that what tools said refers to."""
 
+    scores: Mapping[str, float | None]
     turns: list[Turn] = field(default_factory=list)
     found: list[FoundText] = field(default_factory=list)
+    steps: list[list[tuple[str, float | None]]] = field(default_factory=list)
     prefix_mismatch: bool = False
 
     @classmethod
-    def of(cls, llm: KVCacheLLM, messages: Sequence[ChatMessage]) -> _Conversation:
-        read = cls()
+    def of(
+        cls, llm: KVCacheLLM, messages: Sequence[ChatMessage], scores: Mapping[str, float | None]
+    ) -> _Conversation:
+        read = cls(scores)
         for message in messages:
             read.add(message, llm)
         if not read.found:
@@ -176,7 +183,9 @@ class _Conversation:
         one: Turn = dict(turn(message))
         if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
             one["role"] = "tool"
-            one["content"] = self._referring(one["content"], found_in(one["content"], llm))
+            found = found_in(one["content"], llm)
+            self.steps.append([(each.text, self.scores.get(each.text)) for each in found])
+            one["content"] = self._referring(one["content"], found)
             named = ("name", "tool_call_id")
             one |= {name: message.additional_kwargs.get(name) for name in named}
         elif calls := _calls(message):
