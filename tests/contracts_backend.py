@@ -27,7 +27,7 @@ from serve_works import (
 )
 
 from kvcache_rag import BestLast, ContextTooLongError, KVCacheRagError, Message
-from kvcache_rag.serve.backend import Failed, Finished, Piece, Prefilled, Started
+from kvcache_rag.serve.backend import Failed, Finished, OwnPolicy, Piece, Prefilled, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -308,6 +308,9 @@ class BackendContract:
     async def test_a_verdict_is_about_its_engine(self, backend: Backend) -> None:
         assert await backend.identity() == reader().identity
         assert await backend.models() == {"reader": reader().context_window}
+
+    async def test_what_is_reused_unless_a_request_says_it(self, backend: Backend) -> None:
+        assert await backend.own_policy() == OwnPolicy("reordered")
 
     # Law: the end is final, however often it is asked for, and leaves no request without an event.
 

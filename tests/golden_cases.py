@@ -34,6 +34,7 @@ from kvcache_rag.serve.backend import (
     Event,
     Failed,
     Finished,
+    OwnPolicy,
     Piece,
     Prefilled,
     RetrievedText,
@@ -352,6 +353,10 @@ class SilentBackend:
     async def identity(self) -> Identity:
         """Some model."""
         return Identity("tiny", "r", "native", "float32", "p", "t", "s")
+
+    async def own_policy(self) -> OwnPolicy:
+        """Nobody knows."""
+        return OwnPolicy()
 
     async def drain(self) -> None:
         return None

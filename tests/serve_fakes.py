@@ -19,6 +19,7 @@ from kvcache_rag.serve.backend import (
     BackendRequest,
     Event,
     Finished,
+    OwnPolicy,
     Piece,
     Prefilled,
     Started,
@@ -108,6 +109,9 @@ class Scripted:
     async def identity(self) -> Identity:
         """Some model."""
         return Identity("tiny", "r", "native", "float32", "p", "t", "s")
+
+    async def own_policy(self) -> OwnPolicy:
+        return OwnPolicy("reuse", {"composite": "It costs."})
 
     async def drain(self) -> None:
         return None

@@ -48,6 +48,7 @@ from kvcache_rag.models.adapters import (
 from kvcache_rag.models.weights import model_identity
 from kvcache_rag.policies.default import UNTRAINED, default_policy
 from kvcache_rag.reader import model_path
+from kvcache_rag.serve.local import LocalBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -297,3 +298,27 @@ def test_nobody_is_warned_who_is_trained_compares_checks_or_has_one_chunk() -> N
     assert [told(call) for call in calls] == [[]] * len(calls)
     trained = Engine(build("qwen2"), byte_tokenizer(), template=TEMPLATE)
     assert told(lambda: trained.generate(QUESTION, TEXTS, policy=Reuse(), max_new_tokens=1)) == []
+
+
+# ---------------------------------------------------------------------- what a server says of it
+@pytest.mark.parametrize("policy", [Reuse(), Reuse("composite")], ids=["reuse", "composite"])
+async def test_a_server_says_what_reuse_may_cost_in_the_words_of_the_engine(policy: Reuse) -> None:
+    engine = untrained()
+    backend = LocalBackend(engine)
+    try:
+        own = await backend.own_policy()
+    finally:
+        await backend.close()
+    assert own.name == "bestlast"
+    assert set(own.warnings) == {"reuse", "composite"}
+    said = own.warnings["composite" if policy == Reuse("composite") else "reuse"]
+    assert told(lambda: engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)) == [said]
+
+
+async def test_a_server_says_a_policy_that_has_a_name_and_no_other() -> None:
+    for policy, name in ((CacheBlend(0.3), "cacheblend:0.3"), (LegoLink(4, "composite"), "")):
+        backend = LocalBackend(untrained(policy=policy))
+        try:
+            assert (await backend.own_policy()).name == name
+        finally:
+            await backend.close()

@@ -133,7 +133,8 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "auxiliary": False,
         "documents": limits.documents,
         "file_bytes": limits.body_bytes,
-        "policy": "",
+        "policy": "reuse",
+        "warnings": {"composite": "It costs."},
     }
     limits = RequestLimits(documents=3, body_bytes=1000)
     made: dict[str, Any] = {"api_keys": keys, "top_k": 7, "model": "other", "limits": limits}
@@ -150,6 +151,7 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "documents": 3,
         "file_bytes": 1000,
         "policy": "bestlast:0.4",
+        "warnings": {"composite": "It costs."},
     }
 
 

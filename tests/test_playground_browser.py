@@ -18,6 +18,7 @@ from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_back
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink, MemoryStore, Reuse
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.models.pretrained import PACKAGED
+from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag.serve.app import build_app
 from kvcache_rag.serve.backend import Finished, Piece, RetrievedText, Started
 from kvcache_rag.serve.keys import new_key
@@ -310,6 +311,12 @@ def test_the_dial_starts_at_the_servers_policy(page: Page) -> None:
         assert page.find("#policy").get_attribute("value") == "bestlast"
 
 
+def test_reuse_is_what_a_trained_model_starts_at_without_a_warning(page: Page, url: str) -> None:
+    page.open(url)
+    assert page.find("#policy").get_attribute("value") == "reuse"
+    assert not page.find("#warning").is_displayed()
+
+
 def test_the_dial_starts_at_what_was_measured(page: Page, url: str) -> None:
     page.open(url)
     for policy, shown in (("legolink", "16"), ("cacheblend", "20 %"), ("reuse", "")):
@@ -363,22 +370,32 @@ def smollm2_url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("sample", "right", "is_reuse_right"), [(0, "9 euros", True), (3, "180 kilograms", False)]
+    ("sample", "right", "starts"), [(0, "9 euros", "bestlast"), (3, "180 kilograms", "reuse")]
 )
 def test_where_the_dial_starts_smollm2_answers(
-    page: Page, smollm2_url: str, sample: int, right: str, is_reuse_right: bool
+    page: Page, smollm2_url: str, sample: int, right: str, starts: str
 ) -> None:
     page.open(smollm2_url)
+    warned = reuse_warning(Reuse(), trained=False)
+    assert page.find("#policy").get_attribute("value") == "bestlast"
+    assert page.text("#warning") == ""
     if sample:
         Select(page.find("#sample")).select_by_index(sample)
         page.settled()
+        assert page.text("#warning") == warned
+    assert page.find("#policy").get_attribute("value") == starts
     page.ask()
     assert right in page.text("#full [data-part=text]")
-    assert (right in page.text("#stitched [data-part=text]")) == is_reuse_right
-    assert re.search(r"^Reuse: 0 of 1,\d{3} tokens", page.text("#prompt-note"))
+    assert (right in page.text("#stitched [data-part=text]")) == (starts != "reuse")
     for policy in ("bestlast", "prophetkv"):
         page.dial(policy)
         assert right in page.text("#stitched [data-part=text]"), policy
+        assert page.text("#warning") == ""
+    page.find("#live").click()
+    page.dial("reuse")
+    assert re.search(r"^Reuse: 0 of 1,\d{3} tokens", page.text("#prompt-note"))
+    assert page.text("#warning") == warned
+    assert page.barriers() == []
 
 
 def test_the_dial_may_only_show(page: Page, url: str) -> None:

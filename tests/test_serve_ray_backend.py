@@ -29,6 +29,7 @@ from kvcache_rag.serve.backend import (
     Event,
     Failed,
     Finished,
+    OwnPolicy,
     Piece,
     RetrievedText,
     Started,
@@ -124,14 +125,15 @@ class Handle:
             "count",
             "explain",
             "identity",
+            "own_policy",
             "prefetch",
             "prefill",
         ):
             raise AttributeError(name)
         return self
 
-    def remote(self, work: BackendRequest) -> Response:
-        self.works.append(work)
+    def remote(self, *works: BackendRequest) -> Response:
+        self.works += works
         self.responses.append(Response(self.scripts.pop(0)))
         return self.responses[-1]
 
@@ -249,6 +251,13 @@ class TestRayBackend(BackendContract):
         await backend.close()
         await self.handle.end()
         assert not serve_threads()
+
+
+async def test_the_policy_of_the_replicas_is_asked_for_until_one_says_it(ray: Any) -> None:
+    own = OwnPolicy("bestlast", {"reuse": "It costs."})
+    asked = backend(Handle([died(ray)], [own]))
+    assert await asked.own_policy() == OwnPolicy()
+    assert await asked.own_policy() == await asked.own_policy() == own
 
 
 async def test_the_events_of_a_replica_are_passed_on() -> None:

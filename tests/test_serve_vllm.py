@@ -242,6 +242,11 @@ def verdict_on(identity: Identity, kept: float) -> Verdict:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("policy", "name"), [(None, "reordered"), (FullRecompute(), "full")])
+async def test_servers_reuse_unless_they_are_told_otherwise(policy: Any, name: str) -> None:
+    assert (await backend_of(FakeEngine(), policy=policy).own_policy()).name == name
+
+
 async def test_servers_say_what_a_verdict_is_about() -> None:
     same, other = [FakeEngine(), FakeEngine()], FakeEngine(spec="other weights")
     backend = backend_of(*same)

@@ -163,6 +163,19 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
+class OwnPolicy:
+    """What a backend reuses where a request does not say it.
+
+    Attributes:
+        name: As `policy_by_name` reads it; "" where nobody can say it now.
+        warnings: Of other policies, by name: what they may cost the model.
+    """
+
+    name: str = ""
+    warnings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Failed:
     """There is no answer.
 
@@ -255,6 +268,10 @@ class Backend(Protocol):
         Raises:
             KVCacheRagError: If nobody can say it now.
         """
+        ...
+
+    async def own_policy(self) -> OwnPolicy:
+        """How requests that name no policy are answered."""
         ...
 
     async def drain(self) -> None:

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
-from kvcache_rag.errors import KVCacheRagError
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.generation.stream import cancellable, in_thread
 from kvcache_rag.generation.telemetry import attached
+from kvcache_rag.models.adapters import trained_for_blocks
+from kvcache_rag.policies import policy_by_name
+from kvcache_rag.policies.default import reuse_warning
+from kvcache_rag.policies.named import name_of
 from kvcache_rag.prefetch import Engines, Prefetcher, ensure_same_keys, twin
-from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Prefilled
+from kvcache_rag.serve.backend import Dequeued, Failed, Finished, OwnPolicy, Prefilled
 from kvcache_rag.serve.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag.serve.limits import ensure_fits, is_doubtful
 from kvcache_rag.serve.queue import DEADLINE, nothing
@@ -264,6 +268,17 @@ class LocalBackend:
 
     async def identity(self) -> Identity:
         return await in_thread(getattr, self._engines.base, "identity")
+
+    async def own_policy(self) -> OwnPolicy:
+        engine, name = self._engines.base, ""
+        with suppress(InvalidInputError):  # made in a program, with settings that no name says
+            name = name_of(engine.policy)
+        trained = trained_for_blocks(engine.model)
+        warnings = {
+            each: reuse_warning(policy_by_name(each), trained=trained)
+            for each in ("reuse", "composite")
+        }
+        return OwnPolicy(name, {each: said for each, said in warnings.items() if said})
 
     async def drain(self) -> None:
         self._scheduler.drain()

@@ -129,7 +129,8 @@ class PageConfig(BaseModel):
         auxiliary: Whether there is a model that chooses tokens for CacheClip.
         documents: That a question may have.
         file_bytes: That a file may have.
-        policy: Of requests that name none, as `policy_by_name` reads it; "" for the engine's own.
+        policy: Of requests that name none, as `policy_by_name` reads it; "" if nobody can say it.
+        warnings: Of others, by name: what they may cost the model.
     """
 
     rag: bool
@@ -140,6 +141,7 @@ class PageConfig(BaseModel):
     documents: int
     file_bytes: int
     policy: str
+    warnings: dict[str, str]
 
 
 Said = Annotated[Text, Field(max_length=MOST_SAID)]
@@ -209,7 +211,7 @@ def router(context: AppContext) -> APIRouter:
 
     @routes.get("/playground/config", include_in_schema=False)
     async def config() -> JSONResponse:
-        settings = context.settings
+        settings, own = context.settings, await context.backend.own_policy()
         page_config = PageConfig(
             rag=context.retriever is not None,
             needs_key=settings.api_keys is not None,
@@ -218,7 +220,8 @@ def router(context: AppContext) -> APIRouter:
             auxiliary=settings.auxiliary is not None,
             documents=settings.limits.documents,
             file_bytes=settings.limits.body_bytes,
-            policy=settings.policy,
+            policy=settings.policy or own.name,
+            warnings=dict(own.warnings),
         )
         return JSONResponse(page_config.model_dump(), headers={"Cache-Control": "no-store"})
 

@@ -186,6 +186,8 @@ function measureOver(texts) {
 // What is known of the dial's position without asking anybody.
 function showPosition() {
   by("against").textContent = dial.chosen.name;
+  by("warning").textContent = state.config.warnings?.[dial.chosen.id] ?? "";
+  by("warning").hidden = !by("warning").textContent;
   ratios.show(dial.text);
   costs.show(dial.text);
 }

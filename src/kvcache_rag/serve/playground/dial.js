@@ -40,7 +40,7 @@ export class Dial {
       this.#show();
       onChange();
     });
-    this.set("reuse");
+    this.set("reuse"); // where it stays for a policy that it does not have, and for its other name, "reordered"
   }
 
   get chosen() {

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import KVCacheRagError
-from kvcache_rag.serve.backend import Dequeued, Failed, Finished, Started
+from kvcache_rag.serve.backend import Dequeued, Failed, Finished, OwnPolicy, Started
 from kvcache_rag.serve.errors import (
     REPLICA_FAULT,
     REPLICAS_OVERDUE,
@@ -109,6 +109,7 @@ class RayBackend:
         self._counts: Counter[str] = Counter(handed_on=0, lost=0)
         self._was_ready = self._closed = False
         self._window: int | None = None
+        self._own_policy: OwnPolicy | None = None
         self._draining = asyncio.Event()
 
     async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
@@ -200,6 +201,14 @@ class RayBackend:
             LOG.warning("no replica says what it is: %s", type(error).__name__)
             raise ApiError.of(REPLICA_FAULT) from None
         return found
+
+    async def own_policy(self) -> OwnPolicy:
+        """That of any replica; all of them load the same."""
+        if self._own_policy is None:
+            with suppress(Exception):  # between the death of the last replica and the next one
+                response = self._handle.own_policy.remote()
+                self._own_policy = await asyncio.wait_for(_value(response), STATS_WAIT)
+        return self._own_policy or OwnPolicy()
 
     async def drain(self) -> None:
         """Have every replica refuse what waits there; a replica that does not answer has died."""

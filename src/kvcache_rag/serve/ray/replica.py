@@ -21,7 +21,7 @@ from kvcache_rag.serve.backend import Started
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from kvcache_rag.serve.backend import BackendRequest, Dequeued, Event, Prefilled
+    from kvcache_rag.serve.backend import BackendRequest, Dequeued, Event, OwnPolicy, Prefilled
     from kvcache_rag.serve.local import LocalBackend
     from kvcache_rag.serve.settings import ServerSettings
     from kvcache_rag.verdict import Identity
@@ -112,6 +112,10 @@ class Replica:
     async def identity(self) -> Identity:
         """What a verdict on its answers is about."""
         return await self._backend.identity()
+
+    async def own_policy(self) -> OwnPolicy:
+        """How requests that name no policy are answered."""
+        return await self._backend.own_policy()
 
     async def prefetch(self, work: BackendRequest) -> bool:
         """Compute and store what the request will need; it is not queued here.

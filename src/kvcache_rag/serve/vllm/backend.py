@@ -20,6 +20,7 @@ from kvcache_rag.kv.chunk import digest, packed_ids
 from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from kvcache_rag.metrics import Answer, Metrics
 from kvcache_rag.policies import FullRecompute, Reuse
+from kvcache_rag.policies.named import name_of
 from kvcache_rag.serve.backend import (
     BAD_REQUEST,
     INVALID,
@@ -27,6 +28,7 @@ from kvcache_rag.serve.backend import (
     OVERLOADED,
     Failed,
     Finished,
+    OwnPolicy,
     Piece,
     Prefilled,
     Started,
@@ -599,6 +601,10 @@ class VLLMBackend:
 
     async def models(self) -> Mapping[str, int | None]:
         return {self._name: self._prompts.context_window}
+
+    async def own_policy(self) -> OwnPolicy:
+        # What is better for a model that was not trained for it, vLLM does not compute.
+        return OwnPolicy(name_of(self._policy or Reuse()))
 
     async def drain(self) -> None:
         self._is_closed = True
