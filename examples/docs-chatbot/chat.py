@@ -92,7 +92,7 @@ def answer(engine: KVCacheChatEngine, question: str) -> None:
     print(*sources(response.source_nodes), sep="\n")
     if cost := (response.metadata or {}).get("kv_cache"):
         tokens = f"{cost['reused_tokens']} tokens reused, {cost['computed_tokens']} computed"
-        print(f"  {tokens}; first token after {cost['ttft']:.2f} s\n", flush=True)
+        print(f"  {tokens}; first token after {cost['ttft']:.2f} s, {cost['policy']}\n", flush=True)
 
 
 def main() -> None:
