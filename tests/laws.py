@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
 import torch
 from alibi import told_positions
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import Engine, MemoryStore, PromptTemplate, ReusePolicy, UnsupportedModelError
+from kvcache_rag import (
+    Engine,
+    MemoryStore,
+    Message,
+    PromptTemplate,
+    ReusePolicy,
+    UnsupportedModelError,
+)
 from kvcache_rag.kv.chunk import kept_places
 from kvcache_rag.kv.mask import MaskedSequence, block_mask, pruned_mask
-from kvcache_rag.models.cache import CACHE_NAME
+from kvcache_rag.models.cache import CACHE_NAME, growing_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOLERANCE = 1e-3
 TEMPLATE = PromptTemplate(system="Read this.\n", chunk_start="<d>", chunk_end="</d>")
 QUESTION = "Who?"
+LONG_QUESTION = "What is it that they saw there?"
+TURNS = (Message("user", "Is it wet?"), Message("assistant", "No."))
+# No token at all, not even one that begins every text; and longer than a window of the zoo's, but
+# no chunk ends behind place 256, from where on Falcon's biases are rounded to bfloat16.
+SYSTEMS = {"no prefix": "", "a short one": TEMPLATE.system, "a long one": "Read it with care. " * 3}
 
 
 class Recorder:
@@ -48,6 +65,17 @@ def error(found: Tensor, reference: Tensor) -> float:
 
 def make_engine(name: str, **options: Any) -> Engine:
     return Engine(build(name), byte_tokenizer(), template=TEMPLATE, store=MemoryStore(), **options)
+
+
+def behind_system(name: str, system: str, **options: Any) -> Engine:
+    """An engine whose prompts begin with one of `SYSTEMS`."""
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    if not SYSTEMS[system]:
+        tokenizer.bos_token = None
+    template = PromptTemplate(system=SYSTEMS[system], chunk_start="<d>", chunk_end="</d>")
+    engine = Engine(build(name), tokenizer, template=template, store=MemoryStore(), **options)
+    assert bool(access.renderer(engine).prefix_ids) == bool(SYSTEMS[system])
+    return engine
 
 
 def plain_logits(engine: Engine, texts: list[str]) -> Tensor:
@@ -121,3 +149,41 @@ def pruned_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
     ids, kept = engine.tokenize(QUESTION, texts), kept_of(engine, texts)
     sequence = pruned_mask(ids.prefix, ids.chunks, ids.query, kept, scheme)
     return sequence_logits(engine, sequence)
+
+
+def over_stored(
+    engine: Engine, model: Any, texts: Sequence[str], chosen: Tensor, scheme: Any, **arguments: Any
+) -> Any:
+    """What a model gives over the very chunks of a store that keeps keys at position 0.
+
+    One ordinary forward pass: the keys are turned by the model's own rotation.  Chosen tokens are
+    left out of them, and are computed in that pass before the query, each seeing what stands at
+    places up to its own.
+
+    Args:
+        engine: Of a model that rotates in halves, with all layers alike.
+        model: With its weights.
+        texts: Of the chunks.
+        chosen: `(context_tokens,)` bool.
+        scheme: Where the others stand.
+        arguments: Of the model.
+    """
+    ids, prefiller = engine.tokenize(QUESTION, texts), access.prefiller(engine)
+    assert prefiller.position == "raw"
+    stored = [engine.store.get(key, prefiller.layout).chunk for key in engine.add(texts)]
+    held = [prefiller.prefix(), *stored]
+    keys = torch.cat([chunk.keys(0) for chunk in held], 2)  # (layers, heads, context, width)
+    values = torch.cat([chunk.values(0) for chunk in held], 2)
+    sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
+    positions = sequence.positions[sequence.allowed[-1]][None, : len(chosen)]
+    keys = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(values, positions))[1]
+    cache = growing_cache(access.adapter(engine).measured.kinds)
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        cache.update(*(part[None, :, ~chosen] for part in pair), layer)
+    rows = torch.tensor([*chosen.nonzero()[:, 0], *range(len(chosen), len(ids.all))])
+    places = torch.cat([(~chosen).nonzero()[:, 0], rows])
+    mask = access.adapter(engine).mask_argument(places[None] <= rows[:, None], rows, places)
+    given = torch.tensor(ids.all)[rows][None]
+    named = {CACHE_NAME: cache, "position_ids": rows[None], "attention_mask": mask}
+    with torch.no_grad():
+        return model(given, **named, **arguments)

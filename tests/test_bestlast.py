@@ -1,29 +1,70 @@
 """The retriever's best chunk, computed with the question behind the cached others.
 
-Law: it equals the plain path, which loads every chunk in that order and computes the last ones
-again where they stand.
+Law: it equals one ordinary forward pass in which the best chunks belong to the query.  So does the
+plain path, which loads every chunk in that order and computes the last ones again where they stand.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
-from laws import QUESTION, TEXTS, TOLERANCE, error, make_engine, plain_logits, refused
-from zoo import FAMILIES
+from laws import (
+    LONG_QUESTION,
+    QUESTION,
+    TEMPLATE,
+    TEXTS,
+    TOLERANCE,
+    TURNS,
+    Recorder,
+    behind_system,
+    error,
+    make_engine,
+    over_stored,
+    plain_logits,
+    refused,
+    sequence_logits,
+)
+from torch import Tensor
+from zoo import FAMILIES, build, byte_tokenizer
 
-from kvcache_rag import BestLast, Engine, Reuse, ReusePolicy, StoredChunk
+from kvcache_rag import (
+    BestLast,
+    CacheBlend,
+    CacheClip,
+    DiskStore,
+    Engine,
+    LegoLink,
+    ProphetKV,
+    Reuse,
+    ReusePolicy,
+    StoredChunk,
+)
+from kvcache_rag.codecs import Int8
+from kvcache_rag.kv.mask import block_mask, recompute_mask
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.policies.base import Signals
+    from kvcache_rag.prompt import Message
     from kvcache_rag.stitching.stitch import StitchedPrompt
 
 SCHEMES: tuple[PositionScheme, ...] = ("reordered", "composite")
+# Windows, sinks, layers without positions, MLA, ALiBi, code of its own.
+SOME = ["llama", "mistral window", "gemma3", "cohere2", "gpt_oss", "deepseek_v3", "falcon", "bloom"]
+SCORES = (0.1, -2.0, 0.7)
+# What the tests ask by `BestLast(0.6)`: of three chunks the best two, of two the best.
+ASKED: list[tuple[str, list[str], tuple[Message, ...], tuple[float, ...]]] = [
+    (QUESTION, TEXTS, TURNS, SCORES),
+    (LONG_QUESTION, TEXTS[:2], (), (0.0, 1.0)),
+    ("x", TEXTS[:1], TURNS, (1.0,)),
+    (QUESTION, TEXTS, (), SCORES[::-1]),
+]
 
 
 @dataclass(frozen=True)
@@ -38,9 +79,44 @@ class Again(ReusePolicy):
         return BestLast(self.ratio).select(prompt, signals)
 
 
+def ranked(texts: Sequence[str], scores: Sequence[float]) -> list[str]:
+    """Best last, of texts that have different scores."""
+    return [text for _, text in sorted(zip(scores, texts, strict=True))]
+
+
+def best_two_last(scores: Sequence[float], texts: Sequence[str]) -> list[str]:
+    """The best two at the end, the others before them as they came."""
+    last = ranked(texts, scores)[-2:]
+    return [*(text for text in texts if text not in last), *last]
+
+
+def one_pass(
+    engine: Engine,
+    moved: Sequence[str],
+    fresh: int,
+    scheme: Any,
+    question: str = QUESTION,
+    history: Sequence[Message] = (),
+    answer: Sequence[int] = (),
+) -> Tensor:
+    """Logits of question and answer in one forward pass, the last `fresh` chunks in its query."""
+    ids = engine.tokenize(question, moved, history)
+    others, best = ids.chunks[: len(moved) - fresh], ids.chunks[len(moved) - fresh :]
+    asked = (*ids.query, *answer)
+    query = (*(token for chunk in best for token in chunk), *asked)
+    sequence = block_mask(ids.prefix, others, query, scheme)
+    return sequence_logits(engine, sequence)[-len(asked) :]
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def engine(request: pytest.FixtureRequest) -> Engine:
-    return make_engine(request.param)
+def name(request: pytest.FixtureRequest) -> str:
+    family: str = request.param
+    return family
+
+
+@pytest.fixture(scope="module", params=["copied", "deferred"])
+def engine(name: str, request: pytest.FixtureRequest) -> Engine:
+    return make_engine(name, rotation=request.param)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -58,12 +134,184 @@ def test_law_the_best_last_is_the_same_chunks_computed_again(
     found = engine.logits(QUESTION, TEXTS, policy=policy)
     assert found.shape == expected.shape
     assert error(found, expected) < TOLERANCE
+    assert error(found, one_pass(engine, moved, chunks, scheme)) < TOLERANCE
     if chunks == len(TEXTS) - 1:
         assert error(found, plain_logits(engine, moved)) < TOLERANCE
     reused = engine.logits(QUESTION, moved, policy=Reuse(scheme))
     assert error(reused, expected) > 10 * TOLERANCE, "it must be able to fail"
 
 
+def test_the_others_lie_where_they_would_if_all_were_reused(engine: Engine) -> None:
+    of = [
+        engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+        for policy in (BestLast(), Reuse())
+    ]
+    assert len({(one.rotation, one.not_deferred) for one in of}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rotation", "scheme"), [("copied", "reordered"), ("deferred", "composite")]
+)
+@pytest.mark.parametrize("system", ["no prefix", "a long one"])
+@pytest.mark.parametrize("family", SOME)
+def test_law_answers_streams_and_batches_are_one_pass_behind_any_prefix(
+    family: str, system: str, rotation: Any, scheme: Any
+) -> None:
+    """With turns behind the chunks and scores that move them, step by step."""
+    engine, policy = behind_system(family, system, rotation=rotation), BestLast(0.6, scheme)
+    if refused(engine, policy):
+        return
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 3}
+    together = Recorder()
+    batch = engine.generate_batch(ASKED, **options, logits_processor=[together])
+    for row, (question, texts, history, scores) in enumerate(ASKED):
+        options |= {"history": history, "scores": scores}
+        alone, piecewise = Recorder(), Recorder()
+        answer = engine.generate(question, texts, **options, logits_processor=[alone])
+        stream = engine.stream(question, texts, **options, logits_processor=[piecewise])
+        assert "".join(stream) == answer.text
+        assert stream.answer.token_ids == batch[row].token_ids == answer.token_ids
+        said = [int(step[0].argmax()) for step in alone.steps]
+        moved, fresh = best_two_last(scores, texts), min(2, len(texts) - 1)
+        asked = question, history, said[:-1]
+        expected = one_pass(engine, moved, fresh, scheme, *asked)[-len(said) :]
+        for seen, place in ((alone, 0), (piecewise, 0), (together, row)):
+            found = torch.stack([step[place] for step in seen.steps[: len(said)]])
+            assert error(found, expected) < TOLERANCE
+        # The law can fail: the order matters, what is computed, and the turns behind the chunks.
+        wrong = [one_pass(engine, moved, fresh, scheme, question, (), said[:-1])] * bool(history)
+        if fresh:
+            wrong.append(one_pass(engine, texts[::-1], fresh, scheme, *asked))
+        if fresh > 1:
+            wrong.append(one_pass(engine, moved, 0, scheme, *asked))
+        assert all(error(one[-len(said) :], expected) > 10 * TOLERANCE for one in wrong)
+
+
+# ---------------------------------------------------------------------- chunks in 8 bits
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral window"])
+def test_law_of_chunks_in_8_bits_the_others_are_what_is_stored(
+    family: str, rotation: Any, scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place by the kernel's specification, which needs neither its CPU nor its dtype."""
+    monkeypatch.setattr("kvcache_rag.generation.context.int8_refusal", lambda model: "")
+
+    def opened() -> Engine:
+        store = DiskStore(tmp_path, codec=Int8())
+        return Engine(
+            build(family), byte_tokenizer(), template=TEMPLATE, store=store, rotation=rotation
+        )
+
+    opened().add(TEXTS)  # by another engine, as who computes the prefix has it exact
+    engine = opened()
+    for ratio, chunks in ((0.0, 1), (0.6, 2)):
+        policy, moved = BestLast(ratio, scheme), [*TEXTS[chunks:], *TEXTS[:chunks][::-1]]
+        ids = engine.tokenize(QUESTION, moved)
+        chosen = torch.zeros(len(ids.context), dtype=torch.bool)
+        chosen[len(ids.context) - sum(map(len, ids.chunks[-chunks:])) :] = True
+        output = over_stored(engine, build(family), moved, chosen, scheme)
+        expected = output.logits[0, -len(ids.query) :]
+        found = engine.logits(QUESTION, TEXTS, policy=policy)
+        assert error(found, expected) < TOLERANCE
+        # The law can fail: of whole chunks it is another answer.
+        exact = make_engine(family).logits(QUESTION, TEXTS, policy=policy)
+        assert error(exact, expected) > 3 * TOLERANCE
+        metrics = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics
+        assert metrics.rotation == rotation
+        assert metrics.hits == {"disk": len(TEXTS) - chunks}
+
+
+# ---------------------------------------------------------------------- with other policies
+class Letters:
+    """Finds the letters a to d important."""
+
+    def scores(self, question: str, chunks: Any) -> list[Tensor]:
+        return [torch.tensor([float(c in "abcd") for c in chunk]) for chunk in chunks]
+
+
+@dataclass(frozen=True)
+class Alone(ReusePolicy):
+    """Keeps what another policy chooses by itself."""
+
+    name: ClassVar[str] = "alone"
+    needs_scorer: ClassVar[bool] = True  # whatever the other one asks for
+    of: ReusePolicy
+    positions: PositionScheme = "reordered"
+    picked: list[Tensor] = field(default_factory=list, compare=False)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        self.picked.append(self.of.select(prompt, signals))
+        return self.picked[-1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LegoLink(4),
+        CacheBlend(0.2),
+        ProphetKV(0.2),
+        CacheClip(ratio=0.2, threshold=None),
+        LegoLink(2) | ProphetKV(0.1),
+        LegoLink(2, positions="composite"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("family", SOME)
+def test_law_a_union_computes_the_best_last_and_what_another_chooses_again(
+    family: str, other: ReusePolicy
+) -> None:
+    engine, best = make_engine(family, auxiliary=Letters()), BestLast(0.2, other.positions)
+    if refused(engine, best):
+        return
+    # TEXTS stand best first; so say the scores of the same in another order.
+    moved, shuffled, scores = [*TEXTS[1:], TEXTS[0]], [TEXTS[1], TEXTS[0], TEXTS[2]], (-2, 0.7, 0.1)
+    alone = Alone(other, other.positions)
+    engine.logits(QUESTION, moved, policy=alone)
+    ids, (chosen,) = engine.tokenize(QUESTION, moved), alone.picked
+    both = chosen.clone()
+    both[len(ids.context) - len(ids.chunks[-1]) :] = True
+
+    def again(selected: Tensor) -> Tensor:
+        sequence = recompute_mask(ids.prefix, ids.chunks, ids.query, selected, other.positions)
+        return sequence_logits(engine, sequence)
+
+    expected = again(both)
+    asked = [(question, shuffled, (), scores) for question in (QUESTION, LONG_QUESTION)]
+    for union in (best | other, other | best):
+        assert error(engine.logits(QUESTION, TEXTS, policy=union), expected) < TOLERANCE
+        options: dict[str, Any] = {"policy": union, "max_new_tokens": 2}
+        together, piecewise = Recorder(), Recorder()
+        batch = engine.generate_batch(asked, **options, logits_processor=[together])
+        options |= {"scores": scores}
+        answer = engine.generate(QUESTION, shuffled, **options)
+        stream = engine.stream(QUESTION, shuffled, **options, logits_processor=[piecewise])
+        assert "".join(stream) == answer.text
+        assert batch[0].token_ids == answer.token_ids
+        for seen in (together, piecewise):
+            assert error(seen.steps[0][0], expected[-1]) < TOLERANCE
+        counts = answer.metrics.recomputed_tokens, answer.metrics.fresh_tokens
+        assert counts == (int(both.sum()), 0)
+    # The law can fail: neither alone is the answer.
+    assert error(again(chosen), expected) > 10 * TOLERANCE
+    assert error(again(both & ~chosen), expected) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("scores", [None, (0.0, 5.0, 1.0, 4.0, 3.0)])
+def test_in_a_union_of_shares_the_larger_one_is_computed(scores: Any) -> None:
+    engine, texts = make_engine("llama"), [*TEXTS, TEXTS[0][::-1], TEXTS[1][::-1]]
+    options: dict[str, Any] = {"max_new_tokens": 4, "scores": scores}
+    expected, smaller = Recorder(), Recorder()
+    engine.generate(QUESTION, texts, policy=BestLast(0.6), **options, logits_processor=[expected])
+    engine.generate(QUESTION, texts, policy=BestLast(0.2), **options, logits_processor=[smaller])
+    for union in (BestLast(0.6) | BestLast(0.2), BestLast(0.2) | BestLast(0.6)):
+        found = Recorder()
+        engine.generate(QUESTION, texts, policy=union, **options, logits_processor=[found])
+        assert error(found.steps[0], expected.steps[0]) < TOLERANCE
+    assert error(smaller.steps[0], expected.steps[0]) > 10 * TOLERANCE, "it must be able to fail"
+
+
+# ---------------------------------------------------------------------- how many, and of what
 @pytest.mark.parametrize(
     ("ratio", "chunks", "fresh"),
     [(0, 20, 1), (0.2, 1, 0), (0.2, 2, 1), (0.2, 5, 1), (0.2, 10, 2), (0.2, 20, 4), (1, 5, 4)],

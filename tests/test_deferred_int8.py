@@ -11,7 +11,7 @@ import torch
 from laws import QUESTION, TEMPLATE, TEXTS, Recorder, error
 from zoo import build, byte_tokenizer
 
-from kvcache_rag import DiskStore, Engine, LegoLink, MemoryStore, Reuse, TieredStore
+from kvcache_rag import BestLast, DiskStore, Engine, LegoLink, MemoryStore, Reuse, TieredStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_refusal
@@ -102,6 +102,26 @@ def test_answers_batches_and_streams_are_those_of_copying(
         assert answer.metrics.rotation == batch[row].metrics.rotation == "deferred"
         stream = in_place.stream(question, chunks, max_new_tokens=6)
         assert "".join(stream) == expected.text
+
+
+@needs_kernel
+@pytest.mark.parametrize("policy", [BestLast(), BestLast(0.6, "composite")], ids=repr)
+@pytest.mark.parametrize("name", READ)
+def test_what_is_computed_with_the_question_attends_to_the_others_in_place(
+    name: str, policy: BestLast, filled: Callable[[str], Path]
+) -> None:
+    folder, rows = filled(name), []
+    for rotation in ("deferred", "copied"):
+        engine, seen = asked(name, disk(folder), rotation, policy=policy), Recorder()
+        found = engine.logits(QUESTION, TEXTS)
+        batch = engine.generate_batch(
+            [(QUESTION, TEXTS), (LONG, TEXTS[1:])], max_new_tokens=1, logits_processor=[seen]
+        )
+        assert {answer.metrics.rotation for answer in batch} == {rotation}
+        assert batch[0].metrics.fresh_tokens > 0
+        rows.append(torch.cat([found, seen.steps[0].float()]))
+    # Many queries over a copy may go in blocks, by another kernel than those in place.
+    assert error(*rows) < BATCH_ROUNDING
 
 
 @needs_kernel

@@ -34,9 +34,21 @@ class TestCombination(PolicyContract):
 
 
 class TestBestLast(PolicyContract):
-    written = ("BestLast()", "BestLast(share=0.4, positions='composite')")
+    written = (
+        "BestLast()",
+        "BestLast(share=0.4, positions='composite')",
+        "BestLast() | ProphetKV(0.1)",
+        "LegoLink(4) | BestLast(0)",
+    )
     names: ClassVar = {"bestlast": "BestLast()", "bestlast:0.4": "BestLast(0.4)"}
-    wrong = ("BestLast(-0.1)", "BestLast(1.5)", "BestLast(0.2, 'local')")
+    wrong = (
+        "BestLast(-0.1)",
+        "BestLast(1.5)",
+        "BestLast(0.2, 'local')",
+        "BestLast() | Ape()",
+        "BestLast() | Combination()",
+        "BestLast() | LegoLink(4, 'composite')",
+    )
 
 
 class TestProphetKV(PolicyContract):

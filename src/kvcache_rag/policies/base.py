@@ -323,12 +323,15 @@ class Union(ReusePolicy):
         return all(policy.is_reuse for policy in self.policies)
 
     def arranged(self, scores: Sequence[float]) -> Arrangement:
-        """In the order that one of its parts wants; what it computes, `select` names."""
-        order = tuple(range(len(scores)))
-        for policy in self._moving:
-            wanted = policy.arranged(scores).order
-            order = order if wanted == tuple(range(len(scores))) else wanted
-        return Arrangement(order)
+        """In the order that one of its parts wants; what it computes, `select` names.
+
+        Of several, in that of the part that has most computed: a smaller share stands last in it,
+        too.
+        """
+        given = tuple(range(len(scores)))
+        wanted = [policy.arranged(scores) for policy in self._moving]
+        moving = [one for one in wanted if one.order != given]
+        return Arrangement(max(moving, key=lambda one: one.fresh).order if moving else given)
 
     def signal_tokens(self, signals: Signals) -> int:
         """Those of the costliest part (deviations at two layers share most of their work)."""
