@@ -15,19 +15,27 @@ import pytest
 import torch
 from alibi import told_positions
 from laws import (
+    LONG_QUESTION,
     QUESTION,
+    SYSTEMS,
     TEMPLATE,
     TEXTS,
     TOLERANCE,
+    TURNS,
     Recorder,
+    behind_system,
     by_place,
     error,
     make_engine,
+    over_stored,
     plain_logits,
     refused,
     sequence_logits,
 )
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.gptj import modeling_gptj
 from zoo import BY_PLACE, FAMILIES, OWN_ATTENTION, build, byte_tokenizer
 
@@ -55,13 +63,18 @@ from kvcache_rag.policies.selection import candidates, share, top
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvcache_rag.policies.base import Signals
 
 SCHEMES: tuple[PositionScheme, ...] = ("reordered", "composite")
-LONG_QUESTION = "What is it that they saw there?"
 RATIO = 0.3
+# Windows, layers without positions, sinks, MLA, one KV head for all, code of its own, ALiBi.
+SOME = [
+    *("llama", "mistral window", "gemma3", "cohere2", "gpt_oss", "deepseek_v3", "falcon", "gptj"),
+    *("falcon alibi", "bloom"),
+]
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,10 @@ def named(request: pytest.FixtureRequest) -> tuple[str, Engine]:
     return request.param, make_engine(request.param)
 
 
-def shape_of(engine: Engine, texts: list[str], question: str = QUESTION) -> StitchedPrompt:
-    ids = engine.tokenize(question, texts)
+def shape_of(
+    engine: Engine, texts: list[str], question: str = QUESTION, history: Sequence[Message] = ()
+) -> StitchedPrompt:
+    ids = engine.tokenize(question, texts, history)
     return StitchedPrompt.of(len(ids.prefix), list(map(len, ids.chunks)), len(ids.query))
 
 
@@ -117,10 +132,15 @@ def _without_bias(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def eager_attention(
-    name: str, engine: Engine, texts: list[str], scheme: PositionScheme, question: str = QUESTION
+    name: str,
+    engine: Engine,
+    texts: list[str],
+    scheme: PositionScheme,
+    question: str = QUESTION,
+    history: Sequence[Message] = (),
 ) -> Tensor:
     """Weights of the query's rows, summed over layers and heads, `(query, context_tokens)`."""
-    ids = engine.tokenize(question, texts)
+    ids = engine.tokenize(question, texts, history)
     sequence = block_mask(ids.prefix, ids.chunks, ids.query, scheme)
     model, arguments = eager_model(name), {"output_attentions": True, "use_cache": False}
     with torch.no_grad():
@@ -142,6 +162,17 @@ def eager_attention(
     # The columns that the query sees: one per place of the prompt.
     seen = sequence.allowed[-1].nonzero()[:, 0]
     return summed[:, seen[:-query]]
+
+
+def assert_most_attended(
+    chosen: Tensor, eager: Tensor, prompt: StitchedPrompt, ratio: float = RATIO
+) -> None:
+    """The choice is that of eager attention, but for what it finds equally important."""
+    count, allowed = share(ratio, prompt), candidates(prompt)
+    assert int(chosen.sum()) == count
+    least = float(eager[allowed].topk(count).values[-1])
+    differing = chosen ^ top(eager, count, allowed)
+    assert bool(((eager[differing] - least).abs() < 1e-3 * float(eager.max())).all())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -172,11 +203,7 @@ def test_law_the_most_attended_are_computed_again(named: tuple[str, Engine], sch
     scores, allowed = attention_of(engine, TEXTS, scheme), candidates(prompt)
     count = share(RATIO, prompt)
     chosen = top(scores, count, allowed)
-    # The choice is that of eager attention, but for what it finds equally important.
-    eager = eager_attention(name, engine, TEXTS, scheme).sum(0)
-    least = float(eager[allowed].topk(count).values[-1])
-    differing = chosen ^ top(eager, count, allowed)
-    assert bool(((eager[differing] - least).abs() < 1e-3 * float(eager.max())).all())
+    assert_most_attended(chosen, eager_attention(name, engine, TEXTS, scheme).sum(0), prompt)
     # And its logits are those of one forward pass with a second copy of these tokens.
     ids = engine.tokenize(QUESTION, TEXTS)
 
@@ -293,10 +320,44 @@ def test_without_a_prefix_and_with_a_long_one(name: str, system: str) -> None:
     assert error(full, plain_logits(engine, TEXTS)) < TOLERANCE
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("name", SOME)
+def test_law_behind_any_prefix_the_choice_is_that_of_question_and_turns(
+    name: str, system: str, scheme: Any
+) -> None:
+    """As eager attention has it, single, streamed and in a batch; so are the logits."""
+    engine, policy = behind_system(name, system), Recorded(0.1, scheme)  # fewer than a window has
+    if refused(engine, policy):
+        return
+    asked = [(QUESTION, TEXTS, TURNS), (LONG_QUESTION, TEXTS, ()), ("x", TEXTS[1:], TURNS[:1])]
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 1}
+    together = Recorder()
+    engine.generate_batch(asked, **options, logits_processor=[together])
+    for row, (question, texts, turns) in enumerate(asked):
+        alone, piecewise = Recorder(), Recorder()
+        options |= {"history": turns}
+        engine.generate(question, texts, **options, logits_processor=[alone])
+        list(engine.stream(question, texts, **options, logits_processor=[piecewise]))
+        prompt, chosen = shape_of(engine, texts, question, turns), policy.picked[row]
+        eager = eager_attention(name, engine, texts, scheme, question, turns).sum(0)
+        assert_most_attended(chosen, eager, prompt, policy.ratio)
+        assert all(torch.equal(chosen, again) for again in policy.picked[-2:])
+        ids = engine.tokenize(question, texts, turns)
+        sequence = recompute_mask(ids.prefix, ids.chunks, ids.query, chosen, scheme)
+        expected = sequence_logits(engine, sequence)[-1]
+        for seen, place in ((alone, 0), (piecewise, 0), (together, row)):
+            assert error(seen.steps[0][place], expected) < TOLERANCE
+    # The law can fail: what was said before changes what is chosen.
+    prompt, other = shape_of(engine, TEXTS), eager_attention(name, engine, TEXTS, scheme).sum(0)
+    with pytest.raises(AssertionError):
+        assert_most_attended(policy.picked[0], other, prompt, policy.ratio)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral window", "bloom"])
 def test_earlier_turns_are_part_of_the_question(name: str) -> None:
     engine, policy = make_engine(name), Looking()
-    turns = [Message("user", "Is it wet?"), Message("assistant", "No.")]
+    turns = [*TURNS]
     engine.generate(QUESTION, TEXTS, history=turns, policy=policy, max_new_tokens=1)
     plain = attention_of(engine, TEXTS, "reordered")
     assert policy.seen[0].shape == plain.shape
@@ -357,6 +418,37 @@ def test_stored_in_8_bits_it_is_nearly_the_same(tmp_path: Path) -> None:
     assert 0 < float((one - two).abs().max()) < 0.1 * float(two.max())
     answer = engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=2)
     assert answer.metrics.recomputed_tokens == share(0.2, shape_of(engine, TEXTS))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral window"])
+def test_law_of_chunks_in_8_bits_the_choice_is_that_over_what_is_stored(
+    name: str, scheme: Any, tmp_path: Path
+) -> None:
+    def opened() -> Engine:
+        store = DiskStore(tmp_path, codec=Int8())
+        return Engine(build(name), byte_tokenizer(), template=TEMPLATE, store=store)
+
+    opened().add(TEXTS)  # by another engine, as who computes the prefix has it exact
+    engine, policy = opened(), Recorded(RATIO, scheme)
+    found, prompt = engine.logits(QUESTION, TEXTS, policy=policy), shape_of(engine, TEXTS)
+
+    def stored(selected: Tensor, **arguments: Any) -> Any:
+        return over_stored(engine, eager_model(name), TEXTS, selected, scheme, **arguments)
+
+    none = torch.zeros(prompt.context_tokens, dtype=torch.bool)
+    layers = stored(none, output_attentions=True).attentions  # each (1, heads, query, tokens)
+    eager = torch.stack([layer[0].sum((0, 1)) for layer in layers]).sum(0)
+    attended = attention_of(engine, TEXTS, scheme)
+    scale = float(eager.max())
+    torch.testing.assert_close(attended, eager[: len(none)], rtol=1e-3, atol=1e-4 * scale)
+    assert_most_attended(policy.picked[0], eager[: len(none)], prompt)
+    expected = stored(policy.picked[0]).logits[0, -len(found) :]
+    assert error(found, expected) < TOLERANCE
+    # The law can fail: what is stored is not what was computed.
+    exact = attention_of(make_engine(name), TEXTS, scheme)
+    assert float((attended - exact).abs().max()) > 1e-3 * scale
+    assert error(stored(none).logits[0, -len(found) :], expected) > 10 * TOLERANCE
 
 
 def test_an_engine_that_defers_rotation_copies_and_says_why() -> None:
@@ -436,6 +528,107 @@ def test_a_budget_turns_its_ratio_and_looks_once(monkeypatch: pytest.MonkeyPatch
     assert full.metrics.policy == repr(ProphetKV(1.0))
     none = engine.generate(QUESTION, TEXTS, policy=auto(1e-9, ProphetKV()), max_new_tokens=1)
     assert none.metrics.policy == repr(Reuse())
+
+
+# ---------------------------------------------------------------------- what is kept of them
+class Memory(TorchDispatchMode):
+    """What is allocated within, by operations of torch.
+
+    Attributes:
+        largest: Most elements of one tensor.
+        peak: Most bytes that were alive at once since the last layer was counted.
+        peaks: The same up to each layer that was counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0
+        self.peaks: list[int] = []
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
+        for made in _tensors(output):
+            memory = made.untyped_storage()
+            if memory._cdata not in given:  # neither a view nor written in place
+                self.largest = max(self.largest, memory.nbytes() // made.itemsize)
+                # While it is referred to, its address is given to nothing else.
+                self._held[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self.peak = max(self.peak, self.left())
+        return output
+
+    def left(self) -> int:
+        """Bytes that are alive now."""
+        self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._held.values())
+
+    def layer_ends(self) -> None:
+        self.peaks.append(self.peak)
+        self.peak = 0
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Measured(ReusePolicy):
+    """Looks at what the question attends to, and at what memory that takes and leaves."""
+
+    name: ClassVar[str] = "measured"
+    memory: Memory = field(default_factory=Memory, compare=False)
+    left: list[int] = field(default_factory=list, compare=False)
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        layer_ends = scaled.AttentionMass.layer_ends
+
+        def noted(mass: scaled.AttentionMass) -> None:
+            self.memory.layer_ends()
+            layer_ends(mass)
+
+        with pytest.MonkeyPatch.context() as patched, self.memory:
+            patched.setattr(scaled.AttentionMass, "layer_ends", noted)
+            found = signals.attention()
+        self.left.append(self.memory.left())
+        assert found.any()
+        return torch.zeros(prompt.context_tokens, dtype=torch.bool)
+
+
+def measured(name: str) -> tuple[Measured, int, int]:
+    """A look of a long question at a longer context; its rows times columns, and the heads.
+
+    No other tensor of a pass has as many elements per token as the question has tokens.
+    """
+    engine, policy = make_engine(name), Measured()
+    asked, texts = "What is it? " * 16, [text * 4 for text in TEXTS]
+    engine.logits(asked, texts, policy=Looking())  # what is measured once is known
+    engine.logits(asked, texts, policy=policy)
+    prompt = shape_of(engine, texts, asked)
+    pairs = (prompt.tokens - prompt.context_tokens) * prompt.tokens
+    return policy, pairs, engine.model.config.num_attention_heads
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_of_a_layers_attention_its_sum_over_the_question_is_kept(name: str) -> None:
+    """Whatever computes it: neither scores nor weights are kept, nor their sums over heads."""
+    policy, pairs, heads = measured(name)
+    layers, per_pair = policy.memory.peaks, pairs * 4  # bytes of a float32 for each
+    assert len(layers) == 4
+    assert layers[0] > heads * per_pair, "one layer's is seen"
+    # The first one ends without what the code of a model holds of the layer before.
+    assert layers[-1] - layers[1] < per_pair
+    assert policy.left[0] < per_pair // 16, "one number per column is left"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon"])
+def test_scores_are_taken_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where our function attends, or works out torch's weights: not even one layer's at once."""
+    whole, pairs, heads = measured(name)
+    assert whole.memory.largest == heads * pairs, "few enough for one piece"
+    monkeypatch.setattr(scaled, "MAX_SCORES", heads * pairs // 8)
+    pieces, _, _ = measured(name)
+    assert pieces.memory.largest <= pairs, "a mask, which is for all heads"
 
 
 # ---------------------------------------------------------------------- where scores come from
