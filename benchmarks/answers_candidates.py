@@ -1,9 +1,8 @@
 """Ways to answer that `answers.py` asks beside the package's policies, to see what decides.
 
 `POLICY@last`: any policy with the retriever's best document last; `fewer`: full prefill of the
-best documents alone, which `bestlast` has to beat; `qdev`, `two`, `still` and
-`prophetkv+ape`: other choices by the question's attention; `random`: a choice by nothing, of as
-many tokens as `cacheclip` chooses.  What pays becomes a policy of the package; what does not is a
+best documents alone, which `bestlast` has to beat; `random`: a choice by nothing, of as many tokens
+as `cacheclip` chooses.  What pays becomes a policy of the package; what does not is a
 paragraph of docs/experiments.md.
 """
 
@@ -14,13 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from kvcache_rag import BestLast, ProphetKV, ReusePolicy, policy_by_name
-from kvcache_rag.models.cache import buffer_cache
-from kvcache_rag.policies.base import Arrangement, AttentionScaling
+from kvcache_rag import BestLast, ReusePolicy, policy_by_name
+from kvcache_rag.policies.base import Arrangement
 from kvcache_rag.policies.named import Form
-from kvcache_rag.policies.selection import candidates, share, top
-from kvcache_rag.policies.signals import RowSignals
-from kvcache_rag.recompute import recompute
+from kvcache_rag.policies.selection import candidates, top
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.policies.base import Signals
-    from kvcache_rag.stitching.stitch import StitchedPrompt, StitchedRow
+    from kvcache_rag.stitching.stitch import StitchedPrompt
 
 LAST: Final = "@last"
 
@@ -57,71 +53,6 @@ class WithBestLast(ReusePolicy):
 
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         return self.policy.select(prompt, signals)
-
-
-@dataclass(frozen=True)
-class AttentionTimesDeviation(ReusePolicy):
-    """Tokens that the question attends to and whose values at layer 1 are far from exact."""
-
-    name: ClassVar[str] = "qdev"
-    ratio: float = 0.2
-
-    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
-        scores = signals.attention() * signals.deviation(1).sqrt()
-        return top(scores, share(self.ratio, prompt), candidates(prompt))
-
-
-@dataclass(frozen=True)
-class TwoSteps(ReusePolicy):
-    """Half of the tokens, then the other half by what the question attends to over the new ones."""
-
-    name: ClassVar[str] = "two"
-    ratio: float = 0.2
-
-    def select(self, prompt: StitchedPrompt, signals: Any) -> Tensor:
-        half, allowed = share(self.ratio / 2, prompt), candidates(prompt)
-        first = top(signals.attention(), half, allowed)
-        recompute(signals.row, first, self)
-        again = RowSignals(signals.row, signals.costs).attention()
-        return first | top(again, half, allowed & ~first)
-
-
-@dataclass(frozen=True)
-class UntilStill(ReusePolicy):
-    """A tenth more at a time, until the first token's distribution moves by less than `ratio`."""
-
-    name: ClassVar[str] = "still"
-    ratio: float = 0.05
-
-    def select(self, prompt: StitchedPrompt, signals: Any) -> Tensor:
-        scores, allowed = signals.attention(), candidates(prompt)
-        before = None
-        for tenth in range(1, 6):
-            chosen = top(scores, share(tenth / 10, prompt), allowed)
-            recompute(signals.row, chosen, self)
-            now = self._first_token(signals.row)
-            if before is not None and float((before.exp() * (before - now)).sum()) < self.ratio:
-                break
-            before = now
-        return chosen
-
-    @staticmethod
-    def _first_token(row: StitchedRow) -> Tensor:
-        last = row.shape.tokens - 1
-        cache = buffer_cache(row.buffer, row.model.measured.kinds, last)
-        logits = row.model.forward(row.ids[None, last:], cache, torch.tensor([last]), keep=1)
-        return logits[0, -1].double().log_softmax(-1)
-
-
-@dataclass(frozen=True)
-class ScaledProphet(ProphetKV):
-    """The most attended tokens, and chunks weighed as by APE."""
-
-    name: ClassVar[str] = "prophetkv+ape"
-
-    @property
-    def scaling(self) -> AttentionScaling:  # type: ignore[override]  # a constant
-        return AttentionScaling(0.9, 0.9)
 
 
 @dataclass(frozen=True)
@@ -162,10 +93,6 @@ class Fewer(BestLast):
 
 MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {
     "fewer": Fewer,
-    "qdev": AttentionTimesDeviation,
-    "two": TwoSteps,
-    "still": UntilStill,
-    "prophetkv+ape": ScaledProphet,
     "random": RandomTokens,
 }
 
