@@ -362,7 +362,9 @@ def smollm2_url() -> Iterator[str]:
         importlib.metadata.version(PACKAGED["smollm2"].package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(PACKAGED["smollm2"].install)
-    engine = Engine.from_pretrained("smollm2", adapter="none", device="cpu", store=MemoryStore())
+    # In float32 its answers do not hang on how a CPU adds up bfloat16, which some do very slowly.
+    options: Any = {"adapter": "none", "device": "cpu", "dtype": "float32"}
+    engine = Engine.from_pretrained("smollm2", store=MemoryStore(), **options)
     backend = LocalBackend(engine, name="smollm2")
     with running(build_app(backend, settings(model="smollm2"))) as url:
         yield url
