@@ -11,6 +11,7 @@ that all of them answered.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +46,7 @@ BEGIN: Final = "<!-- answers by policy: written by python -m benchmarks.answers_
 END: Final = "<!-- end of answers by policy -->"
 DOCS: Final = Path(__file__).parent.parent / "docs"
 PICTURE: Final = DOCS / "dial.svg"
+FEWER: Final = "fewer"
 MISSING: Final = "Not measured.\n"
 _HALVES: Final = {1: "first half, on which policies were chosen", 2: "second half, to confirm it"}
 COMPARED: Final = (
@@ -58,7 +60,7 @@ COMPARED: Final = (
     "cacheclip:0.2,5,recomputed",
     "ape",
     "random:0.16",
-    "fewer",
+    FEWER,
 )
 """What docs/policies.md and the picture show, of those that a model was asked by."""
 _COLUMNS: Final = (
@@ -105,7 +107,9 @@ best first by an embedding (all-MiniLM-L6-v2), as both frameworks hand them over
 greedy, of at most 32 tokens. [What the policies are](policies.md).
 
 """
-_DIAL: Final = "![Right answers and time to the first token, by policy](dial.svg)\n\n"
+_DIAL: Final = (
+    "![Right answers by time to the first token, and by what is computed again](dial.svg)\n\n"
+)
 _HOW: Final = """## How it was measured
 
     MODEL=path/to/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf NAME=qwen05
@@ -326,40 +330,52 @@ def timed(results: Results) -> bool:
 
 
 def draw(models: Sequence[Results], file: Path = PICTURE) -> None:
-    """The picture: a panel for each model, of the rows that every policy answered."""
+    """The picture: of each model what was timed, and every policy by what it computes again."""
     from matplotlib.ticker import LogLocator
 
     shown = [one for one in models if timed(one)]
-    figure = figure_class()(figsize=(4.6 * len(shown), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for panel, results in zip(panels, map(every_policy, shown), strict=True):
-        for label, row in scores(results, halves(results)[-1]).items():
+    figure = figure_class()(figsize=(9.2, 3.8 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), 2, squeeze=False, sharey="row")
+    for (by_time, by_share), results in zip(panels, map(every_policy, shown), strict=True):
+        rows = scores(results, halves(results)[-1])
+        height = -math.inf  # of the label below, so that none hides another
+        for label, row in sorted(rows.items(), key=lambda one: one[1]["right"].value):
             if row["ms"] is not None:
-                _point(panel, label, row)
-        panel.set_title(results.about["title"], fontsize=10)
-        panel.set_xscale("log", subs=[])
-        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.margins(x=0.25)
-        panel.set_xlabel("seconds to the first token", fontsize=9)
-        panel.set_ylabel("right answers, % (95 % interval)", fontsize=9)
-        plain_panel(panel)
+                seconds = row["ms"].value / 1000
+                _point(by_time, label, row, seconds, (seconds * 1.06, 100 * row["right"].value + 1))
+            if label != FEWER:  # computes fewer documents, not a part of them
+                share, height = 100 * row["computed"], max(height + 2, 100 * row["right"].value)
+                _point(by_share, label, row, share, (max(share, 30) + 2, height))
+        by_time.set_title(results.about["title"], fontsize=10)
+        by_time.set_xscale("log", subs=[])
+        by_time.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_time.xaxis.set_major_formatter("{x:g}")
+        by_time.margins(x=0.25)
+        by_time.set_xlabel("seconds to the first token, where they were measured", fontsize=9)
+        by_time.set_ylabel("right answers, % (95 % interval)", fontsize=9)
+        by_share.set_xlabel("computed again, % of the documents' tokens", fontsize=9)
+        by_share.set_xlim(-5, 125)
+        by_share.set_xticks(range(0, 101, 20))
+        plain_panel(by_time)
+        plain_panel(by_share)
     save_plot(figure, file, "dial")
 
 
-def _point(panel: Any, label: str, row: Mapping[str, Any]) -> None:
+def _point(
+    panel: Any, label: str, row: Mapping[str, Any], place: float, words: tuple[float, float]
+) -> None:
     colour = {FULL: "black", CLOSED_BOOK: "#888888"}.get(label, "#0072B2")
-    right, ms = row["right"], row["ms"]
+    right = row["right"]
     low, high = 100 * (right.value - right.low), 100 * (right.high - right.value)
     style = {"color": colour, "marker": "o", "markersize": 5, "elinewidth": 1, "capsize": 2}
-    panel.errorbar(ms.value / 1000, 100 * right.value, yerr=[[low], [high]], **style)
+    panel.errorbar(place, 100 * right.value, yerr=[[low], [high]], **style)
     panel.annotate(
         named(label).replace("`", ""),
-        (ms.value / 1000, 100 * right.value),
-        xytext=(6, 4),
-        textcoords="offset points",
+        (place, 100 * right.value),
+        xytext=words,
         fontsize=8,
         color=colour,
+        arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "relpos": (0, 0.5)},
     )
 
 

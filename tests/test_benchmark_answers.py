@@ -360,7 +360,7 @@ def test_a_model_trained_for_blocks_is_held_against_its_control_row_by_row() -> 
 
 def test_policies_stand_beside_each_other_on_the_same_rows() -> None:
     results = measured(fewer=[None, 1, 1, 1, 0, 0])
-    more = {**results.sets["nq"].found, "qdev": results.sets["nq"].found["reuse"]}
+    more = {**results.sets["nq"].found, "other": results.sets["nq"].found["reuse"]}
     results.sets["nq"].found = results.sets["squad"].found = more
     shown = answers_page.every_policy(results)
     assert sizes(shown, 1) == {"squad": 3, "nq": 3}
