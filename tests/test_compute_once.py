@@ -186,7 +186,8 @@ def test_two_processes_that_miss_at_once_compute_the_prefix_and_each_chunk_once(
 def test_a_prefix_that_is_read_gives_the_chunks_that_a_computed_one_gives(tmp_path: Path) -> None:
     first, later = disk(tmp_path), disk(tmp_path)
     alone = engine_of(MemoryStore())
-    engine_of(first).add(TEXTS[:1])
+    for one in (engine_of(first), alone):  # in batches of one size, which may decide how it rounds
+        one.add(TEXTS[:1])
     engine = engine_of(later)
     counts = Counts(later)
     keys = counts.watch(engine).add(TEXTS)
