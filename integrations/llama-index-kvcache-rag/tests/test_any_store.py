@@ -24,6 +24,7 @@ from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
 from qdrant_client import AsyncQdrantClient, QdrantClient
+from small import make_model
 
 from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, Metrics
 from kvcache_rag.integration import REFERENCE_KEYS
@@ -329,12 +330,13 @@ def test_a_pipeline_prefills_for_any_store(
 
 
 async def test_a_pipeline_prefills_without_blocking(
-    llm: KVCacheLLM, prefilled: Count, ticker: Any
+    llm: KVCacheLLM, prefilled: Count, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = IngestionPipeline(transformations=[SentenceSplitter(), KVCachePrefill(llm=llm)])
-    async with ticker:
-        await pipeline.arun(documents=documents())
+    loop.watch(monkeypatch, make_model(), "forward")
+    await pipeline.arun(documents=documents())
     assert prefilled() == 3
+    assert loop.turns
 
 
 class Meeting(HashEmbedding):
