@@ -56,7 +56,14 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 LONG = 60.0  # seconds of grace that no test waits for
+SHORT = 1.0  # seconds of grace that tests wait for
 EXPLAIN = {"documents": ["A lamp."], "kvcache": {"policy": "reuse"}}
+
+
+@pytest.fixture
+def long_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a short grace is for telling: a tenth of a second is little on a busy machine."""
+    monkeypatch.setattr(shutdown, "PART", 0.9)
 
 
 class Served:
@@ -267,11 +274,12 @@ def test_what_does_not_finish_is_told_before_the_grace_ends() -> None:
     assert all(2.5 < one < 5 for one in seconds), seconds
 
 
+@pytest.mark.usefixtures("long_margin")
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/rag"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_never_began_is_told_as_well(path: str, stream: bool) -> None:
     backend = Scripted(says_nothing)
-    app = build_app(backend, settings(grace=0.5), retriever=object())  # type: ignore[arg-type]  # only whether there is one
+    app = build_app(backend, settings(grace=SHORT), retriever=object())  # type: ignore[arg-type]  # only whether there is one
     asks = {"/v1/completions": {"prompt": "Who?"}, "/v1/rag": {"question": "Who?"}}
     body = {"model": "tiny", **asks[path]} if path in asks else chat()
 
@@ -284,8 +292,9 @@ def test_what_never_began_is_told_as_well(path: str, stream: bool) -> None:
         ensure_refused(http.post(server.url + path, json={**body, "stream": stream}))
 
 
+@pytest.mark.usefixtures("long_margin")
 def test_a_stream_of_which_only_comments_were_sent_is_told_by_an_event() -> None:
-    app, _ = scripted(says_nothing, grace=0.5, heartbeat=0.02)
+    app, _ = scripted(says_nothing, grace=SHORT, heartbeat=0.02)
     with (
         served(app) as server,
         httpx.stream("POST", server.url + CHAT, json=chat(stream=True), timeout=DEADLINE) as reply,
@@ -299,8 +308,9 @@ def test_a_stream_of_which_only_comments_were_sent_is_told_by_an_event() -> None
     assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
 
 
+@pytest.mark.usefixtures("long_margin")
 def test_a_body_that_does_not_come_is_refused_by_then() -> None:
-    app, backend = scripted(grace=0.5)
+    app, backend = scripted(grace=SHORT)
     with served(app) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), DEADLINE) as connection:
@@ -335,9 +345,10 @@ class Deaf(Scripted):
         raise RuntimeError("no replica hears")
 
 
+@pytest.mark.usefixtures("long_margin")
 def test_a_backend_that_hears_nothing_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     backend = Deaf()
-    with served(build_app(backend, settings(grace=0.5))) as server:
+    with served(build_app(backend, settings(grace=SHORT))) as server:
         explained = Call(server.url, "/v1/explain", **EXPLAIN)
         assert backend.explains.wait(DEADLINE)
         server.end()
@@ -346,6 +357,7 @@ def test_a_backend_that_hears_nothing_holds_nobody_up(caplog: pytest.LogCaptureF
     assert "no replica hears" in caplog.text
 
 
+@pytest.mark.usefixtures("long_margin")
 def test_a_client_that_reads_nothing_holds_nobody_up() -> None:
     """Its connection breaks off: what it did not read cannot be followed by an event."""
     is_full = threading.Event()
@@ -357,7 +369,7 @@ def test_a_client_that_reads_nothing_holds_nobody_up() -> None:
         is_full.set()
         await asyncio.Event().wait()
 
-    app, _ = scripted(script, grace=0.5)
+    app, _ = scripted(script, grace=SHORT)
     with served(app) as server:
         port = int(server.url.rsplit(":", 1)[1])
         body = json.dumps(chat(stream=True)).encode()
@@ -456,11 +468,12 @@ async def test_who_waits_for_documents_is_refused_at_once() -> None:
     await backend.close()
 
 
+@pytest.mark.usefixtures("long_margin")
 def test_a_forward_pass_that_does_not_end_is_not_waited_for(
     valve: Valve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutdown, "MODEL_WAIT", 0.2)
-    app, _ = app_of_reader(grace=0.5)
+    app, _ = app_of_reader(grace=SHORT)
     with served(app) as server:
         ready(server.url)
         valve.close()
