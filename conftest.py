@@ -28,7 +28,16 @@ torch.set_num_threads(1)
 # These look at the whole repository, or count what is done in `src`; an sdist has one dist alone,
 # and its tests run on the wheel.
 _WHOLE = (
-    *("changes", "compare_commits", "distribution", "docs", "docs_commands", "examples", "golden"),
+    *(
+        "changes",
+        "compare_commits",
+        "conversations",
+        "distribution",
+        "docs",
+        "docs_commands",
+        "examples",
+        "golden",
+    ),
     *("packages", "project_files", "site_browser", "smollm2_package", "smollm2_shipped", "work"),
 )
 _IS_SDIST = not (Path(__file__).parent / "integrations").is_dir()
