@@ -74,7 +74,7 @@ def ask(engine: Engine) -> str:
 )
 def test_every_way_to_name_a_gguf_file_opens_the_same_model(written: Path, opened: Any) -> None:
     engine = opened(written)
-    assert engine.model.dtype == torch.bfloat16
+    assert engine.model.dtype == files.quantised_dtype()
     assert engine.keys(["abc"]) == Engine.from_pretrained(written).keys(["abc"])
     assert ask(engine) == ask(Engine.from_pretrained(written))
 
@@ -98,6 +98,7 @@ def test_what_is_kept_is_what_transformers_makes_of_the_file(written: Path) -> N
 def test_the_second_load_reads_what_the_first_one_kept(
     written: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(files, "multiplies_bfloat16", lambda: True)
     with caplog.at_level(logging.WARNING):
         first = Engine.from_pretrained(written)
     assert "82,880 weights are dequantised to bfloat16: 0.2 MB in memory" in caplog.text
@@ -114,6 +115,18 @@ def test_the_second_load_reads_what_the_first_one_kept(
     modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()}
     assert modes == {True: 0o700, False: 0o600}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("is_fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=["fast", "slow"]
+)
+def test_quantised_weights_become_what_the_machine_multiplies(
+    written: Path, is_fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(files, "multiplies_bfloat16", lambda: is_fast)
+    assert Engine.from_pretrained(written, device="cpu").model.dtype == dtype
+    assert files.GgufHeader.read(written).dtype == dtype
 
 
 def test_who_comes_second_waits_for_the_first(
@@ -376,7 +389,7 @@ def test_an_adapter_of_a_gguf_model(written: Path, tmp_path: Path) -> None:
     adapted = Engine.from_pretrained(written, adapter=folder)
     assert adapted.spec == Engine.from_pretrained(folder).spec
     assert adapted.spec != Engine.from_pretrained(written).spec
-    assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in adapted.model.parameters()} == {files.quantised_dtype()}
 
 
 def other_model(layers: int = 2, hidden: int = WIDTH) -> Any:
@@ -429,7 +442,7 @@ def test_models_cache_lists_and_clears(
     assert main(["models", "cache"]) == 0
     listed = capsys.readouterr().out
     assert "model.gguf" in listed
-    assert "bfloat16" in listed
+    assert str(files.quantised_dtype()).removeprefix("torch.") in listed
     assert f"1 checkpoint in {cache}" in listed
     assert main(["models", "cache", "--clear"]) == 0
     assert "deleted 1 checkpoint" in capsys.readouterr().out

@@ -97,7 +97,8 @@ def test_the_weights_that_load_are_those_that_were_evaluated_rounded(
         assert torch.equal(value, raw[name].bfloat16())
     # A base in bfloat16 rounds an adapter when it is put in: the same model, the same chunks,
     unrounded, published = (
-        Engine.from_pretrained("smollm2", adapter=folder) for folder in (trained, block)
+        Engine.from_pretrained("smollm2", adapter=folder, dtype="bfloat16")
+        for folder in (trained, block)
     )
     assert published.spec == unrounded.spec
     assert published.policy == unrounded.policy == Reuse()
@@ -303,8 +304,11 @@ def test_the_wheel_holds_the_adapter_and_its_licence_and_loads_by_its_name(
     for module in [name for name in sys.modules if name.split(".")[0] == PLACE.parts[0]]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(str(site))
-    engine = Engine.from_pretrained("smollm2", adapter="block")
-    assert engine.spec == Engine.from_pretrained("smollm2", adapter=trained).spec
+    engine, known = (
+        Engine.from_pretrained("smollm2", adapter=name, dtype="bfloat16")
+        for name in ("block", trained)
+    )
+    assert engine.spec == known.spec
     sys.modules.pop(PLACE.parts[0])  # not by monkeypatch, which would put it back for later tests
 
 

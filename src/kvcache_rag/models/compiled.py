@@ -1,10 +1,12 @@
-"""What `hatch_build.py` compiled, where there was a C compiler."""
+"""What this CPU can: what `hatch_build.py` compiled for it, and whether it multiplies bfloat16."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
 from typing import Final
+
+import torch
 
 KERNELS: Final = {
     "attention": "attention/libfew_queries.so",
@@ -23,6 +25,11 @@ def compiled(name: str) -> ctypes.CDLL | None:
         return found if found.kvcache_rag_supported() else None
     except (OSError, AttributeError):  # not there, or its OpenMP is not that of this torch
         return None
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 as fast as float32, or faster; others convert it."""
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def why_missing(kernel: str) -> str:

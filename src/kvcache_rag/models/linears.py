@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models import few_rows, rounded_weights
+from kvcache_rag.models.compiled import multiplies_bfloat16
 from kvcache_rag.models.norms import FusedNorm, fused_norm
 from kvcache_rag.models.weights import PACKED, OpaqueWeight, Packed, model_identity
 
@@ -408,8 +409,7 @@ def _prepacks(model: Any) -> bool:
         and not hasattr(model, "peft_config")
         and getattr(model, "hf_quantizer", None) is None
         and platform.machine().lower() in ("x86_64", "amd64")
-        and torch._C._has_mkldnn
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and multiplies_bfloat16()
     )
 
 
