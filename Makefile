@@ -110,7 +110,6 @@ soak-long: $(VENV)/.installed-dev ## Run the long tests as often as a release wa
 check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording; the code's shape
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(CODE)
 	$(BIN)/mypy --python-version 3.10 $(CODE)
 	$(BIN)/mypy --python-version 3.13 $(CODE)
 	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src $(wildcard integrations/*/l*_*)
