@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)  # pytest -o log_cli=true -o log_cli_level=INFO
 
 AT_ONCE = 16
-LATER = 0.25  # seconds by which nobody waits longer than on a quiet server
+VALUES = 2_000_000  # nobody waits longer by more than the machine takes to make so many lists
 PATIENCE = 120.0
 REST = 1.0  # seconds between an answer and the next body
 
@@ -61,6 +62,14 @@ def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             yield match[1], {name: f"Bearer {key}" for name, key in keys.items()}
         finally:
             process.kill()
+
+
+def later() -> float:
+    """Seconds by which nobody waits longer than on a quiet server, on this machine."""
+    raw = b"[" + b"[]," * VALUES + b"[]]"
+    before = time.process_time()
+    json.loads(raw)
+    return time.process_time() - before
 
 
 class Asker(threading.Thread):
@@ -177,8 +186,9 @@ def test_bodies_of_one_tenant_hold_nobody_up(tmp_path: Path, amount: Amount) -> 
     LOG.info("%s; %s, quiet and busy; %d processors", dict(told), p95, os.cpu_count())
     assert told.total() >= AT_ONCE
     assert set(told) <= {400, 503}, told
+    most = later()
     for name, (before, after) in p95.items():
-        assert after <= before + LATER, (name, p95)
+        assert after <= before + most, (name, p95, most)
     record(
         "bodies",
         "requests",
