@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from pace import seconds_to_make
 
 from kvcache_rag.serve.auth import new_key
 from tests.reliability import record
@@ -62,14 +62,6 @@ def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             yield match[1], {name: f"Bearer {key}" for name, key in keys.items()}
         finally:
             process.kill()
-
-
-def later() -> float:
-    """Seconds by which nobody waits longer than on a quiet server, on this machine."""
-    raw = b"[" + b"[]," * VALUES + b"[]]"
-    before = time.process_time()
-    json.loads(raw)
-    return time.process_time() - before
 
 
 class Asker(threading.Thread):
@@ -186,7 +178,7 @@ def test_bodies_of_one_tenant_hold_nobody_up(tmp_path: Path, amount: Amount) -> 
     LOG.info("%s; %s, quiet and busy; %d processors", dict(told), p95, os.cpu_count())
     assert told.total() >= AT_ONCE
     assert set(told) <= {400, 503}, told
-    most = later()
+    most = seconds_to_make(VALUES)
     for name, (before, after) in p95.items():
         assert after <= before + most, (name, p95, most)
     record(
