@@ -65,6 +65,12 @@ class Case:
 
 
 A, B = "The ship Mora was built in Kiel.", "Captain Vug has sailed it for years."
+ADDED: Final = (("user", "Add."), ("assistant", "", "add", {"a": 1}), ("tool", "2", "add"))
+FOUND: Final = (
+    ("user", "Where?"),
+    ("assistant", "", "find", {"a": 1}),
+    ("tool", f"Found:\n{A}\n\n{B}", "find", A, B),
+)
 CASES: Final[dict[str, Case]] = {
     "a question": Case((("user", "Where?"),)),
     "spaces around": Case((("user", "  Where?\n"),)),
@@ -108,44 +114,23 @@ CASES: Final[dict[str, Case]] = {
         (("user", "Who?"), ("assistant", "<think>It is Vug.</think>Vug."), ("user", "Where?"))
     ),
     "a call": Case(
-        (
-            ("user", "Add."),
-            ("assistant", "", "add", {"a": 1}),
-            ("tool", "2", "add"),
-            ("user", "And?"),
-        ),
+        (*ADDED, ("user", "And?")),
         verdict="both: the server knows no tools",
     ),
     "a result last": Case(
-        (("user", "Add."), ("assistant", "", "add", {"a": 1}), ("tool", "2", "add")),
+        ADDED,
         verdict="both: the server knows no tools",
     ),
     "a tool finds": Case(
-        (
-            ("user", "Where?"),
-            ("assistant", "", "find", {"a": 1}),
-            ("tool", f"Found:\n{A}\n\n{B}", "find", A, B),
-        ),
+        FOUND,
         verdict="both: the server knows no tools",
     ),
     "a tool finds, a foreign instruction": Case(
-        (
-            ("system", "Be brief."),
-            ("user", "Where?"),
-            ("assistant", "", "find", {"a": 1}),
-            ("tool", f"Found:\n{A}\n\n{B}", "find", A, B),
-        ),
+        (("system", "Be brief."), *FOUND),
         verdict="both: the server knows no tools",
     ),
     "a tool found, a question": Case(
-        (
-            ("system", "Be brief."),
-            ("user", "Where?"),
-            ("assistant", "", "find", {"a": 1}),
-            ("tool", f"Found:\n{A}\n\n{B}", "find", A, B),
-            ("assistant", "In Kiel."),
-            ("user", "Who?"),
-        ),
+        (("system", "Be brief."), *FOUND, ("assistant", "In Kiel."), ("user", "Who?")),
         verdict="both: the server knows no tools",
     ),
     "two roles, an instruction": Case(
@@ -202,12 +187,7 @@ CASES: Final[dict[str, Case]] = {
         (("user", "Who?"), ("assistant", ""), ("user", " "), ("user", "Where?")), (A, B)
     ),
     "documents, a call": Case(
-        (
-            ("user", "Add."),
-            ("assistant", "", "add", {"a": 1}),
-            ("tool", "2", "add"),
-            ("user", "And?"),
-        ),
+        (*ADDED, ("user", "And?")),
         (A, B),
         verdict="LangChain: calls and results are a part of what was said",
     ),

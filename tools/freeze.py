@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -273,6 +274,18 @@ def write_interface() -> None:
     _write("representations.json", cases.to_json(surfaces.representations()))
 
 
+def write_conversations() -> None:
+    """`conversations.json`: each as every front end puts it to the model."""
+    sys.path.insert(0, str(cases.ROOT / "tests"))
+    told = import_module("test_conversations")
+
+    read = {
+        name: {front_end: told.read_of(front_end, case) for front_end in told.FRONT_ENDS}
+        for name, case in told.CASES.items()
+    }
+    _write("conversations.json", cases.to_json(read))
+
+
 def _write(name: str, text: str) -> None:
     (GOLDEN / name).write_text(text, encoding="utf-8")
 
@@ -285,6 +298,7 @@ PARTS: Final[dict[str, Callable[[], None]]] = {
     "server": write_server,
     "help": write_help,
     "interface": write_interface,
+    "conversations": write_conversations,
 }
 
 
