@@ -63,8 +63,8 @@ to it; its own prompt cache, if it has one, reuses equal beginnings only.
 """
 _GGUF: Final = """## GGUF that must stay 4-bit in memory
 
-A GGUF file is dequantised to bfloat16 when it is loaded, for which there has to be room. On a CPU
-`weight_format=` rounds linear layers to 8 or 4 bits again, with scales of its own
+A GGUF file is dequantised when it is loaded, to 16 or 32 bits, for which there has to be room. On
+a CPU `weight_format=` rounds linear layers to 8 or 4 bits again, with scales of its own
 ([models](models.md#weights-on-a-cpu)); embeddings stay as they are, and a tied output layer
 becomes a copy in 8 bits. Bytes of weights are parameters x 4.5 bits in a file all of Q4_K (real
 files mix in larger types), and x 16 bits in memory:

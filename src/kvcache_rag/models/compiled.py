@@ -28,7 +28,7 @@ def compiled(name: str) -> ctypes.CDLL | None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 as fast as float32, or faster; others convert it."""
+    """Whether oneDNN multiplies bfloat16 on this CPU; elsewhere torch does, far more slowly."""
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
