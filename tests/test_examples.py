@@ -218,21 +218,21 @@ def test_a_question_without_words_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- two-tenants
 def test_what_keeps_the_service_from_starting_is_one_sentence(tmp_path: Path) -> None:
     name, data = "two-tenants/service.py", tmp_path / "data"
-    start = ("--port", "0", "--data", str(data), "--model")
-    refused(name, *start, "nosuch", cwd=tmp_path)
+    start, tiny = ("--port", "0", "--data", str(data)), ("--model", "tiny")
+    refused(name, *start, "--model", "nosuch", cwd=tmp_path)
     assert not (data / "keys.json").exists()
     assert data.stat().st_mode & 0o777 == 0o700
     (data / "keys.json").write_text("{")
-    words = refused(name, *start, "tiny", cwd=tmp_path)
+    words = refused(name, *start, *tiny, cwd=tmp_path)
     assert f"service: {data / 'keys.json'} is damaged (" in words
     assert "remove it for new keys" in words
     (tmp_path / "file").touch()
-    words = refused(name, "--port", "0", "--data", str(tmp_path / "file"), cwd=tmp_path)
+    words = refused(name, "--port", "0", "--data", str(tmp_path / "file"), *tiny, cwd=tmp_path)
     assert "File exists" in words
     assert "see --port, --data and --model" in words
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        words = refused(name, "--port", port, "--data", str(tmp_path / "new"), cwd=tmp_path)
+        words = refused(name, "--port", port, "--data", str(tmp_path / "new"), *tiny, cwd=tmp_path)
     assert "Address already in use" in words
     assert "see --port" in words
     assert not (tmp_path / "new").exists()

@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.machines import MACHINES, StoreMachine
 
-EXAMPLES = {"MemoryMachine": 150, "DiskMachine": 80, "TieredMachine": 80}
+EXAMPLES = {"MemoryMachine": 80, "DiskMachine": 40, "TieredMachine": 40}
 OTHERS = 10
 
 

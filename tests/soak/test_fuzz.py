@@ -1,4 +1,4 @@
-"""Every target for a minute, side by side; with `--long` as many inputs as a release wants."""
+"""Every target for half a minute, side by side; with `--long` as many inputs as a release wants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reliability import record
 if TYPE_CHECKING:
     from tests.soak.conftest import Amount
 
-SECONDS = 60
+SECONDS = 30
 EXECUTIONS = {"header": 1_000_000, "keys": 1_000_000, "scanner": 1_000_000, "schema": 100_000}
 LAWS = {
     "header": "inputs as the file of a chunk, unsigned and signed",
