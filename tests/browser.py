@@ -37,7 +37,9 @@ def start(profile: Path) -> Any:
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(300)  # axe-core takes its time over a long page on a busy machine
+    return driver
 
 
 def barriers(driver: Any, looked_at: set[str]) -> list[str]:
