@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -288,8 +289,9 @@ def test_training_writes_a_model_and_goes_on_after_an_interruption(tmp_path: Pat
 
 
 def test_one_command_trains_and_prints_the_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("training.reader.train.TrainConfig", partial(TrainConfig, network=SMALL))
     out = tmp_path / "reader"
     settings = "--steps 1 --block-steps 1 --name-steps 1 --link-steps 1 --workers 1"
     assert train_main(["--out", str(out), *settings.split(), "--check", "0"]) == 0
