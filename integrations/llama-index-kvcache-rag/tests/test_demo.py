@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TOLD = ("eiffel-tower", "johannes-gutenberg", "planet-saturn")
-
 
 @pytest.fixture
 def command(
@@ -230,6 +228,3 @@ def test_answerable_and_unanswerable_questions_are_counted_apart() -> None:
     table = demo_articles._table(found).splitlines()
     assert table[2].split() == ["right", "2", "of", "2", "1", "of", "2"]
     assert "refused" not in demo_articles._table(demo_articles._summary(asked[:2]))
-
-
-# ---------------------------------------------------------------------- the real model
