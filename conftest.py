@@ -29,7 +29,6 @@ torch.set_num_threads(1)
 # and its tests run on the wheel.
 _WHOLE = (
     *(
-        "changes",
         "compare_commits",
         "conversations",
         "distribution",

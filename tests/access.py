@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.answer import Answerer
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.prompt.renderer import PromptRenderer
-    from kvcache_rag.serve.local import LocalBackend
-    from kvcache_rag.serve.scheduler import Scheduler
-    from kvcache_rag.serve.worker import Engines
     from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stores.base import ChunkLayout
     from kvcache_rag.stores.remote.objects import Objects
     from kvcache_rag.stores.remote.transport import Transport
+    from kvcache_rag_server.local import LocalBackend
+    from kvcache_rag_server.scheduler import Scheduler
+    from kvcache_rag_server.worker import Engines
     from langchain_kvcache_rag import KVCacheChroma
 
 

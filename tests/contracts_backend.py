@@ -27,12 +27,12 @@ from serve_works import (
 )
 
 from kvcache_rag import BestLast, ContextTooLongError, KVCacheRagError, Message
-from kvcache_rag.serve.backend import Failed, Finished, OwnPolicy, Piece, Prefilled, Started
+from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Piece, Prefilled, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from kvcache_rag.serve.backend import Backend, BackendRequest, Event
+    from kvcache_rag_server.backend import Backend, BackendRequest, Event
 
 MAX_WAITING = 2
 COUNTERS = ("waiting", "running", "answered", "failed", "cancelled", "refused")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag import PromptTemplate
-from kvcache_rag.corpus.worker import BuildSettings
+from kvcache_rag_server.corpus.worker import BuildSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

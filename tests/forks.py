@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 IMPORTS = (
     "kvcache_rag.engine",
-    "kvcache_rag.corpus.worker",
+    "kvcache_rag_server.corpus.worker",
     "kvcache_rag.models.pretrained",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",

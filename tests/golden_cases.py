@@ -24,12 +24,13 @@ from kvcache_rag import (
 )
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.codecs import by_name as codec_by_name
-from kvcache_rag.finetune.config import FinetuneConfig, JsonlData, ReaderData
 from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout, GroupLayout, chunk_key
-from kvcache_rag.reader import make_example
-from kvcache_rag.scoring.ask import Place, Record
-from kvcache_rag.scoring.question import Question
-from kvcache_rag.serve.backend import (
+from kvcache_rag.verdict import Identity
+from kvcache_rag_lab.finetune.config import FinetuneConfig, JsonlData, ReaderData
+from kvcache_rag_lab.reader import make_example
+from kvcache_rag_lab.scoring.ask import Place, Record
+from kvcache_rag_lab.scoring.question import Question
+from kvcache_rag_server.backend import (
     BackendRequest,
     Event,
     Failed,
@@ -40,8 +41,7 @@ from kvcache_rag.serve.backend import (
     RetrievedText,
     Started,
 )
-from kvcache_rag.serve.lifecycle import Caller
-from kvcache_rag.verdict import Identity
+from kvcache_rag_server.lifecycle import Caller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -375,8 +375,8 @@ class SilentRetriever:
 
 def build_server(keys: Path | None) -> Any:
     """The server's application, with API keys and a retriever or with neither."""
-    from kvcache_rag.serve.app import build_app
-    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag_server.app import build_app
+    from kvcache_rag_server.settings import ServerSettings
 
     retriever = None if keys is None else SilentRetriever()
     settings = ServerSettings(model="tiny", api_keys=keys)

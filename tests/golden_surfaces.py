@@ -1,17 +1,15 @@
-"""What `tests/golden` freezes of the surfaces: test ids, commands, policies, public names."""
+"""What `tests/golden` freezes of the surfaces: commands, policies, public names."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import contextlib
-import csv
 import dataclasses
 import inspect
 import io
 import re
 import sys
-from collections import Counter
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
@@ -22,15 +20,16 @@ from kvcache_rag import ReusePolicy, policy_by_name
 from kvcache_rag.cli import main as command_line
 from kvcache_rag.codecs import CODECS
 from kvcache_rag.policies import POLICY_NAMES
-from tests.golden_cases import GOLDEN, ROOT
+from tests.golden_cases import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-MOVES: Final = ROOT / "tools" / "moves.csv"
 PROJECTS: Final = {
     "kvcache-rag": ROOT / "pyproject.toml",
+    "kvcache-rag-lab": ROOT / "lab/pyproject.toml",
+    "kvcache-rag-server": ROOT / "integrations/kvcache-rag-server/pyproject.toml",
     "kvcache-rag-smollm2": ROOT / "integrations/kvcache-rag-smollm2/pyproject.toml",
     "langchain-kvcache-rag": ROOT / "integrations/langchain-kvcache-rag/pyproject.toml",
     "llama-index-kvcache-rag": ROOT / "integrations/llama-index-kvcache-rag/pyproject.toml",
@@ -38,105 +37,17 @@ PROJECTS: Final = {
 }
 SOURCES: Final = {
     "kvcache-rag": "src/kvcache_rag",
+    "kvcache-rag-lab": "lab/kvcache_rag_lab",
+    "kvcache-rag-server": "integrations/kvcache-rag-server/kvcache_rag_server",
     "kvcache-rag-smollm2": "integrations/kvcache-rag-smollm2/kvcache_rag_smollm2",
     "langchain-kvcache-rag": "integrations/langchain-kvcache-rag/langchain_kvcache_rag",
     "llama-index-kvcache-rag": "integrations/llama-index-kvcache-rag/llama_index",
     "vllm-kvcache-rag": "integrations/vllm-kvcache-rag/vllm_kvcache_rag",
 }
-_OURS: Final = ("kvcache_rag", "langchain_kvcache_rag", "llama_index.kvcache_rag")
-
-
-# ---------------------------------------------------------------------- test ids
-def moves() -> dict[str, str]:
-    """New place by old place of frozen tests; "" for what is gone on purpose."""
-    if not MOVES.is_file():
-        return {}
-    with MOVES.open(encoding="utf-8", newline="") as file:
-        return {row["old"]: row["new"] for row in csv.DictReader(file)}
-
-
-def moved_id(test: str, places: Mapping[str, str]) -> str:
-    """Where a test is now: the longest row that begins its id says so; "" if it is gone."""
-    parts = test.split("::")
-    for count in range(len(parts), 0, -1):
-        head = "::".join(parts[:count])
-        if head in places:
-            return "::".join([places[head], *parts[count:]]) if places[head] else ""
-    return test
-
-
-def frozen_ids() -> Counter[str]:
-    """Cases of every frozen test, by where it is now."""
-    places, found = moves(), Counter[str]()
-    for line in (GOLDEN / "test_ids.txt").read_text(encoding="utf-8").splitlines():
-        test, _, count = line.rpartition(" ")
-        now = moved_id(test, places)
-        if now:
-            found[now] += int(count)
-    return found
-
-
-class TestTree:
-    """Names of the tests in files, read without importing any of them."""
-
-    __test__ = False
-
-    def __init__(self, root: Path = ROOT) -> None:
-        """Read every test file and everything that lies beside one."""
-        self._root = root
-        self._bodies: dict[str, list[ast.stmt]] = {}
-        self._classes: dict[str, ast.ClassDef] = {}
-        for folder in (root / "tests", root / "notebooks", *root.glob("integrations/*/tests")):
-            for path in folder.rglob("*.py"):
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                    if isinstance(node, ast.ClassDef):
-                        self._classes.setdefault(node.name, node)
-
-    def has(self, test: str) -> bool:
-        """Whether there is a test of this id; what a foreign class brings along is believed."""
-        path, *names = test.split("::")
-        body = self._body(path)
-        for name in names[:-1]:
-            found = self._find(body, name)
-            if not isinstance(found, ast.ClassDef):
-                return found is not None  # a class that was assigned, such as a state machine's
-            if self._method(found, names[-1], set()):
-                return True
-            body = found.body
-        return self._find(body, names[-1]) is not None
-
-    def _body(self, path: str) -> list[ast.stmt]:
-        if path not in self._bodies:
-            file = self._root / path
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            self._bodies[path] = ast.parse(text).body
-        return self._bodies[path]
-
-    def _method(self, owner: ast.ClassDef, name: str, seen: set[str]) -> bool:
-        if self._find(owner.body, name) is not None:
-            return True
-        for base in owner.bases:
-            known = self._classes.get(ast.unparse(base).rpartition(".")[2].partition("[")[0])
-            if known is None:
-                return True
-            if known.name not in seen and self._method(known, name, seen | {known.name}):
-                return True
-        return False
-
-    @staticmethod
-    def _find(body: list[ast.stmt], name: str) -> ast.AST | None:
-        for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                if node.name == name:
-                    return node
-            elif isinstance(node, ast.Assign):
-                if any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
-                    return node
-            elif isinstance(node, (ast.If, ast.Try, ast.With)):
-                found = TestTree._find(node.body, name)
-                if found is not None:
-                    return found
-        return None
+_OURS: Final = (
+    *("kvcache_rag", "kvcache_rag_lab", "kvcache_rag_server"),
+    *("langchain_kvcache_rag", "llama_index.kvcache_rag"),
+)
 
 
 # ---------------------------------------------------------------------- commands
@@ -326,11 +237,11 @@ PACKAGES: Final = (
     "kvcache_rag",
     "kvcache_rag.codecs",
     "kvcache_rag.commands",
-    "kvcache_rag.finetune",
+    "kvcache_rag_lab.finetune",
     "kvcache_rag.integration",
     "kvcache_rag.policies",
     "kvcache_rag.presses",
-    "kvcache_rag.reader",
+    "kvcache_rag_lab.reader",
     "kvcache_rag.stores",
     "llama_index.kvcache_rag",
     "langchain_kvcache_rag",
@@ -342,8 +253,10 @@ _DUNDERS: Final = frozenset(
         *("enter", "exit", "aenter", "aexit", "deepcopy", "getstate", "setstate"),
     )
 )
-_PATH: Final = re.compile(r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:\.\w+)*\.(?=\w)")
-MODULE: Final = re.compile(r"\bkvcache_rag\.\w+")
+_PATH: Final = re.compile(
+    r"\b(?:langchain_|llama_index\.)?kvcache_rag(?:_lab|_server)?(?:\.\w+)*\.(?=\w)"
+)
+MODULE: Final = re.compile(r"\bkvcache_rag(?:_lab|_server)?\.\w+")
 """A path of a module of ours, or of one of its names."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PRIVATE: Final = re.compile(r"(?<![\w.])_[A-Z]\w*")

@@ -14,8 +14,9 @@ import httpx
 import uvicorn
 
 from kvcache_rag import Answer, DiskStore, Engine, MemoryStore, Metrics, TieredStore
-from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.backend import (
+from kvcache_rag.verdict import Identity
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.backend import (
     BackendRequest,
     Event,
     Finished,
@@ -24,9 +25,8 @@ from kvcache_rag.serve.backend import (
     Prefilled,
     Started,
 )
-from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.verdict import Identity
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

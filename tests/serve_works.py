@@ -14,16 +14,16 @@ import access
 
 from kvcache_rag import Answer, Engine, MemoryStore, Metrics, policy_by_name
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.serve.backend import BackendRequest, Failed, Finished, Piece, Started
-from kvcache_rag.serve.worker import Served
+from kvcache_rag_server.backend import BackendRequest, Failed, Finished, Piece, Started
+from kvcache_rag_server.worker import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from kvcache_rag.serve.backend import Backend, Event
-    from kvcache_rag.serve.local import LocalBackend
-    from kvcache_rag.serve.queue import Job
+    from kvcache_rag_server.backend import Backend, Event
+    from kvcache_rag_server.local import LocalBackend
+    from kvcache_rag_server.queue import Job
 
 PATIENCE = 60.0
 TEXTS = (

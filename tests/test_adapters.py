@@ -18,7 +18,6 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
 from kvcache_rag.cli import main
-from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.integration import lasting_adapter, open_engine
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import adapters
@@ -26,8 +25,9 @@ from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import PACKAGED, brought_template, chosen_adapter, load
 from kvcache_rag.prompt.template import FILE_NAME
-from kvcache_rag.serve import startup
-from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag_server import startup
+from kvcache_rag_server.corpus.worker import BuildSettings
+from kvcache_rag_server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,10 +28,10 @@ from kvcache_rag import (
     auto,
 )
 from kvcache_rag.auxiliary import ChunkAttention
-from kvcache_rag.evaluation.auxiliary import _main_weights, attention_agreement
 from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.prefill import Prefiller
-from kvcache_rag.reader import make_example
+from kvcache_rag_lab.evaluation.auxiliary import _main_weights, attention_agreement
+from kvcache_rag_lab.reader import make_example
 
 EXAMPLE = make_example(3, kind="two_hop")
 DOCUMENTS = list(EXAMPLE.documents)
@@ -337,7 +337,7 @@ def test_divergences_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert [len(ids) for ids in engine.tokenize("?", ["ab"]).chunks] == [2]
     layers = torch.tensor([0.1, 0.3]), torch.tensor([0.6, 0.2])
-    monkeypatch.setattr("kvcache_rag.evaluation.auxiliary._main_weights", lambda *_: layers)
+    monkeypatch.setattr("kvcache_rag_lab.evaluation.auxiliary._main_weights", lambda *_: layers)
 
     class Even(Auxiliary):
         def attention(self, question: str, chunks: Any) -> list[ChunkAttention]:

@@ -24,11 +24,11 @@ from scripted import NATIVE, RESPONSE, scripted
 from serve_fakes import Scripted, client, settings
 
 from kvcache_rag import Engine, FullRecompute, KVCacheRagError, MemoryStore, PromptTemplate
-from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.vllm.prompts import Prompts
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.local import LocalBackend
 from langchain_kvcache_rag import ChatKVCache, document_block
 from llama_index.kvcache_rag import KVCacheChatEngine, KVCacheLLM
+from vllm_kvcache_rag.front.prompts import Prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

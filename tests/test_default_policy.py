@@ -33,7 +33,6 @@ from kvcache_rag import (
     Reuse,
 )
 from kvcache_rag.engine import like, unwarned
-from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
 from kvcache_rag.kv.mask import pruned_mask
 from kvcache_rag.models.adapters import (
     BLOCKS,
@@ -47,8 +46,9 @@ from kvcache_rag.models.adapters import (
 )
 from kvcache_rag.models.weights import model_identity
 from kvcache_rag.policies.default import UNTRAINED, default_policy
-from kvcache_rag.reader import model_path
-from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
+from kvcache_rag_lab.reader import model_path
+from kvcache_rag_server.local import LocalBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import front, pruning_page, vllm_page
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.pretrained import PACKAGED
-from kvcache_rag.scoring.statistics import Interval
+from kvcache_rag_lab.scoring.statistics import Interval
 
 ROOT = Path(__file__).parent.parent
 # docs/serving.md has a test of its own, in which snippets follow each other.

@@ -26,7 +26,15 @@ SHELL = re.compile(r"^( *)```(?:bash|console)\n(.*?)^\1```", re.M | re.S)
 FENCED = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
 INLINE = re.compile(r"`((?:kvcache-rag |make |pip install |python -m |python tools/)[^`]*)`")
 BETWEEN = re.compile(r"^[();<>|&\n]+$")
-OURS = ("benchmarks", "kvcache_rag", "tests", "tools", "training")
+OURS = (
+    "benchmarks",
+    "kvcache_rag",
+    "kvcache_rag_lab",
+    "kvcache_rag_server",
+    "tests",
+    "tools",
+    "training",
+)
 FOREIGN = {
     "bash",
     "cd",
@@ -43,7 +51,8 @@ FOREIGN = {
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
 PROJECTS = {
     file.parent.relative_to(ROOT).as_posix(): tomllib.loads(file.read_text("utf-8"))["project"]
-    for file in (ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml"))
+    for part in (".", "lab", "integrations/*")
+    for file in ROOT.glob(f"{part}/pyproject.toml")
 }
 EXTRAS = {
     name: set(project.get("optional-dependencies", ()))

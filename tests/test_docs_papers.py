@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_rag.evaluation.tasks import task_names
+from kvcache_rag_lab.evaluation.tasks import task_names
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_fakes import scripted
 
-from kvcache_rag.serve.metrics import BackendCollector, ServerTelemetry
-from kvcache_rag.serve.settings import RequestLimits
+from kvcache_rag_server.metrics import BackendCollector, ServerTelemetry
+from kvcache_rag_server.settings import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from kvcache_rag import cli
-from kvcache_rag.commands import doctor
-from kvcache_rag.evaluation import self_check
-from kvcache_rag.evaluation.self_check import TOLERANCE, StitchedAnswer, stitched_answer
+from kvcache_rag.commands import doctor, self_check
+from kvcache_rag.commands.self_check import TOLERANCE, StitchedAnswer, stitched_answer
 from kvcache_rag.models import compiled
 from tests.golden_surfaces import PROJECTS
 
@@ -99,7 +98,7 @@ def test_all_is_well_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         f"kvcache-rag              {metadata.version('kvcache-rag')}",
         f"torch                    {metadata.version('torch')}",
         f"{tmp_path / 'kv'} is not there yet; can be written, ",
-        "kvcache-rag[serve]",
+        "kvcache-rag[server]",
         "stitched answer: ",
     ):
         assert said in text
@@ -204,11 +203,12 @@ def test_what_is_missing_says_what_it_would_add_and_how(
     installed: dict[str, str | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # `documents` asks for an extra of pypdf, and `ray` for one of ours.
-    installed.update({"uvicorn": None, "cryptography": "1.0", "langchain-kvcache-rag": None})
+    installed.update({"opentelemetry-api": None, "ray": None, "cryptography": "1.0"})
+    installed["langchain-kvcache-rag"] = None
     found = examine(capsys=capsys)
     extras = {one["name"]: one["missing"] for one in found["extras"]}
-    assert extras["kvcache-rag[serve]"] == ["uvicorn"]
-    assert extras["kvcache-rag[ray]"] == ["uvicorn"]
+    assert extras["kvcache-rag[otel]"] == ["opentelemetry-api"]
+    assert extras["kvcache-rag[ray]"] == ["ray"]
     (old,) = extras["llama-index-kvcache-rag[documents]"]
     assert old.startswith("cryptography>=")
     assert old.endswith("(there is 1.0)")
@@ -217,7 +217,7 @@ def test_what_is_missing_says_what_it_would_add_and_how(
     assert found["problems"] == [], "nobody needs every extra"
     cli.main(["doctor"])
     text = capsys.readouterr().out
-    assert "serve and playground: pip install 'kvcache-rag[serve]'" in text
+    assert "OpenTelemetry spans of answers: pip install 'kvcache-rag[otel]'" in text
     assert "LangChain: pip install 'langchain-kvcache-rag'" in text
 
 

@@ -22,14 +22,14 @@ from zoo import build, byte_tokenizer
 
 from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse
 from kvcache_rag.cli import main
-from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.integration import open_engine
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import gguf as files
 from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
-from kvcache_rag.serve import startup
-from kvcache_rag.serve.settings import ServerSettings
+from kvcache_rag_server import startup
+from kvcache_rag_server.corpus.worker import BuildSettings
+from kvcache_rag_server.settings import ServerSettings
 
 pytest.importorskip("gguf", reason="pip install 'kvcache-rag[gguf]'")
 

@@ -29,7 +29,7 @@ from kvcache_rag.integration import parameter_count
 from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag.models.weights import Weights, model_identity
-from kvcache_rag.prefetch import twin
+from kvcache_rag_server.prefetch import twin
 
 if TYPE_CHECKING:
     from pathlib import Path

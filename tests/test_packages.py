@@ -27,18 +27,24 @@ ROOT = Path(__file__).parent.parent
 # Packages whose names are public, by dist; the last of them is typed.
 PUBLIC = {
     "kvcache-rag": [
-        *("codecs", "finetune", "integration", "policies", "presses", "reader", "stores"),
+        *("codecs", "integration", "policies", "stores"),
         "",
     ],
+    "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
+    "kvcache-rag-server": ["kvcache_rag_server.remote"],
     "kvcache-rag-smollm2": [],
     "langchain-kvcache-rag": ["langchain_kvcache_rag"],
     "llama-index-kvcache-rag": ["llama_index.kvcache_rag"],
     "vllm-kvcache-rag": ["vllm_kvcache_rag"],
 }
+# Dists that one asks for beside the core.
+NEEDS = {"kvcache-rag-lab": ["kvcache-rag-server"]}
 PUBLIC["kvcache-rag"] = [f"kvcache_rag.{name}".rstrip(".") for name in PUBLIC["kvcache-rag"]]
 # Tests of each sdist that take no more than a second or two.
 QUICK = {
     "kvcache-rag": ["tests/test_chunk.py"],
+    "kvcache-rag-lab": ["tests/test_scoring_statistics.py"],
+    "kvcache-rag-server": ["tests/test_differing.py"],
     "kvcache-rag-smollm2": ["tests"],
     "langchain-kvcache-rag": ["tests/test_embeddings.py"],
     "llama-index-kvcache-rag": ["tests/test_embeddings.py"],
@@ -61,7 +67,8 @@ for name in packages:
     else:
         assert package.__all__ and all(hasattr(package, one) for one in package.__all__)
 if packages:
-    assert Path(package.__file__).with_name("py.typed").is_file()
+    root = next(iter(Path(package.__file__).parents))
+    assert any((one / "py.typed").is_file() for one in (root, root.parent))
 for point in importlib.metadata.distribution(dist).entry_points:
     point.load()
 ours = [one.name for one in importlib.metadata.distributions() if "kvcache-rag" in one.name]
@@ -112,7 +119,7 @@ def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == sorted({"kvcache-rag", name})
+    assert json.loads(done.stdout) == sorted({"kvcache-rag", name, *NEEDS.get(name, ())})
     command = python.with_name("kvcache-rag")
     done = subprocess.run([command, "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -122,7 +129,7 @@ def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
 def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> None:
     """Pip would rather fail than put two versions together."""
     pins = metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])
-    assert f"kvcache-rag[client]~={__version__}" in pins
+    assert f"kvcache-rag~={__version__}" in pins
     alone = tmp_path / "alone"
     alone.mkdir()
     (path,) = built.glob("langchain_kvcache_rag-*.whl")
@@ -207,7 +214,7 @@ def test_a_bump_reaches_every_place(copied: Path) -> None:
     assert list(bump.problems("7.8.9rc1", copied)) == []
     for name, _ in bump.PLACES:
         assert __version__ not in re.findall(
-            r"(?:version|kvcache-rag)\W+(?:\[\w+\])?[~=\" ]*(\d+\.\d+\.\d+)",
+            r"(?:version|kvcache-rag[-\w]*)\W+(?:\[[\w,]+\])?[~=\" ]*(\d+\.\d+\.\d+)",
             (copied / name).read_text(encoding="utf-8"),
         ), name
     changelog = (copied / "CHANGELOG.md").read_text(encoding="utf-8")

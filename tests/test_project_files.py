@@ -145,7 +145,7 @@ def test_the_tools_of_the_lowest_versions_are_pinned_for_the_lowest_python() -> 
 # ---------------------------------------------------------------------- requirements
 # Modules that are imported where an extra is installed.
 OF_EXTRAS = {
-    "src/kvcache_rag/serve/": {"serve"},
+    "integrations/vllm-kvcache-rag/vllm_kvcache_rag/front/": {"server"},
     "src/kvcache_rag/models/deferred/kernel.py": {"gpu"},
     "src/kvcache_rag/models/deferred/triton_kernels.py": {"gpu"},
     "integrations/vllm-kvcache-rag/vllm_kvcache_rag/connector.py": {"cuda", "cpu"},
@@ -321,9 +321,10 @@ def test_who_reaches_no_package_index_is_told(tmp_path: Path) -> None:
     pip.chmod(0o755)
     for name in ("pyproject.toml", "constraints.txt", "hatch_build.py"):
         (tmp_path / name).touch()
-    for name in ("llama-index-kvcache-rag", "kvcache-rag-smollm2"):
-        (tmp_path / "integrations" / name).mkdir(parents=True)
-        (tmp_path / "integrations" / name / "pyproject.toml").touch()
+    names = ("llama-index-kvcache-rag", "kvcache-rag-server", "kvcache-rag-smollm2")
+    for name in ("lab", *(f"integrations/{name}" for name in names)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "pyproject.toml").touch()
     found = make(tmp_path, "demo")
     assert found.returncode != 0
     assert "is a package index within reach?" in found.stderr

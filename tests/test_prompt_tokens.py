@@ -29,18 +29,18 @@ from kvcache_rag import (
     PromptTemplate,
     StoredChunk,
 )
-from kvcache_rag.commands.corpora import cut
-from kvcache_rag.finetune.sources import Encoder, PlainSample, QAPair, QASample
 from kvcache_rag.integration import Reference, Row, text_digest
 from kvcache_rag.integration.references import wrapped_digests
 from kvcache_rag.models.pretrained import TINY, resolve
 from kvcache_rag.prompt.offsets import chunk_offsets, written_chunk
 from kvcache_rag.prompt.renderer import PromptRenderer
 from kvcache_rag.prompt.tokens import Composed, TextEncoder
-from kvcache_rag.serve.backend import BackendRequest
-from kvcache_rag.serve.limits import ensure_fits
-from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.worker import grounded, plain_prompt
+from kvcache_rag_lab.finetune.sources import Encoder, PlainSample, QAPair, QASample
+from kvcache_rag_server.backend import BackendRequest
+from kvcache_rag_server.commands.corpora import cut
+from kvcache_rag_server.limits import ensure_fits
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.worker import grounded, plain_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

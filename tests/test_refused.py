@@ -19,8 +19,8 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.integration import RowPrefiller
-from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.local import LocalBackend
 
 TEXTS = ["The cat sat on the mat.", "A dog ran away from home."]
 QUESTION = "Who sat?"

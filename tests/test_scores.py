@@ -22,10 +22,10 @@ from kvcache_rag import (
     Reuse,
     policy_by_name,
 )
-from kvcache_rag.prefetch import Prefetcher
 from kvcache_rag.prompt.scores import scores_by_step, whole_scores
-from kvcache_rag.serve.backend import RetrievedText
-from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag_server.backend import RetrievedText
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.prefetch import Prefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

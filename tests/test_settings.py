@@ -24,7 +24,6 @@ from kvcache_rag import (
     Gate,
     LegoLink,
     MemoryStore,
-    Prefetcher,
     PromptTemplate,
     RemoteStore,
     Reuse,
@@ -32,14 +31,15 @@ from kvcache_rag import (
     auto,
 )
 from kvcache_rag.cli import main
-from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
-from kvcache_rag.finetune import FinetuneConfig
-from kvcache_rag.finetune.config import JsonlData, ReaderData
 from kvcache_rag.integration import open_engine
 from kvcache_rag.integration.engine import EngineSettings, open_store
 from kvcache_rag.kv.chunk import ChunkKey, chunk_key, spec_digest
-from kvcache_rag.serve.settings import RequestLimits, ServerSettings
+from kvcache_rag_lab.finetune import FinetuneConfig
+from kvcache_rag_lab.finetune.config import JsonlData, ReaderData
+from kvcache_rag_server.corpus.worker import BuildSettings
+from kvcache_rag_server.prefetch import Prefetcher
+from kvcache_rag_server.settings import RequestLimits, ServerSettings
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 if TYPE_CHECKING:

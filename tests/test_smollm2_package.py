@@ -19,11 +19,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from kvcache_rag import Engine, InvalidInputError, PromptTemplate, Reuse
-from kvcache_rag.finetune import FinetuneConfig, ReaderData, finetune
 from kvcache_rag.models.adapters import BASE, CONFIG, TRAINING_FILE, WEIGHTS, AdapterBase
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load
 from kvcache_rag.prompt.template import FILE_NAME
+from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
 from training.smollm2 import publish as publishing
 from training.smollm2.card import model_card
 from training.smollm2.publish import LIMIT, PLACE, TRAINING, main, publish

@@ -11,14 +11,14 @@ import pytest
 
 from kvcache_rag import cli
 from kvcache_rag.codecs import Int4, Native
-from kvcache_rag.corpus.worker import BuildSettings
 from kvcache_rag.errors import InvalidInputError, UntrustedChunkError
 from kvcache_rag.integration import open_engine
-from kvcache_rag.serve.settings import ServerSettings
-from kvcache_rag.serve.startup import open_combinations, open_store
 from kvcache_rag.stores import DiskStore, RemoteStore, SigningKey, TieredStore
 from kvcache_rag.stores.disk import adoption, folders
 from kvcache_rag.stores.signing import ENVIRONMENT
+from kvcache_rag_server.corpus.worker import BuildSettings
+from kvcache_rag_server.settings import ServerSettings
+from kvcache_rag_server.startup import open_combinations, open_store
 from tests.chunks import LAYOUT, LAYOUTS, key_of, make_chunk, same
 from tests.damage import header_size
 
@@ -261,7 +261,7 @@ def test_a_server_signs_chunks_and_combinations(tmp_path: Path, key_file: str) -
 def test_replicas_are_told_the_file_not_the_key(
     tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcache_rag.serve.ray.launch import _absolute
+    from kvcache_rag_server.ray.launch import _absolute
 
     monkeypatch.chdir(tmp_path)
     settings = ServerSettings("tiny", store="kv", signing_key="key", replicas=1)

@@ -26,9 +26,9 @@ from serve_works import answer_of, held, loaded, make_work, reader
 from kvcache_rag import CacheBlend, Engine, FullRecompute, InvalidInputError, PromptTemplate
 from kvcache_rag.generation import telemetry
 from kvcache_rag.models.pretrained import name_of, note_name
-from kvcache_rag.serve.app import build_app
-from kvcache_rag.serve.local import LocalBackend
-from kvcache_rag.serve.startup import open_engine
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.startup import open_engine
 from tools.scripted import Ear
 
 if TYPE_CHECKING:

@@ -26,10 +26,12 @@ _ASKED: Final = r'"kvcache-rag(?:\[[a-z,]+\])?([~=<>!][^";]*)'
 PLACES: Final = (
     ("pyproject.toml", (_PROJECT,)),
     ("src/kvcache_rag/__init__.py", (r'(?m)^(__version__ = ")([^"]+)(")$',)),
+    ("integrations/kvcache-rag-server/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/kvcache-rag-smollm2/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/langchain-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/llama-index-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/vllm-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
+    ("lab/pyproject.toml", (_PROJECT, _PIN)),
     ("tests/golden/projects.json", (_PIN,)),
     (
         "docs/versions.md",

@@ -103,7 +103,7 @@ class Ratio:
 def ratio_of(scenario: str, first: Sequence[float], second: Sequence[float]) -> Ratio:
     """The ratio of paired samples, in seconds."""
     # Here, because the worker, which has another commit's package, runs this file as well.
-    from kvcache_rag.scoring.statistics import median_interval
+    from kvcache_rag_lab.scoring.statistics import median_interval
 
     logs = [math.log(two / one) for one, two in zip(first, second, strict=True)]
     found = median_interval(logs)

@@ -21,9 +21,14 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+_OTHERS: Final = sorted(
+    path.parent
+    for part in ("integrations/*", "lab")
+    for path in ROOT.glob(f"{part}/pyproject.toml")
+)
 PROJECTS: Final = {
-    path.name if path != ROOT else "kvcache-rag": path
-    for path in (ROOT, *sorted(path.parent for path in ROOT.glob("integrations/*/pyproject.toml")))
+    {ROOT: "kvcache-rag", ROOT / "lab": "kvcache-rag-lab"}.get(path, path.name): path
+    for path in (ROOT, *_OTHERS)
 }
 """The folder of every dist, the core first."""
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_rag.evaluation.report import figure_class, save_plot
 from kvcache_rag.kv.mask import MaskedSequence, block_mask, recompute_mask
+from kvcache_rag_lab.evaluation.report import figure_class, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

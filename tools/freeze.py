@@ -1,8 +1,7 @@
 """Write `tests/golden`: what must not change by accident.
 
 Run from the repository root: `python tools/freeze.py PART ...` writes parts anew from the code as
-it is, `python tools/freeze.py --check-ids` collects all tests and compares them with the frozen
-list, counts included.  `tests/test_golden.py` compares everything else.
+it is; `tests/test_golden.py` compares.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,62 +31,22 @@ if TYPE_CHECKING:
     from kvcache_rag import Engine
 
 GOLDEN: Final = cases.GOLDEN
-# The comparison itself, which grows with what is frozen.
-_OWN: Final = "tests/test_golden.py"
 
 
 def main() -> int:
     """Write or check; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"all, {', '.join(PARTS)}")
-    parser.add_argument("--check-ids", action="store_true", help="collect and compare all tests")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - {"all", *PARTS}
-    if unknown or not (arguments.parts or arguments.check_ids):
+    if unknown or not arguments.parts:
         parser.error(f"there is no part {min(unknown)}" if unknown else "name parts, or all")
     GOLDEN.mkdir(exist_ok=True)
     for name, write in PARTS.items():
         if {"all", name} & set(arguments.parts):
             write()
             print(f"wrote {name}")
-    return check_ids() if arguments.check_ids else 0
-
-
-# ---------------------------------------------------------------------- test ids
-def check_ids() -> int:
-    """Print what of the frozen tests is missing, or has another number of cases."""
-    frozen, now = surfaces.frozen_ids(), collected()
-    lines = [
-        f"{test}: {count} cases were frozen, {now[test]} are there"
-        for test, count in sorted(frozen.items())
-        if now[test] != count
-    ]
-    new = sum((now - frozen).values())
-    lines.append(f"ids: {len(frozen)} tests frozen, {len(lines)} differ, {new} cases are new")
-    print("\n".join(lines))
-    return 1 if len(lines) > 1 else 0
-
-
-def collected() -> Counter[str]:
-    """Cases of every test that pytest finds, by id without parameters."""
-    found = Counter[str]()
-    for folders in (["tests", "integrations"], ["notebooks"]):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-        command.append("--ignore-glob=*/engine_tests")  # in an environment of its own
-        done = subprocess.run(
-            [*command, "-n", "0", *folders], cwd=cases.ROOT, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            raise SystemExit(f"pytest cannot collect {' '.join(folders)}:\n{done.stdout[-4000:]}")
-        lines = (line for line in done.stdout.splitlines() if "::" in line)
-        found.update(line.partition("[")[0] for line in lines)
-    return Counter({test: n for test, n in found.items() if not test.startswith(f"{_OWN}::")})
-
-
-def write_ids() -> None:
-    """`test_ids.txt`: a test a line, with its number of cases."""
-    lines = [f"{test} {count}\n" for test, count in sorted(collected().items())]
-    _write("test_ids.txt", "".join(lines))
+    return 0
 
 
 # ---------------------------------------------------------------------- stores
@@ -220,8 +178,8 @@ def write_settings() -> None:
     import json
     from dataclasses import asdict
 
-    from kvcache_rag.finetune.loop import RunFolder
-    from kvcache_rag.scoring.ask import RecordFile
+    from kvcache_rag_lab.finetune.loop import RunFolder
+    from kvcache_rag_lab.scoring.ask import RecordFile
     from llama_index.kvcache_rag.commands.corpus import Settings
 
     folder = GOLDEN / "settings"
@@ -291,7 +249,6 @@ def _write(name: str, text: str) -> None:
 
 
 PARTS: Final[dict[str, Callable[[], None]]] = {
-    "ids": write_ids,
     "stores": write_stores,
     "verdicts": write_verdicts,
     "settings": write_settings,

@@ -156,7 +156,7 @@ def same_machine() -> Iterator[None]:
 def reader_engine(store: ChunkStore, **options: Any) -> Engine:
     """An engine of the packaged reader."""
     from kvcache_rag import Engine
-    from kvcache_rag.reader import model_path
+    from kvcache_rag_lab.reader import model_path
 
     return Engine.from_pretrained(model_path(), store=store, device="cpu", **options)
 
@@ -168,7 +168,7 @@ def wide_model() -> tuple[Any, Any]:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from kvcache_rag.models.adapters import note_training
-    from kvcache_rag.reader import model_path
+    from kvcache_rag_lab.reader import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     config = LlamaConfig(

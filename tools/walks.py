@@ -246,9 +246,9 @@ def chat(ear: Ear, folder: Path) -> Walk:
     import httpx
 
     from kvcache_rag import DiskStore, Engine, MemoryStore, TieredStore
-    from kvcache_rag.serve.app import build_app
-    from kvcache_rag.serve.local import LocalBackend
-    from kvcache_rag.serve.settings import ServerSettings
+    from kvcache_rag_server.app import build_app
+    from kvcache_rag_server.local import LocalBackend
+    from kvcache_rag_server.settings import ServerSettings
 
     documents = scripted.texts(3, 3)
     engine = scripted.reader_engine(TieredStore(MemoryStore(), DiskStore(folder)))

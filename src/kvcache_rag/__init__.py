@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import Union as Union
     from kvcache_rag.policies import auto as auto
     from kvcache_rag.policies import policy_by_name as policy_by_name
-    from kvcache_rag.prefetch import Prefetch as Prefetch
-    from kvcache_rag.prefetch import Prefetcher as Prefetcher
     from kvcache_rag.presses import ExpectedAttention as ExpectedAttention
     from kvcache_rag.presses import Knorm as Knorm
     from kvcache_rag.presses import Press as Press

@@ -35,7 +35,11 @@ _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BAR
 # Commands that other distributions bring, and what to install for them as a newcomer calls them:
 # with the embedding that is their default.
 _LLAMA_INDEX: Final = "llama-index-kvcache-rag[demo]"
-ELSEWHERE: Final = dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX)
+ELSEWHERE: Final = {
+    **dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX),
+    **dict.fromkeys(("build", "playground", "serve"), "kvcache-rag[server]"),
+    **dict.fromkeys(("bench", "eval", "finetune", "plan", "verify"), "kvcache-rag[lab]"),
+}
 
 
 class Command(Protocol):
@@ -142,7 +146,7 @@ def _list_commands() -> str:
             text = f"(not available: {error})"
         lines.append(f"  {name:<12} {text}")
     if absent := [name for name in ELSEWHERE if name not in commands]:
-        lines += ["", f"not installed: {', '.join(absent)}; {_origin(absent[0])}"]
+        lines += ["", f"not installed: {', '.join(absent)} (the sentence of each says more)"]
     return "\n".join(lines)
 
 
@@ -156,19 +160,18 @@ def _find(name: str) -> Command:
 def _unknown(name: str, commands: Collection[str]) -> str:
     """Why there is no such command, what was probably meant, and what there is."""
     if name in ELSEWHERE:
-        return f"the command {name!r} is not installed; {_origin(name)}"
+        return f"the command {name!r} is not installed: {_origin(name)}"
     known = ", ".join(commands) or "none is installed"
     close = close_to(name, [*commands, *ELSEWHERE])
     if not close:
         return f"there is no command {name!r}; commands: {known}"
-    origin = "" if close in commands else f" It is not installed; {_origin(close)}."
+    origin = "" if close in commands else f" It is not installed: {_origin(close)}."
     return f"there is no command {name!r}; did you mean {close!r}?{origin} Commands: {known}"
 
 
 def _origin(name: str) -> str:
     """Who brings a command that is not installed, and how to get it."""
-    dist = ELSEWHERE[name].partition("[")[0]
-    return f"{dist} brings it: pip install '{ELSEWHERE[name]}'"
+    return f"pip install '{ELSEWHERE[name]}'"
 
 
 def _load(point: EntryPoint) -> Command:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.serve.keys import ApiKeys
+from kvcache_rag_server.keys import ApiKeys
 
 _FOLDER = tempfile.TemporaryDirectory()
 _PATH = Path(_FOLDER.name, "keys")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 
-from kvcache_rag.serve import bodies
+from kvcache_rag_server import bodies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -120,8 +120,8 @@ TARGETS: Final = {
             (*_HEADER, *_JSON),
             8192,
         ),
-        Target("keys", ("kvcache_rag.serve.keys",), _KEYS, 2048),
-        Target("scanner", ("kvcache_rag.serve.bodies", "tests.fuzz.scanner"), _JSON, 1024),
-        Target("schema", ("kvcache_rag.serve",), (*_CHAT, *_JSON), 2048),
+        Target("keys", ("kvcache_rag_server.keys",), _KEYS, 2048),
+        Target("scanner", ("kvcache_rag_server.bodies", "tests.fuzz.scanner"), _JSON, 1024),
+        Target("schema", ("kvcache_rag_server",), (*_CHAT, *_JSON), 2048),
     )
 }

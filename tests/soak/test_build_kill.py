@@ -24,9 +24,9 @@ NEW = [f"chunk {number} that was written later" for number in range(12)]
 BUILD = """
 import json, sys
 from corpus_traps import Trapped
-from kvcache_rag.corpus.texts import JsonLines
-from kvcache_rag.corpus.ray_data import RayCluster
-from kvcache_rag.corpus.run import Build, ProcessPool
+from kvcache_rag_server.corpus.texts import JsonLines
+from kvcache_rag_server.corpus.ray_data import RayCluster
+from kvcache_rag_server.corpus.run import Build, ProcessPool
 
 if __name__ == "__main__":
     crew, model, store, notes, corpus, fatal, times = sys.argv[1:]

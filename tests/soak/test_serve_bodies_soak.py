@@ -19,7 +19,7 @@ import httpx
 import pytest
 from pace import seconds_to_make
 
-from kvcache_rag.serve.auth import new_key
+from kvcache_rag_server.auth import new_key
 from tests.reliability import record
 
 if TYPE_CHECKING:

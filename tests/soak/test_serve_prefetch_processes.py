@@ -16,7 +16,7 @@ import asyncio, json, sys
 sys.path.insert(0, {tests!r})
 from serve_works import answer_of, make_work, reader
 from kvcache_rag import DiskStore
-from kvcache_rag.serve.local import LocalBackend
+from kvcache_rag_server.local import LocalBackend
 
 async def main():
     store = DiskStore({folder!r})

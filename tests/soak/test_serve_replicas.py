@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from kvcache_rag import Engine
-from kvcache_rag.reader import make_example
+from kvcache_rag_lab.reader import make_example
 from tests.ray_server import RayServer, wait_until
 from tests.reliability import record
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from kvcache_rag import Engine
-from kvcache_rag.reader import make_example
+from kvcache_rag_lab.reader import make_example
 from tests.fuzz.targets import TARGETS
 from tests.reliability import record
 

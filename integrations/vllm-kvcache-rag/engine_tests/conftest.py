@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from vllm import LLM, SamplingParams
 
 from kvcache_rag.kv.mask import block_mask
-from kvcache_rag.kv_transfer.grants import GrantKey
-from kvcache_rag.kv_transfer.params import TransferParams
+from vllm_kvcache_rag.transfer.grants import GrantKey
+from vllm_kvcache_rag.transfer.params import TransferParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

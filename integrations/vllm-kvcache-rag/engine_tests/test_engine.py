@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from conftest import BLOCK, KEY, Case, SmallEngine, apart, random_case, reused
-from kvcache_rag.kv_transfer.params import TransferParams
+from vllm_kvcache_rag.transfer.params import TransferParams
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import torch
 from conftest import SmallEngine, reused
 from kvcache_rag import Engine, MemoryStore, Reuse
 from kvcache_rag.errors import KVCacheRagError
-from kvcache_rag.kv_transfer.params import TransferParams
 from kvcache_rag.models.pretrained import load
+from vllm_kvcache_rag.transfer.params import TransferParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.kv_transfer.grants import ENVIRONMENT
 from kvcache_rag.stores import DiskStore, TieredStore
 from vllm_kvcache_rag import checkpoint
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
 from vllm_kvcache_rag.settings import ConnectorSettings, check_engine
+from vllm_kvcache_rag.transfer.grants import ENVIRONMENT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache_rag.kv.chunk import chunk_key, digest
-from kvcache_rag.kv_transfer.params import TransferParams
 from vllm_kvcache_rag.keys import Salts, pieces_of, specs
+from vllm_kvcache_rag.transfer.params import TransferParams
 
 ENGINE = {"engine": "vllm", "version": "0.32", "weights": "ab"}
 SPECS = specs(ENGINE, "native", 2)

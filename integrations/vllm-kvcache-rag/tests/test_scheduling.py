@@ -11,10 +11,10 @@ import torch
 
 from kvcache_rag import MemoryStore
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout, GroupLayout
-from kvcache_rag.kv_transfer.grants import GrantKey
-from kvcache_rag.kv_transfer.params import TransferParams
 from vllm_kvcache_rag.keys import specs
 from vllm_kvcache_rag.scheduling import UNPROVEN, RequestScheduler
+from vllm_kvcache_rag.transfer.grants import GrantKey
+from vllm_kvcache_rag.transfer.params import TransferParams
 
 KEY = GrantKey(b"0123456789abcdef0123456789abcdef")
 SPECS = specs({"engine": "test"}, "native", 2)

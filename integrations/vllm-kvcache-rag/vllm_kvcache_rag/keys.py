@@ -13,7 +13,7 @@ from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, chunk_key, digest, sp
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvcache_rag.kv_transfer.params import TransferParams
+    from vllm_kvcache_rag.transfer.params import TransferParams
 
 
 def specs(engine: Mapping[str, Any], codec: str, ranks: int) -> tuple[str, ...]:

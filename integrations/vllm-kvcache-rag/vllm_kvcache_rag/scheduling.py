@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import digest
-from kvcache_rag.kv_transfer.params import FIELD, TransferParams
 from vllm_kvcache_rag.keys import Piece, Salts, pieces_of
+from vllm_kvcache_rag.transfer.params import FIELD, TransferParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvcache_rag.kv_transfer.grants import GrantKey
     from kvcache_rag.stores import ChunkStore
+    from vllm_kvcache_rag.transfer.grants import GrantKey
 
 logger = logging.getLogger("vllm.kvcache_rag")
 

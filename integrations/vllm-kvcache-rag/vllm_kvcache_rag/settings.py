@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.integration.engine import open_store
-from kvcache_rag.kv_transfer.grants import GrantKey
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
 from vllm_kvcache_rag.keys import specs
+from vllm_kvcache_rag.transfer.grants import GrantKey
 
 if TYPE_CHECKING:
     from kvcache_rag.stores import ChunkStore

@@ -30,11 +30,10 @@ CORE: Final = "kvcache-rag"
 # What each distribution of the project, and each of its extras, adds.
 ADDS: Final = {
     CORE: {
-        "": "engine, stores, server, commands",
+        "": "engine, stores, commands",
         "auth": "signed chunks (--signing-key)",
         "azure": "stores in Azure Blob Storage",
         "chroma": "store gc and rebuild over Chroma collections",
-        "client": "asking a server (RemoteEngine, base_url=)",
         "documents": "ingest of PDF, HTML and Word files",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
         "finetune": "finetune --lora, adapter=",
@@ -42,10 +41,21 @@ ADDS: Final = {
         "gguf": "GGUF files as models, and smollm2",
         "gpu": "the kernel that attends over chunks where they lie on a GPU",
         "otel": "OpenTelemetry spans of answers",
+        "lab": "verify, eval, bench and finetune",
         "ray": "serve --replicas, build --engine ray",
         "s3": "stores in S3",
-        "serve": "serve and playground",
+        "server": "serve, build and playground; asking a server (base_url=)",
         "structured": "JSON that fits a schema",
+        "vllm": "serve --engine vllm",
+    },
+    "kvcache-rag-lab": {
+        "": "verify, eval, bench and finetune",
+        "eval": "eval with data sets by name, LongBench's metrics, plots",
+        "finetune": "finetune --lora, adapter=",
+    },
+    "kvcache-rag-server": {
+        "": "serve, build and playground; asking a server (base_url=)",
+        "ray": "serve --replicas, build --engine ray",
         "vllm": "serve --engine vllm",
     },
     "kvcache-rag-smollm2": {"": 'the adapter "block" of smollm2, which reads stitched chunks'},
@@ -60,6 +70,7 @@ ADDS: Final = {
         "": "a connector for vLLM, in vLLM's environment",
         "cpu": "vLLM for CPUs",
         "cuda": "vLLM for NVIDIA GPUs",
+        "server": "serve --engine vllm",
     },
 }
 
@@ -193,7 +204,7 @@ def _missing(requirements: Iterable[Requirement], seen: set[tuple[str, str]]) ->
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from kvcache_rag.evaluation.cost.machine import processor
+    from kvcache_rag.commands.machine import processor
 
     threads = torch.get_num_threads()
     about = f"{os.cpu_count()} cores, {plural(threads, 'thread')} of torch"
@@ -236,7 +247,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _stitched(folder: str | None) -> dict[str, Any]:
     """One answer, from chunks that lie in a folder if there is one."""
-    from kvcache_rag.evaluation.self_check import stitched_answer
+    from kvcache_rag.commands.self_check import stitched_answer
 
     if folder is None:
         answer = stitched_answer()

@@ -11,7 +11,12 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcache_rag.errors import InvalidInputError, check_name, check_settings
+from kvcache_rag.errors import (
+    InvalidInputError,
+    MissingExtraError,
+    check_name,
+    check_settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -367,8 +372,10 @@ def remote_engine(base_url: str, **options: Any) -> Engine:
 
     Raises:
         InvalidInputError: If it is no URL.
-        MissingExtraError: If httpx is not installed.
+        MissingExtraError: If kvcache-rag-server is not installed.
     """
-    from kvcache_rag.integration.remote import RemoteEngine
-
+    try:
+        from kvcache_rag_server.remote import RemoteEngine
+    except ImportError as error:
+        raise MissingExtraError("kvcache-rag-server", "server") from error
     return cast("Engine", RemoteEngine(base_url, **options))

@@ -143,9 +143,7 @@ class References:
 
 def is_remote(engine: object) -> bool:
     """Whether an engine's chunks are elsewhere, under keys that nobody here knows."""
-    from kvcache_rag.integration.remote import RemoteEngine
-
-    return isinstance(engine, RemoteEngine)
+    return getattr(engine, "is_remote", False)
 
 
 def text_digest(text: str, engine: Engine) -> str:

@@ -11,7 +11,7 @@ from llama_index.kvcache_rag.commands.report import milliseconds, plural, size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.reader import ReaderExample, ReaderQuestion
+    from kvcache_rag_lab.reader import ReaderExample, ReaderQuestion
     from llama_index.kvcache_rag.commands.demo_app import DemoApp, Exchange, Filling
 
 DOCUMENTS: Final = 40
@@ -62,7 +62,7 @@ class ReaderDemo:
             seed: Decides them.
             questions: How many.
         """
-        from kvcache_rag.reader import make_corpus
+        from kvcache_rag_lab.reader import make_corpus
 
         self.seed, self.collection = seed, f"demo-{seed}"
         self.corpus: ReaderExample = make_corpus(

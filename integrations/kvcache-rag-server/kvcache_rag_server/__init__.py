@@ -1,0 +1,12 @@
+"""One endpoint over shared caches: requests wait, their chunks are prefetched, all is HTTP.
+
+requests     what clients send, and the `BackendRequest` that it makes
+lifecycle    a request from its admission to the last byte of its answer
+responses    what clients get
+errors       what they read of whatever went wrong
+backend      what a request is between HTTP and model, and what a backend answers
+local        a backend over the engines of this process
+queue        what waits, scheduler: who comes next, worker: who answers it
+ray          a backend over replicas
+
+"""

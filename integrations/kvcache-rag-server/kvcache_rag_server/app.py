@@ -1,0 +1,113 @@
+"""Put the server together: routes, errors, and what surrounds every request."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+
+from kvcache_rag_server import (
+    auth,
+    completions,
+    errors,
+    limits,
+    metrics,
+    middleware,
+    playground,
+    prefill,
+    rag,
+    status,
+)
+from kvcache_rag_server.bodies import Bodies
+from kvcache_rag_server.lifecycle import AppContext, Exchanges
+from kvcache_rag_server.middleware import Shell
+from kvcache_rag_server.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from kvcache_rag_server.backend import Backend, Retriever
+    from kvcache_rag_server.settings import ServerSettings
+
+_ABOUT: Final = (
+    "Answers questions over documents whose keys and values were computed once: OpenAI's API, with "
+    "`documents`."
+)
+
+
+def build_app(
+    backend: Backend, settings: ServerSettings, *, retriever: Retriever | None = None
+) -> FastAPI:
+    """The server's application; its `AppContext` is `app.state.context`.
+
+    Args:
+        backend: Answers; it is closed by whoever made it.
+        settings: What the server was told.
+        retriever: Finds documents for `/v1/rag`; None for none.
+
+    Raises:
+        InvalidInputError: If the file of API keys cannot be used.
+    """
+    app = FastAPI(
+        title="kvcache-rag",
+        version=version("kvcache-rag"),
+        description=_ABOUT,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    authenticate = auth.authenticator(settings)
+    counting = metrics.ServerTelemetry(backend)
+    exchanges = Exchanges()
+    app.state.context = context = AppContext(
+        backend=backend,
+        settings=settings,
+        authenticate=authenticate,
+        limits=limits.RequestLimiter(settings.limits, backend),
+        telemetry=counting,
+        exchanges=exchanges,
+        shutdown=Shutdown(settings.grace),
+        keys=auth.key_reloader(settings, authenticate, exchanges),
+        retriever=retriever,
+    )
+    routers = (
+        completions.chat_router,
+        completions.completion_router,
+        rag.router,
+        prefill.router,
+        status.router,
+        metrics.router,
+        playground.router,
+    )
+    for router in routers:
+        app.include_router(router(context))
+    errors.install(app)
+    # Each surrounds those before it.
+    bounds = settings.limits
+    app.add_middleware(
+        Shell,
+        body_bytes=bounds.body_bytes,
+        body_seconds=bounds.body_seconds,
+        shutdown=context.shutdown,
+        bodies=Bodies(bounds.total_body_bytes),
+    )
+    middleware.install(app, settings, authenticate)
+    metrics.install(app, counting)
+    _declare_own_errors(app)
+    return app
+
+
+def _declare_own_errors(app: FastAPI) -> None:
+    """FastAPI declares a 422 of its own for every route that reads something; ours is a 400."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = original()
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents

@@ -1,0 +1,1 @@
+"""Subcommands of `kvcache-rag` that serve, and that prefill a corpus."""

@@ -1,0 +1,315 @@
+"""`kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
+
+What is stored already is looked up and not computed.  So a build that was stopped, by Ctrl-C, by a
+kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs what
+it grew by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    FOLDER,
+    MODEL,
+    add_press,
+    add_signing_key,
+    add_weight_format,
+    check_file,
+    duration,
+    size,
+)
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plural
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvcache_rag_server.corpus.run import Build, Workers
+    from kvcache_rag_server.corpus.texts import Corpus
+    from kvcache_rag_server.corpus.worker import BuildSettings
+
+HELP = "prefill a corpus into a store, with several processes or on a Ray cluster"
+
+WHOLE, INCOMPLETE = 0, 1
+
+ENGINES = ("threads", "processes", "ray")
+
+CODECS = ("native", "int8", "int4")
+
+_SHOWN = 20  # texts that are named at the end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the corpus, the store and who computes."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "corpus",
+        metavar="CORPUS",
+        nargs="?",
+        help=f'file of JSON lines ({{"text": ...}} or {{"documents": [...]}}), or {FOLDER}',
+    )
+    parser.add_argument(
+        "--store", required=True, metavar="DIR|URL", help="shared folder, or such as s3://bucket/kv"
+    )
+    _add_engine(parser)
+    _add_keys(parser)
+    files = parser.add_argument_group("folders of texts")
+    files.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")
+    files.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
+    rows = parser.add_argument_group("collections, in place of CORPUS")
+    rows.add_argument("--chroma", metavar="DIR", help="folder of a Chroma database")
+    rows.add_argument("--collection", metavar="NAME", help="whose rows are prefilled")
+    rows.add_argument(
+        "--text",
+        metavar="FORM",
+        default="",
+        help="what of a row stands in prompts: document, or a form that an installed package "
+        "brings, such as llama-index (default: each row tells)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was done as one JSON object")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("who computes")
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="this process, processes of this machine, or Ray Data actors (default: threads, "
+        "which is this process, for one worker, else processes)",
+    )
+    group.add_argument("--workers", type=int, default=None, help="models at work (default: 1)")
+    group.add_argument(
+        "--batch", type=int, default=16, help="chunks handed out at a time (default: 16)"
+    )
+    group.add_argument("--device", help="such as cpu or cuda (default: GPUs where there are some)")
+    group.add_argument(
+        "--gpus", type=float, metavar="N", help="GPUs of each Ray actor, may be a part of one"
+    )
+    group.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="a running cluster (default: one is started on this machine)",
+    )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what the chunks belong to; the same as where they are used")
+    group.add_argument("--codec", choices=CODECS, default="native", help="form in the store")
+    add_press(group)
+    group.add_argument("--namespace", default="", metavar="NAME", help="tenant (default: '')")
+    group.add_argument(
+        "--template", metavar="DIR", help="folder with a prompt_template.json, not the model's"
+    )
+    group.add_argument("--system-prompt", help="instruction, instead of the template's own")
+    add_signing_key(group)
+    group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
+    group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(group)
+    group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build; 0, or 1 if something of the corpus is not in the store."""
+    from kvcache_rag_server.corpus.run import Build
+
+    _check(arguments)
+    if arguments.json:
+        check_file(Path(arguments.json))
+    settings = _settings(arguments)
+    corpus = _corpus(arguments, settings)
+    workers = _workers(arguments)
+    settings.check()
+    build = Build(settings, corpus, workers, arguments.batch)
+    try:
+        build.run()
+    except BaseException:
+        if build.tally.done:
+            print(f"stopped: {_counts(build)}; run it again to go on", file=sys.stderr)
+        raise
+    finally:
+        if arguments.json:
+            _write(Path(arguments.json), _described(arguments, build))
+    print("\n".join(_lines(build)))
+    return WHOLE if build.is_whole else INCOMPLETE
+
+
+# ---------------------------------------------------------------------- arguments
+def _check(arguments: argparse.Namespace) -> None:
+    from kvcache_rag_server.corpus.processes import check_workers
+
+    if arguments.workers is not None:
+        check_workers(arguments.workers)
+    if arguments.batch < 1:
+        raise InvalidInputError(f"--batch must be at least 1, not {arguments.batch}")
+    if not 0 <= arguments.chunk_overlap < arguments.chunk_size:
+        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
+    if arguments.engine == "threads" and (arguments.workers or 1) > 1:
+        raise InvalidInputError(
+            "one process works on one chunk at a time; say --engine processes for several workers"
+        )
+    if arguments.engine != "ray" and (arguments.ray_address or arguments.gpus is not None):
+        raise InvalidInputError("--ray-address and --gpus are for --engine ray")
+    if arguments.gpus is not None and not arguments.gpus >= 0:  # NaN, too
+        raise InvalidInputError(f"--gpus must be at least 0, not {arguments.gpus}")
+    if (arguments.corpus is None) == (arguments.chroma is None):
+        raise InvalidInputError("say what to build: CORPUS, or --chroma with --collection")
+    if (arguments.chroma is None) != (arguments.collection is None):
+        raise InvalidInputError("--chroma and --collection belong together; say both")
+
+
+def _settings(arguments: argparse.Namespace) -> BuildSettings:
+    from kvcache_rag.integration.engine import is_url, template_in
+    from kvcache_rag.models.adapters import lasting_adapter
+    from kvcache_rag_server.corpus.worker import BuildSettings
+
+    store = arguments.store
+    return BuildSettings(
+        model=_found_anywhere(arguments.model),
+        adapter=arguments.adapter and lasting_adapter(arguments.adapter),
+        weight_format=arguments.weight_format or "auto",
+        # Workers may stand in another folder.
+        store=store if is_url(store) else os.path.abspath(store),
+        codec=arguments.codec,
+        press=arguments.press,
+        namespace=arguments.namespace,
+        template=template_in(arguments.template) if arguments.template else None,
+        system_prompt=arguments.system_prompt,
+        dtype=arguments.dtype,
+        revision=arguments.revision,
+        device=arguments.device,
+        signing_key=os.path.abspath(arguments.signing_key) if arguments.signing_key else None,
+    )
+
+
+def _found_anywhere(model: str) -> str:
+    return os.path.abspath(model) if model.endswith(".gguf") else model
+
+
+def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
+    from kvcache_rag_server.commands.corpora import ChromaRows, TextFiles
+    from kvcache_rag_server.corpus.texts import JsonLines
+
+    if arguments.chroma is not None:
+        folder = os.path.abspath(arguments.chroma)
+        rows = ChromaRows(folder, arguments.collection, arguments.text, settings)
+        rows.open()
+        return rows
+    path = Path(arguments.corpus).absolute()
+    if path.is_dir():
+        return TextFiles(str(path), settings, arguments.chunk_size, arguments.chunk_overlap)
+    if not path.is_file():
+        raise InvalidInputError(
+            f"there is no corpus {arguments.corpus}; name a file of JSON lines or a folder"
+        )
+    return JsonLines(str(path))
+
+
+def _workers(arguments: argparse.Namespace) -> Workers:
+    from kvcache_rag_server.corpus.processes import available_cores
+    from kvcache_rag_server.corpus.run import InProcess, ProcessPool
+
+    count = arguments.workers or 1
+    engine = _engine(arguments)
+    if engine == "threads":
+        return InProcess()
+    if engine == "processes":
+        return ProcessPool(count, _devices(arguments.device))
+    from kvcache_rag_server.corpus.ray_data import RayCluster
+
+    _check_ray()
+    return RayCluster(count, arguments.ray_address, arguments.gpus, available_cores())
+
+
+def _engine(arguments: argparse.Namespace) -> str:
+    if arguments.engine is not None:
+        return str(arguments.engine)
+    return "threads" if (arguments.workers or 1) == 1 else "processes"
+
+
+def _devices(device: str | None) -> tuple[str, ...]:
+    """The machine's GPUs, for workers to take in turn."""
+    if device not in (None, "cuda"):
+        return ()
+    import torch
+
+    return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+
+
+def _check_ray() -> None:
+    from importlib.util import find_spec
+
+    from kvcache_rag.errors import MissingExtraError
+
+    if find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray")
+
+
+# ---------------------------------------------------------------------- what was done
+def _counts(build: Build) -> str:
+    tally = build.tally
+    return f"{tally.prefilled} prefilled, {tally.there} already there"
+
+
+def _lines(build: Build) -> list[str]:
+    tally, reading = build.tally, build.reading
+    noun = plural(tally.prefilled + tally.there, "chunk")
+    repeated = f", {reading.repeated} more in the corpus repeat one" if reading.repeated else ""
+    lines = [f"{noun}: {_counts(build)}{repeated}"]
+    took = duration(tally.seconds)
+    if tally.prefilled:
+        lines.append(
+            f"{tally.prefilled_tokens} tokens in {took}, {tally.tokens_per_second:.0f} tokens/s; "
+            f"{size(tally.nbytes)} written to {build.settings.place}"
+        )
+    else:
+        lines.append(f"looked up in {took}")
+    if build.tidied:
+        lines.append(f"{plural(build.tidied, 'unfinished file')} of killed workers removed")
+    problems = [(failure.name, failure.reason) for failure in tally.failures] + reading.problems
+    missing = tally.failed + reading.unreadable
+    if missing:
+        lines.append(f"{plural(missing, 'text')} not in the store:")
+        lines += [f"  {name}: {reason}" for name, reason in problems[:_SHOWN]]
+        if missing > _SHOWN:
+            lines.append(f"  and {missing - _SHOWN} more")
+    return lines
+
+
+def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
+    tally, reading = build.tally, build.reading
+    return {
+        "model": arguments.model,
+        "store": build.settings.place,
+        "engine": _engine(arguments),
+        "workers": arguments.workers or 1,
+        "codec": arguments.codec,
+        "press": arguments.press,
+        "namespace": arguments.namespace,
+        "spec": tally.spec,
+        "is_complete": reading.is_complete and tally.done == reading.texts_found,
+        "prefilled": tally.prefilled,
+        "there": tally.there,
+        "failed": tally.failed,
+        "repeated": reading.repeated,
+        "empty": reading.empty,
+        "unreadable": reading.unreadable,
+        "tokens": tally.tokens,
+        "prefilled_tokens": tally.prefilled_tokens,
+        "tokens_per_second": tally.tokens_per_second,
+        "bytes": tally.nbytes,
+        "seconds": tally.seconds,
+        "failures": [
+            {"name": failure.name, "reason": failure.reason} for failure in tally.failures
+        ],
+        "problems": [{"name": name, "reason": reason} for name, reason in reading.problems],
+    }
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,228 @@
+"""OpenAI's `POST /v1/chat/completions` and `POST /v1/completions`, with `documents`."""
+
+# FastAPI reads the annotations of routes when they are made, so they are not postponed.
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
+from kvcache_rag.metrics import Answer
+from kvcache_rag.prompt.template import Message
+from kvcache_rag_server.backend import BackendRequest, Started
+from kvcache_rag_server.bodies import CheckedRoute
+from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.lifecycle import AppContext, Caller, respond
+from kvcache_rag_server.requests import ChatMessage, ChatRequest, CompletionRequest, work_of
+from kvcache_rag_server.responses import (
+    ANSWERING,
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionForm,
+    KVCacheReport,
+    Usage,
+    error_responses,
+    plain,
+    reason_of,
+)
+from kvcache_rag_server.worker import joined
+
+STREAM: Final = {
+    "text/event-stream": {
+        "schema": {"type": "string"},
+        "example": 'data: {"object":"chat.completion.chunk", …}\n\ndata: [DONE]\n\n',
+    }
+}
+"""How a streamed answer is declared."""
+
+DEFAULT_TOKENS: Final = 16
+"""Of a completion that says nothing else, as at OpenAI."""
+
+
+class ChatForm(CompletionForm):
+    """Writes answers as OpenAI's chat objects."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
+        message = AssistantMessage(content=answer.text)
+        return plain(
+            ChatCompletion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=[ChatChoice(message=message, finish_reason=reason_of(answer))],
+                usage=Usage.of(answer.metrics),
+                kvcache=KVCacheReport.of(started, answer.metrics),
+            )
+        )
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunk that says who speaks."""
+        return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+def chat_router(context: AppContext) -> APIRouter:
+    """The route.
+
+    Args:
+        context: The server's.
+    """
+    routes = APIRouter(tags=["OpenAI"], route_class=CheckedRoute)
+
+    @routes.post(
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses={200: {"content": STREAM}, **error_responses(*ANSWERING)},
+        summary="Answer a conversation, over documents if there are any",
+        operation_id="chat",
+    )
+    async def chat(
+        request: Request,
+        body: ChatRequest,
+        caller: Annotated[Caller, Depends(context.authenticate)],
+    ) -> Response:
+        """The last message is the user's question.
+
+        Documents stand before the conversation, each as one chunk; without any it is an ordinary
+        conversation.  With `"stream": true` the answer is a stream of server-sent events.
+        """
+        work = chat_work(context, caller, body)
+        form = ChatForm(work.id, context.settings.name, body.includes_usage)
+        return await respond(context, request, caller, work, form, route="chat")
+
+    return routes
+
+
+def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> BackendRequest:
+    """What a chat asks.
+
+    Raises:
+        ApiError: If the last message is not the user's, or another value cannot be used.
+    """
+    default = min(DEFAULT_NEW_TOKENS, context.settings.limits.answer_tokens)
+    tokens = body.max_completion_tokens or body.max_tokens or default
+    last = len(body.messages) - 1
+    if body.messages[last].role != "user" or not body.messages[last].text.strip():
+        raise ApiError(
+            400,
+            "the last message must be the user's and have text; put the question there",
+            param=f"messages[{last}]",
+        )
+    if body.documents is None:
+        turns = _opened(_turns(body.messages), context.settings.system_prompt)
+        asked: dict[str, Any] = {"is_chat": True}
+    else:
+        turns = _turns(
+            [message for message in body.messages if message.role not in ("system", "developer")]
+        )
+        systems = (
+            message.text for message in body.messages if message.role in ("system", "developer")
+        )
+        asked = {"system": "\n\n".join(text for text in systems if text.strip())}
+    *history, (_, question) = turns
+    return work_of(
+        context,
+        caller,
+        body,
+        kind="chatcmpl",
+        tokens=tokens,
+        question=question,
+        history=tuple(Message(role, text) for role, text in history),
+        **asked,
+    )
+
+
+def _turns(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    return joined(
+        ("system" if message.role == "developer" else message.role, message.text)
+        for message in messages
+    )
+
+
+def _opened(turns: list[tuple[str, str]], instruction: str | None) -> list[tuple[str, str]]:
+    """A conversation begun with the server's instruction unless it has one of its own."""
+    if not instruction or any(role == "system" for role, _ in turns):
+        return turns
+    return [("system", instruction), *turns]
+
+
+class TextForm(CompletionForm):
+    """Writes answers as OpenAI's text completions."""
+
+    chunk_object = "text_completion"
+
+    def whole(self, started: Started, answer: Answer) -> dict[str, Any]:
+        return plain(
+            Completion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=[CompletionChoice(text=answer.text, finish_reason=reason_of(answer))],
+                usage=Usage.of(answer.metrics),
+                kvcache=KVCacheReport.of(started, answer.metrics),
+            )
+        )
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+def completion_router(context: AppContext) -> APIRouter:
+    """The route.
+
+    Args:
+        context: The server's.
+    """
+    routes = APIRouter(tags=["OpenAI"], route_class=CheckedRoute)
+
+    @routes.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses={200: {"content": STREAM}, **error_responses(*ANSWERING)},
+        summary="Continue a text, or answer a question over documents",
+        operation_id="complete",
+    )
+    async def complete(
+        request: Request,
+        body: CompletionRequest,
+        caller: Annotated[Caller, Depends(context.authenticate)],
+    ) -> Response:
+        """Without documents the prompt is continued as it is, without template.
+
+        With documents it is the question that is asked over them.  With `"stream": true` the answer
+        is a stream of server-sent events.
+        """
+        work = completion_work(context, caller, body)
+        form = TextForm(work.id, context.settings.name, body.includes_usage)
+        return await respond(context, request, caller, work, form, route="completions")
+
+    return routes
+
+
+def completion_work(context: AppContext, caller: Caller, body: CompletionRequest) -> BackendRequest:
+    """What a completion asks.
+
+    Raises:
+        ApiError: If a question over documents has no text, or another value cannot be used.
+    """
+    is_plain = body.documents is None
+    if not is_plain and not body.text.strip():
+        raise ApiError(400, "the prompt is empty; ask something", param="prompt")
+    return work_of(
+        context,
+        caller,
+        body,
+        kind="cmpl",
+        tokens=body.max_tokens or min(DEFAULT_TOKENS, context.settings.limits.answer_tokens),
+        question=body.text,
+        is_plain=is_plain,
+    )

@@ -1,0 +1,222 @@
+"""Refuse what is too much before it costs anything, in the order in which a request meets it.
+
+A place of the caller's namespace (`Places`), before the body is read; a body that is too large, or
+small in bytes and large in work (`serve/bodies.py`); too many or too long documents
+(`RequestLimiter`); and a prompt that cannot fit (`ensure_fits`), without tokenising all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.errors import ContextTooLongError
+from kvcache_rag_server.errors import TOO_LONG, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+
+    from kvcache_rag_server.backend import Backend, BackendRequest, PromptWriter
+    from kvcache_rag_server.lifecycle import Caller
+    from kvcache_rag_server.settings import RequestLimits
+
+RETRY_AFTER = 1.0  # seconds: a place is free as soon as any answer of the caller is complete
+
+# Characters of a token, of which texts that fit have fewer on the average, almost always: only
+# longer ones are looked at, which costs nothing where a request may be answered.
+PER_TOKEN = 8
+
+# What is read in pieces may have some tokens more than as a whole, but not so many times as many.
+SURELY = 2
+
+LONGEST: Final = 64
+"""Characters of a text for each token of the context window; what is longer is refused unread."""
+
+
+class Places:
+    """How many requests are answered or wait at a time, their bodies being read included.
+
+    One event loop uses it.
+    """
+
+    def __init__(self, limits: RequestLimits) -> None:
+        """Start with all places free."""
+        self._limits = limits
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Requests that hold a place now."""
+        return self._taken.total()
+
+    @contextmanager
+    def place(self, caller: Caller) -> Iterator[None]:
+        """Hold one of the places of the caller's namespace, whichever of its keys is used.
+
+        Raises:
+            ApiError: 429 that names the limit.
+        """
+        namespace, limits = caller.namespace, self._limits
+        for name, taken, allowed, whose in (
+            ("concurrency", self._taken[namespace], limits.concurrency, "this namespace"),
+            ("total_concurrency", self.taken, limits.total_concurrency, "this server"),
+        ):
+            if taken >= allowed:
+                raise ApiError(
+                    429,
+                    f"{allowed} requests of {whose} are being answered, the limit {name}; "
+                    "repeat the request when one of them is complete",
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=RETRY_AFTER,
+                )
+        self._taken[namespace] += 1
+        try:
+            yield
+        finally:
+            self._taken[namespace] -= 1
+            if not self._taken[namespace]:
+                del self._taken[namespace]
+
+
+class RequestLimiter:
+    """Admits requests whose content stays within `RequestLimits`; the guard counts them (`Places`).
+
+    Attributes:
+        limits: The figures.
+    """
+
+    def __init__(self, limits: RequestLimits, backend: Backend) -> None:
+        """Hold requests to `limits`; `backend` counts the tokens of prompts."""
+        self.limits = limits
+        self._backend = backend
+
+    @asynccontextmanager
+    async def admitted(self, caller: Caller, work: BackendRequest) -> AsyncIterator[None]:
+        """Let a request in.
+
+        Raises:
+            ApiError: 413 for too many documents or bytes, 400 for too many tokens; each names the
+                limit and its value.
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        del caller
+        self.check(work)
+        await self.check_prompt(work)
+        yield
+
+    def check(self, work: BackendRequest) -> None:
+        """Refuse too many or too long documents, and too long an answer.
+
+        Raises:
+            ApiError: 413 or 400.
+        """
+        limits = self.limits
+        if len(work.chunks) > limits.documents:
+            raise _too_large("documents", len(work.chunks), limits.documents, "documents")
+        if work.query and work.top_k > limits.documents:
+            raise _too_many("documents", work.top_k, limits.documents, "documents", "top_k")
+        for index, text in enumerate(work.chunks):
+            # A text of n letters has n to 4n bytes: most need not be encoded to be judged.
+            if len(text) * 4 <= limits.document_bytes:
+                continue
+            size = len(text.encode("utf-8", "surrogatepass"))
+            if size > limits.document_bytes:
+                raise _too_large(
+                    "document_bytes", size, limits.document_bytes, f"bytes in documents[{index}]"
+                )
+        if work.max_new_tokens > limits.answer_tokens:
+            raise _too_many(
+                "answer_tokens",
+                work.max_new_tokens,
+                limits.answer_tokens,
+                "tokens of the answer",
+                "max_tokens",
+            )
+
+    async def check_prompt(self, work: BackendRequest) -> None:
+        """Refuse too long a prompt; what `/v1/rag` retrieves is not counted, it is the server's.
+
+        Raises:
+            ApiError: 400.
+            KVCacheRagError: If the request cannot be written as a prompt.
+        """
+        allowed = self.limits.prompt_tokens
+        if allowed is None:
+            return
+        tokens = await _whole(self._backend.count(work))
+        if tokens > allowed:
+            raise _too_many("prompt_tokens", tokens, allowed, "tokens of the prompt", None)
+
+
+async def _whole(counting: Coroutine[Any, Any, int]) -> int:
+    """What is counted; who leaves before waits for it, since its thread cannot be stopped.
+
+    So the request keeps its place, and nobody fills the threads by asking and leaving.
+    """
+    task = asyncio.ensure_future(counting)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+def _too_large(name: str, asked: int, allowed: int, of: str) -> ApiError:
+    return ApiError(
+        413,
+        f"{asked} {of} are more than the limit {name} of {allowed}; send fewer",
+        param="documents",
+        code="request_too_large",
+    )
+
+
+def _too_many(name: str, asked: int, allowed: int, of: str, param: str | None) -> ApiError:
+    return ApiError(
+        400,
+        f"{asked} {of} are more than the limit {name} of {allowed}; ask for fewer",
+        param=param,
+        code=TOO_LONG if name == "prompt_tokens" else "limit_exceeded",
+    )
+
+
+def is_doubtful(prompts: PromptWriter, work: BackendRequest) -> bool:
+    """Whether a request is so long that it should be looked at before it waits."""
+    return sum(map(len, _texts(work))) > PER_TOKEN * prompts.context_window
+
+
+def ensure_fits(prompts: PromptWriter, work: BackendRequest) -> None:
+    """Read a request piece by piece until it is certain that it does not fit.
+
+    No more is tokenised than a few context windows, however long the request is; one that is so
+    long that only white space or the like could fit is not read at all.
+
+    Raises:
+        ContextTooLongError: If it does not fit.  One that is hardly too long is left to its answer.
+        InvalidInputError: If a text is not valid Unicode.
+    """
+    window, tokens = prompts.context_window, 0
+    characters = sum(map(len, _texts(work)))
+    if characters > LONGEST * window:
+        raise ContextTooLongError(
+            f"the request has {characters} characters, more than {LONGEST} characters per token of "
+            f"the model's context window of {window}; send fewer or smaller documents"
+        )
+    ids_of = prompts.tokenize_text if work.is_plain else prompts.brought_ids
+    for text in _texts(work):
+        for start in range(0, len(text), window):
+            tokens += len(ids_of(text[start : start + window]))
+            if tokens > SURELY * window:
+                raise ContextTooLongError(
+                    f"the request has more than {SURELY * window} tokens and the model's context "
+                    f"window is {window}; shorten it, or send fewer or smaller documents"
+                )
+
+
+def _texts(work: BackendRequest) -> Iterator[str]:
+    yield work.question
+    yield work.system
+    yield from (turn.content for turn in work.history)
+    yield from work.chunks

@@ -1,0 +1,329 @@
+"""What surrounds every request.
+
+`Guard` refuses before a byte of the body is read.  A server on loopback is reached by every web
+page that its user's browser shows.  Pages are kept out twice: a page that lets its own name point
+to this machine (DNS rebinding) sends that name as `Host`, and a page that sends requests across
+origins sends its own `Origin`.  Both are refused unless the operator allowed them.  Keys are looked
+at here too, and requests counted, because FastAPI reads and parses bodies before it asks who calls.
+
+`Shell`, inside of it, gives a request its name, limits its body, and is the last net for errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+
+from kvcache_rag_server import bodies
+from kvcache_rag_server.errors import SHUT_DOWN, ApiError, http_failure, response
+from kvcache_rag_server.limits import Places
+from kvcache_rag_server.settings import is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from kvcache_rag_server.auth import Authenticator
+    from kvcache_rag_server.bodies import Bodies, HeldBody
+    from kvcache_rag_server.lifecycle import Caller
+    from kvcache_rag_server.settings import ServerSettings
+    from kvcache_rag_server.shutdown import Shutdown
+
+
+ANY: Final = "*"
+
+# Written or not; in front of a server without TLS there may be a proxy that has it.
+_USUAL_PORTS: Final = (None, 80, 443)
+
+BODILESS: Final = ("GET", "HEAD")
+"""Methods whose requests have no body and ask nothing of the model, so they need no place."""
+
+_ALIVE: Final = "/health"
+
+_SHOWN = 100  # letters of a name in messages
+
+
+class Shell:
+    """ASGI middleware around all routes.
+
+    Every answer says the request's name in `x-request-id`; the log knows failures by it.  A body
+    is refused as soon as it is known to be too large, for itself or beside the others, or has not
+    come in time.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        body_bytes: int,
+        body_seconds: float,
+        bodies: Bodies,
+        shutdown: Shutdown | None = None,
+    ) -> None:
+        """Let `app` answer requests whose body has at most `body_bytes`.
+
+        Args:
+            app: Answers.
+            body_bytes: Of one body.
+            body_seconds: Within which the whole body has to be there.
+            bodies: Those of all connections.
+            shutdown: Once it has begun, all but `/health` is refused; None for never.
+        """
+        self._app, self._body_bytes, self._body_seconds = app, body_bytes, body_seconds
+        self._bodies, self._shutdown = bodies, shutdown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = f"req_{uuid.uuid4().hex}"
+        scope["kvcache_rag.request_id"] = name
+        sender = _Sender(send, name)
+        bodies.share(scope, self._bodies)
+        try:
+            self._check_shutdown(scope["path"])
+            _check_path(scope["path"])
+            with self._bodies.held() as held:
+                self._check_length(Headers(scope=scope), held)
+                body = _Body(receive, self._body_bytes, self._body_seconds, held)
+                await self._app(scope, body.receive, sender.send)
+        except Exception as error:
+            failed = http_failure(error, scope)
+            if sender.has_begun:  # too late to say anything: the connection breaks off
+                raise
+            await response(failed)(scope, receive, sender.send)
+        except asyncio.CancelledError:
+            if self._shutdown is None or not self._shutdown.is_cutting:
+                raise
+            # It ends by itself: uvicorn would answer what is cancelled with a bare 500.
+            if not sender.has_begun:
+                await response(SHUT_DOWN)(scope, receive, sender.send)
+
+    def _check_shutdown(self, path: str) -> None:
+        if self._shutdown is not None and self._shutdown.is_begun and path != _ALIVE:
+            raise ApiError.of(SHUT_DOWN)
+
+    def _check_length(self, headers: Headers, held: HeldBody) -> None:
+        length = headers.get("content-length", "")
+        nbytes = int(length[:19]) if length.isascii() and length.isdigit() else 0
+        if nbytes > self._body_bytes:
+            raise ApiError(413, too_large(self._body_bytes), code="request_too_large")
+        held.expect(nbytes)
+
+
+def _check_path(path: str) -> None:
+    if path.endswith("\n"):  # routes also match a path with a line break behind it
+        message = "no path here ends in a line break; leave %0A out"
+        raise ApiError(404, message, code="unknown_url")
+
+
+class _Sender:
+    """Adds the request's name to its answer."""
+
+    def __init__(self, send: Send, name: str) -> None:
+        self._send, self._name = send, name
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            MutableHeaders(raw=message["headers"])["x-request-id"] = self._name
+        await self._send(message)
+
+
+class _Body:
+    """Counts what is read of a body of unknown length, and the time that it takes."""
+
+    def __init__(self, receive: Receive, allowed: int, seconds: float, held: HeldBody) -> None:
+        self._receive, self._allowed, self._held = receive, allowed, held
+        self._seconds = seconds
+        self._until: float | None = asyncio.get_running_loop().time() + seconds
+
+    async def receive(self) -> Message:
+        message = await self._next()
+        if message["type"] == "http.request":
+            nbytes = len(message.get("body", b""))
+            if self._held.nbytes + nbytes > self._allowed:
+                # FastAPI lets its own errors pass while it reads a body, and no others.
+                raise HTTPException(413, too_large(self._allowed))
+            self._held.grow(nbytes)
+        if not message.get("more_body", False):
+            self._until = None
+        return message
+
+    async def _next(self) -> Message:
+        """The next message; once the body is there, however long that takes."""
+        if self._until is None:
+            return await self._receive()
+        remaining = self._until - asyncio.get_running_loop().time()
+        try:
+            return await asyncio.wait_for(self._receive(), remaining)
+        except asyncio.TimeoutError as error:
+            # What is still sent is not waited for: the connection ends with the answer.
+            raise HTTPException(
+                408, too_slow(self._seconds), headers={"connection": "close"}
+            ) from error
+
+
+def too_large(allowed: int) -> str:
+    """What is said about too large a body."""
+    return f"the body has more than the {allowed} bytes that are allowed; send fewer documents"
+
+
+def too_slow(seconds: float) -> str:
+    """What is said about a body that does not come."""
+    return (
+        f"the body was not there within {seconds:g} seconds, the limit body_seconds; send it whole"
+    )
+
+
+@dataclass(frozen=True)
+class HostRule:
+    """Which names a server answers to, and pages of which origins may ask it.
+
+    Attributes:
+        hosts: Names of this server, in small letters and without port; "*" for any.
+        addresses: "any" IP address as a name, those of "loopback" only, or "none".
+        origins: Origins of other servers, such as "https://app.example.org".
+    """
+
+    hosts: frozenset[str] = frozenset({"localhost"})
+    addresses: str = "loopback"
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> HostRule:
+        """The rule for a server of these settings.
+
+        On loopback it is this machine's names and what was allowed.  Beyond, with keys and nothing
+        said, it is any name: a page has no key to send.  Without keys it is any address (a rebound
+        name is never one) and what was allowed.
+        """
+        allowed = {entry.lower() for entry in settings.allowed_hosts}
+        origins = frozenset(entry.lower().rstrip("/") for entry in settings.allowed_origins)
+        if not is_loopback(settings.host):
+            if settings.api_keys and not allowed:
+                allowed = {ANY}
+            named = {settings.host.lower(), "localhost", *allowed}
+            return cls(frozenset(named), "any", origins)
+        return cls(frozenset({"localhost", *allowed}), "loopback", origins)
+
+    def check(self, headers: Headers) -> None:
+        """Refuse a request of another name or another origin.
+
+        Raises:
+            ApiError: 403 that says how to allow it.
+        """
+        hosts = headers.getlist("host")
+        host = hosts[0] if len(hosts) == 1 else ""
+        name = _name(host)
+        if not self._answers_to(name):
+            raise _refused(
+                f"this server does not answer to the host name {name[:_SHOWN]!r}; use localhost, "
+                "or start it with --allowed-host NAME",
+                "host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or origin.lower() in self.origins:
+            return
+        if _place(origin) != _place(f"//{host}"):
+            raise _refused(
+                f"pages of {origin[:_SHOWN]!r} may not use this server; start it with "
+                "--allowed-origin ORIGIN to let them",
+                "origin_not_allowed",
+            )
+
+    def _answers_to(self, name: str) -> bool:
+        if name and (ANY in self.hosts or name in self.hosts):
+            return True
+        try:
+            address = ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return self.addresses == "any" or (self.addresses == "loopback" and address.is_loopback)
+
+
+class Guard:
+    """ASGI middleware: host, origin, key, and a place of the caller's, in this order."""
+
+    def __init__(
+        self, app: ASGIApp, rule: HostRule, authenticator: Authenticator, places: Places
+    ) -> None:
+        """Let `app` answer what passes."""
+        self._app, self._rule, self._authenticator = app, rule, authenticator
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or say why not."""
+        if scope["type"] == "websocket":  # there is none to talk to
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        with ExitStack() as stack:
+            if scope["type"] == "http":
+                try:
+                    caller = self._check(scope)
+                    if caller is not None and scope["method"] not in BODILESS:
+                        stack.enter_context(self._places.place(caller))
+                except ApiError as error:
+                    await response(error.failed)(scope, receive, send)
+                    return
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Caller | None:
+        """Who calls; None where anybody may."""
+        headers = Headers(scope=scope)
+        self._rule.check(headers)
+        path, sent = scope["path"], headers.get("authorization", "")
+        # By their beginnings: routes also match paths that end in a line break.
+        if path.startswith("/metrics"):
+            self._authenticator.check_metrics(sent)
+        elif path.startswith("/v1"):
+            return self._authenticator.caller(sent)
+        return None
+
+
+def install(app: FastAPI, settings: ServerSettings, authenticator: Authenticator) -> None:
+    """Guard `app`; to be called after all middleware that reads bodies was added."""
+    app.add_middleware(
+        Guard,
+        rule=HostRule.of(settings),
+        authenticator=authenticator,
+        places=Places(settings.limits),
+    )
+    if settings.allowed_origins:
+        # In front of the guard: a browser asks beforehand, without a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.rstrip("/") for origin in settings.allowed_origins],
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+
+
+def _name(host: str) -> str:
+    """The name in a `Host` header, without port; "" if there is none."""
+    if host.startswith("["):
+        return host.partition("]")[0].lower() + "]" if "]" in host else ""
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _place(url: str) -> tuple[str, int | None]:
+    """Host and unusual port of a URL; "" if it has none (such as the origin "null")."""
+    try:
+        parts = urlsplit(url)
+        port = None if parts.port in _USUAL_PORTS else parts.port
+    except ValueError:
+        return "", None
+    return (parts.hostname or "").rstrip("."), port
+
+
+def _refused(message: str, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)

@@ -1,0 +1,77 @@
+"""`POST /v1/prefill`: documents of an ingestion, computed and stored before anybody asks."""
+
+# FastAPI reads the annotations of routes when they are made, so they are not postponed.
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from kvcache_rag.generation.telemetry import carried
+from kvcache_rag_server.backend import BackendRequest
+from kvcache_rag_server.bodies import CheckedRoute
+from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
+from kvcache_rag_server.requests import Document, Text, check_model, new_id, texts
+from kvcache_rag_server.responses import ANSWERING, PrefillReply, error_responses, plain
+
+
+class PrefillRequest(BaseModel):
+    """Body of `POST /v1/prefill`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"documents": ["The red lamp stands in the hall."]}]},
+    )
+
+    documents: list[Document] = Field(description="Each is a chunk, as in a chat.")
+    model: Text | None = Field(None, description="Name of the served model; it may be left out.")
+
+
+def router(context: AppContext) -> APIRouter:
+    """The route.
+
+    Args:
+        context: The server's.
+    """
+    routes = APIRouter(tags=["RAG"], route_class=CheckedRoute)
+
+    @routes.post(
+        "/v1/prefill",
+        response_model=PrefillReply,
+        responses=error_responses(*ANSWERING),
+        summary="Compute and store documents before questions need them",
+        operation_id="prefill",
+    )
+    async def prefill(
+        request: Request,
+        body: PrefillRequest,
+        caller: Annotated[Caller, Depends(context.authenticate)],
+    ) -> Response:
+        """What is stored already costs next to nothing; questions that wait come first.
+
+        The limits are those of one request: send an ingestion in parts.  A client that goes away
+        ends it; what was computed until then stays.
+        """
+        served = context.settings.name
+        check_model(context, body.model or served)
+        work = BackendRequest(
+            id=new_id("prefill"),
+            question="",
+            chunks=texts(body.documents),
+            namespace=caller.namespace,
+            max_new_tokens=1,
+            trace=carried(request.headers),
+        )
+        context.limits.check(work)
+        try:
+            found = await unless_left(request, context.backend.prefill(work))
+        except ClientLeft:
+            return Response(status_code=CLIENT_LEFT)
+        reply = PrefillReply(
+            model=served, chunks=found.chunks, tokens=found.tokens, computed=found.computed
+        )
+        return JSONResponse(plain(reply))
+
+    return routes

@@ -1,0 +1,493 @@
+"""What clients send: bodies with OpenAI's fields and ours, checked, and the request each makes.
+
+Fields that cannot be honoured are declared with the one value that changes nothing, so that the
+schema says what `errors` then explains; a field that is not declared is refused by name.
+"""
+
+# FastAPI and pydantic read the annotations when routes and models are made, so none is postponed.
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic_core import PydanticCustomError
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.rows import document_text, fields_text
+from kvcache_rag.policies import ReusePolicy, policy_by_name
+from kvcache_rag.policies.named import names_with_ratio
+from kvcache_rag_server.backend import BackendRequest
+from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.lifecycle import AppContext, Caller
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("unicode", "it is not valid Unicode") from error
+    return text
+
+
+def _written(fields: dict[str, Any]) -> dict[str, Any]:
+    _whole(fields_text(fields))
+    return fields
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+"""A text that can be read and sent; JSON can also hold halves of characters."""
+
+Score = Annotated[
+    float | None,
+    Field(
+        allow_inf_nan=False,
+        description="How well it matches the question, higher is better; all documents of a "
+        "request have one, or none has and they stand best first.",
+    ),
+]
+
+SomeText = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
+"""A text that is not empty."""
+
+
+class TextDocument(BaseModel):
+    """A text with a name.
+
+    Attributes:
+        id: Named by the caller; it does not stand in the prompt.
+        title: Carried along; it does not stand in the prompt either, as in the integrations, so
+            that one text is one chunk wherever it comes from.
+        text: The chunk.
+        score: How well it matches the question.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"id": "b", "title": "Harbours", "text": "Rotterdam …"}]},
+    )
+
+    id: str | None = Field(None, description="The caller's name of it; not part of the prompt.")
+    title: str | None = Field(None, description="Carried along; not part of the prompt.")
+    text: Text = Field(description="The chunk.")
+    score: Score = None
+
+
+class DataDocument(BaseModel):
+    """A document as Cohere's API writes it.
+
+    Attributes:
+        id: Named by the caller; it does not stand in the prompt.
+        data: The chunk, or fields that are written as one (see `fields_text`).
+        score: How well it matches the question.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"id": "c", "data": {"title": "Harbours", "snippet": "Rotterdam …"}}]
+        },
+    )
+
+    id: str | None = Field(None, description="The caller's name of it; not part of the prompt.")
+    data: Annotated[
+        Annotated[Text, Tag("(string)")]
+        | Annotated[dict[str, JsonValue], AfterValidator(_written), Tag("(mapping)")],
+        Discriminator(lambda given: "(string)" if isinstance(given, str) else "(mapping)"),
+    ] = Field(
+        description="The chunk; of a mapping, one line `name: value` per field, sorted by name."
+    )
+    score: Score = None
+
+
+def _form(given: Any) -> str:
+    if isinstance(given, str):
+        return "(string)"
+    has_data = "data" in given if isinstance(given, Mapping) else hasattr(given, "data")
+    return "(data)" if has_data else "(text)"
+
+
+Document = Annotated[
+    Annotated[Text, Tag("(string)")]
+    | Annotated[TextDocument, Tag("(text)")]
+    | Annotated[DataDocument, Tag("(data)")],
+    Discriminator(_form),
+]
+"""A chunk: a string, `{text}`, `{id, title, text}` or `{id, data}`, objects with their `score`."""
+
+
+def texts(documents: Sequence[str | TextDocument | DataDocument]) -> tuple[str, ...]:
+    """Chunks of documents in their order; equal ones once, empty ones left out.
+
+    Args:
+        documents: As they came.
+    """
+    return tuple(dict.fromkeys(text for text in map(text_of, documents) if text.strip()))
+
+
+def scored(
+    documents: Sequence[str | TextDocument | DataDocument],
+) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """Chunks of documents as `texts` has them, and their scores if they have any.
+
+    Of equal ones the highest counts, wherever it stands.
+
+    Raises:
+        ApiError: If some have a score and others have none.
+    """
+    chunks = texts(documents)
+    scores = [None if isinstance(one, str) else one.score for one in documents]
+    known = [score for score in scores if score is not None]
+    if not known:
+        return chunks, None
+    if len(known) < len(scores):
+        raise ApiError(
+            400,
+            f"{len(known)} of {len(scores)} documents have a score; give every document one, or "
+            "none and send the best first",
+            param="documents",
+        )
+    best: dict[str, float] = {}
+    for text, score in zip(map(text_of, documents), known, strict=True):
+        best[text] = max(score, best.get(text, score))
+    return chunks, tuple(best[text] for text in chunks)
+
+
+def text_of(document: str | TextDocument | DataDocument) -> str:
+    """The text that stands in the prompt for a document."""
+    if isinstance(document, str):
+        return document_text(document)
+    if isinstance(document, TextDocument):
+        return document_text(document.text, document.title)
+    data = document.data
+    return document_text(data) if isinstance(data, str) else fields_text(data)
+
+
+_STRICT: Final = ConfigDict(extra="forbid", strict=True)
+
+# Policies whose dial is a ratio.
+_WITH_RATIO: Final = names_with_ratio()
+
+LARGEST: Final = 2**31 - 1
+
+_SEEDS: Final = 2**63
+
+StopText = Annotated[SomeText, Field(max_length=256)]
+"""A stop string; what it costs to look for one grows with its length."""
+
+
+def _text_or_list(given: Any) -> str:
+    return "(string)" if isinstance(given, str) else "(list)"
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag("(string)")] | Annotated[list[TextPart], Tag("(list)")],
+    Discriminator(_text_or_list),
+]
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation, as OpenAI's clients write it (and give it back)."""
+
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text; parts stand on lines of their own."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content if part.text)
+        return self.content or ""
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside the answer."""
+
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class ResponseFormat(BaseModel):
+    """Plain text."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+
+
+class KVCacheOptions(BaseModel):
+    """What to reuse for this request."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"policy": "cacheblend", "ratio": 0.2}]},
+    )
+
+    policy: Text | None = Field(
+        None,
+        max_length=200,
+        description="A policy by name, such as reuse, legolink, cacheblend, full; None for the "
+        "server's. Numbers may stand behind a colon: cacheblend:0.2.",
+    )
+    ratio: float | None = Field(
+        None, ge=0, le=1, description="Part of the chunk tokens that is computed again."
+    )
+
+    def chosen(self, default: str = "") -> ReusePolicy | None:
+        """The policy; None for the engine's own.
+
+        Args:
+            default: Name of the server's policy.
+
+        Raises:
+            ApiError: If there is no such policy, or it has no ratio.
+        """
+        named = (self.policy if self.policy is not None else default).strip()
+        if self.ratio is not None:
+            named = self._with_ratio(named)
+        try:
+            return policy_by_name(named) if named else None
+        except InvalidInputError as error:
+            raise ApiError(400, str(error), param="kvcache.policy") from error
+
+    def _with_ratio(self, named: str) -> str:
+        rest = ""
+        if self.policy is None:  # the server's own ratio gives way; further numbers stay
+            named, _, numbers = named.partition(":")
+            rest = "".join(numbers.partition(",")[1:])
+        if named.lower() not in _WITH_RATIO:
+            lack = f"{named!r} has none" if named else "none is named"
+            raise ApiError(
+                400,
+                f"a ratio belongs to the policy {' or '.join(_WITH_RATIO)}, and {lack}; name one, "
+                "or leave kvcache.ratio out",
+                param="kvcache.ratio",
+            )
+        return f"{named}:{self.ratio!r}{rest}"
+
+
+class Generating(BaseModel):
+    """How an answer is made, by every API."""
+
+    model_config = _STRICT
+
+    kvcache: KVCacheOptions | None = None
+    stream: bool | None = None
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 or nothing for the likeliest tokens."
+    )
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
+
+
+class Asking(Generating):
+    """What chat and completions have in common."""
+
+    model: Text = Field(description="Name of the served model, as GET /v1/models gives it.")
+    documents: list[Document] | None = Field(
+        None,
+        description="Each is a chunk before the conversation: reused if it is cached, else "
+        "computed and stored. An empty list says that nothing was found.",
+    )
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(None, ge=1, le=LARGEST)
+    stop: (
+        Annotated[
+            Annotated[StopText, Tag("(string)")]
+            | Annotated[list[StopText], Field(max_length=4), Tag("(list)")],
+            Discriminator(_text_or_list),
+        ]
+        | None
+    ) = None
+    user: str | None = Field(None, description="Ignored.")
+    n: int | None = Field(None, ge=1, le=1)
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings before which the answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Asking):
+    """Body of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": "Where is the red lamp?"}],
+                    "documents": [
+                        "The red lamp stands in the hall.",
+                        {"id": "b", "title": "Lamps", "text": "The blue lamp is broken."},
+                    ],
+                    "kvcache": {"policy": "cacheblend", "ratio": 0.2},
+                    "max_tokens": 32,
+                }
+            ]
+        },
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1, description="The last one is the user's.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=LARGEST, description="Newer name of max_tokens; wins if both are given."
+    )
+    logprobs: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    tools: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    store: bool | None = Field(None, description="Ignored: nothing is kept of an answer.")
+    metadata: dict[str, JsonValue] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: chunks are their own keys.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+
+
+class CompletionRequest(Asking):
+    """Body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"model": "tiny", "prompt": "The red lamp", "max_tokens": 8}]
+        },
+    )
+
+    prompt: Annotated[
+        Annotated[SomeText, Tag("(string)")]
+        | Annotated[
+            list[SomeText],
+            Field(min_length=1, max_length=1),
+            Tag("(list)"),
+        ],
+        Discriminator(_text_or_list),
+    ] = Field(description="A text to continue; with documents, the question. One per request.")
+    best_of: int | None = Field(None, ge=1, le=1)
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+    @property
+    def text(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+# Below it, sampling only ever finds the likeliest token, and logits divided by it overflow.
+_COLDEST: Final = 1e-4
+
+
+def new_id(kind: str) -> str:
+    """A name for a request and its answer, such as "chatcmpl-…"."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def check_model(context: AppContext, asked: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404, as OpenAI says it.
+    """
+    served = context.settings.name
+    if asked != served:
+        raise ApiError(
+            404,
+            f"the model {asked[:100]!r} does not exist here; this server serves {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def work_of(
+    context: AppContext, caller: Caller, body: Asking, *, kind: str, tokens: int, **asked: Any
+) -> BackendRequest:
+    """The request of a caller.
+
+    Args:
+        context: The server's.
+        caller: Who asks.
+        body: Checked by its schema.
+        kind: Of its id.
+        tokens: Of the answer, at most.
+        asked: Fields of `BackendRequest` that only this API knows.
+
+    Raises:
+        ApiError: If the model is not served, or values do not go together.
+    """
+    check_model(context, body.model)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400,
+            "stream_options is for streams only; leave it out or set stream to true",
+            param="stream_options",
+        )
+    reuse = body.kvcache or KVCacheOptions(policy=None, ratio=None)
+    chunks, scores = scored(body.documents or ())
+    return BackendRequest(
+        id=new_id(kind),
+        chunks=chunks,
+        scores=scores,
+        namespace=caller.namespace,
+        policy=reuse.chosen(context.settings.policy),
+        max_new_tokens=tokens,
+        stop=body.stops,
+        options=sampling(body),
+        streaming=bool(body.stream),
+        **asked,
+    )
+
+
+def sampling(body: Asking) -> dict[str, Any]:
+    """Arguments of `generate()`: greedy, unless a temperature says otherwise.
+
+    A `top_p` or `top_k` without one samples at temperature 1, OpenAI's default.
+    """
+    temperature = body.temperature
+    narrowed = body.top_k is not None or (body.top_p is not None and body.top_p < 1)
+    if temperature is None:
+        temperature = 1.0 if narrowed else 0.0
+    if temperature < _COLDEST:
+        return {}
+    overrides = {"top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
+    # The model's own generation config may narrow; OpenAI's clients expect what they say.
+    options: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+    return {**options, **{name: value for name, value in overrides.items() if value is not None}}

@@ -1,0 +1,383 @@
+"""From settings to a running server: model, store, backend, application, socket."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import signal
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.integration.engine import EngineSettings, is_url
+from kvcache_rag.integration.engine import memory_codec as codec_before
+from kvcache_rag.integration.engine import open_store as open_place
+from kvcache_rag.models.pretrained import note_name
+from kvcache_rag.stores import MemoryStore
+from kvcache_rag.stores.disk.folders import why_unwritable
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.connections import HEAD, patient
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.retrieval import open_retriever
+from kvcache_rag_server.settings import VLLM
+from kvcache_rag_server.shutdown import leave
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    import uvicorn
+    from fastapi import FastAPI
+
+    from kvcache_rag.codecs import Codec
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.stores import ChunkStore
+    from kvcache_rag_server.backend import Backend, Retriever
+    from kvcache_rag_server.lifecycle import AppContext
+    from kvcache_rag_server.settings import ServerSettings
+
+
+_LOG: Final = logging.getLogger("kvcache_rag_server")
+
+_BACKLOG: Final = 2048
+
+# Seconds for which a connection may ask nothing.  Longer than clients keep one that they might use
+# again (httpx, and with it the OpenAI client: 5 s): who closes first must be the one who asks, or a
+# request meets a connection that is being closed.
+_PATIENCE: Final = 15
+
+COMBINATIONS: Final = "combinations"
+"""Folder below the store, and name in metrics, of chunks that were computed together."""
+
+_PART: Final = 4  # of each limit, a fourth is theirs
+
+_SWITCH: Final = 0.0005  # seconds; Python's own: 0.005
+
+_LOOK: Final = 0.05  # seconds between two questions whether the model is ready
+
+
+def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: What to serve.
+        announce: Called once a question would be answered, with one line that says what is served
+            where, and the URL of the page to look at.
+
+    Raises:
+        InvalidInputError: If the address, the model, the store, the keys or the database cannot be
+            used.
+        MissingExtraError: If uvicorn, chromadb or Ray is needed and not installed.
+    """
+    try:
+        import uvicorn  # noqa: F401  # before a model is loaded for nothing
+    except ImportError as error:
+        raise MissingExtraError("uvicorn", "server") from error
+    with listening(settings.host, settings.port) as listener:
+        retriever = open_retriever(settings)
+        with opened_backend(settings, retriever) as backend:
+            _check_store(settings)
+            app = build_app(backend, settings, retriever=retriever)
+            url = _url(listener)
+            line = announcement(settings, url)
+            with frozen(), _yielding():
+                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+            if not app.state.context.shutdown.is_complete:
+                leave()
+
+
+def _check_store(settings: ServerSettings) -> None:
+    """Say if nothing can be added to the folder of this process's engine."""
+    if settings.store is None or is_url(settings.store) or settings.replicas is not None:
+        return
+    if why := why_unwritable(settings.store):
+        _LOG.warning(
+            "the store %s cannot be written (%s): what it holds is read, and what is computed is "
+            "kept in memory alone",
+            *(settings.store, why),
+        )
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Leave out what is loaded wherever garbage is looked for: a model is a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _yielding() -> Iterator[None]:
+    """Let threads that are busy give the interpreter away soon.
+
+    Each operation of the model gives it away, and waits so long to have it back.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
+def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Iterator[Backend]:
+    """The backend that the settings describe; who runs the server closes it in its event loop."""
+    if settings.engine == VLLM:
+        from vllm_kvcache_rag.front.launch import vllm_backend
+
+        yield vllm_backend(settings, retriever)
+        return
+    if settings.replicas is None:
+        yield local_backend(settings, retriever)
+        return
+    from kvcache_rag_server.ray.launch import launch
+
+    with launch(settings, local_backend, retriever=retriever) as backend:
+        yield backend
+
+
+def local_backend(settings: ServerSettings, retriever: Retriever | None = None) -> LocalBackend:
+    """An engine in this process, and what lets requests wait for it.
+
+    Args:
+        settings: Those about model, store, prefetching and waiting are read.
+        retriever: Finds documents; None for none.
+    """
+    return LocalBackend(
+        open_engine(settings),
+        name=settings.name,
+        retriever=retriever,
+        prefetch=settings.prefetch,
+        prefetch_after=settings.prefetch_after,
+        max_batch=settings.max_batch,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def open_engine(settings: ServerSettings) -> Engine:
+    """Load the model, over the store.
+
+    Raises:
+        InvalidInputError: If one of them cannot be used.
+    """
+    template = settings.prompt_template()
+    store = open_store(settings)
+    wanted = EngineSettings.of(settings, template=template)
+    engine = wanted.open(store, open_combinations(settings))
+    note_name(engine.model, settings.name)
+    return engine
+
+
+def open_store(settings: ServerSettings) -> ChunkStore:
+    """Memory in front of a folder or a URL; without either, memory alone.
+
+    The limits hold for chunks and combinations together, so these get a part only.
+    """
+    limit = settings.store_bytes
+    return open_place(
+        settings.store,
+        codec=settings.codec,
+        max_bytes=None if limit is None else _rest(limit),
+        memory=MemoryStore(_rest(settings.memory_bytes), codec=memory_codec(settings)),
+        signing_key=settings.signing_key,
+    )
+
+
+def memory_codec(settings: ServerSettings) -> Codec | None:
+    """The form of chunks in memory; without a store they are as the model made them."""
+    return codec_before(settings.codec, settings.device) if settings.store else None
+
+
+def open_combinations(settings: ServerSettings) -> ChunkStore:
+    """Where chunks go that were computed together: below the store, for all who share that.
+
+    A folder of their own, so that they never push out chunks; no command or sweep of the store
+    around it takes it for a part of that.
+    """
+    limit_in_memory = settings.memory_bytes // _PART
+    memory = MemoryStore(limit_in_memory, tier=COMBINATIONS, codec=memory_codec(settings))
+    if settings.store is None:
+        return memory
+    kind, limit = "remote" if is_url(settings.store) else "disk", settings.store_bytes
+    return open_place(
+        f"{settings.store.rstrip('/')}/{COMBINATIONS}",
+        codec=settings.codec,
+        max_bytes=None if limit is None else limit // _PART,
+        memory=memory,
+        tier=f"{COMBINATIONS}-{kind}",
+        signing_key=settings.signing_key,
+    )
+
+
+def _rest(limit: int) -> int:
+    """Bytes of a limit that are left for chunks."""
+    return limit - limit // _PART
+
+
+# ---------------------------------------------------------------------- the socket
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens, taken before anything is loaded.
+
+    Args:
+        host: Name or address; of several addresses, the first, IPv4 before IPv6.
+        port: 0 for any free one.
+
+    Raises:
+        InvalidInputError: If nobody can listen there.
+    """
+    try:
+        addresses = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise InvalidInputError(
+            f"{host} is no address of this machine ({error.strerror}); listen on 127.0.0.1"
+        ) from error
+    # What is asked at localhost is mostly asked by IPv4.
+    family, kind, protocol, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _unusable(host, port, error) from error
+        yield listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> InvalidInputError:
+    if error.errno == errno.EADDRINUSE:
+        return InvalidInputError(
+            f"port {port} of {host} is in use by another program; choose another with --port, or 0 "
+            "for any free one"
+        )
+    return InvalidInputError(
+        f"port {port} of {host} cannot be listened on ({error.strerror}); choose another with "
+        "--host and --port"
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announcement(settings: ServerSettings, url: str) -> str:
+    """One line: where the server is, and what it serves."""
+    parts = [
+        f"{settings.name} at {url}/v1",
+        f"chunks in {settings.store}" if settings.store else "chunks in memory only",
+    ]
+    if settings.engine == VLLM:
+        parts[1:] = [f"computed by vLLM at {', '.join(settings.urls)}"]
+    if settings.replicas is not None:
+        parts.append(f"{settings.replicas} replica{'s' * (settings.replicas > 1)}")
+    if settings.chroma:
+        parts.append(f"/v1/rag over {settings.collection}")
+    parts.append("API keys" if settings.api_keys else "no API keys")
+    return f"serving {', '.join(parts)}"
+
+
+# ---------------------------------------------------------------------- the loop
+async def _serve(app: FastAPI, listener: socket.socket, announce: Callable[[], None]) -> None:
+    context: AppContext = app.state.context
+    waiting = asyncio.create_task(_announce(context.backend, announce))
+    try:
+        with _reloading(context):
+            await server_of(app).serve([listener])
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if context.shutdown.is_complete:
+            await context.backend.close()
+
+
+def server_of(app: FastAPI) -> uvicorn.Server:
+    """What serves an app, and ends as its `Shutdown` says; the backend has ended with it."""
+    import uvicorn
+
+    context: AppContext = app.state.context
+
+    class Server(uvicorn.Server):
+        """Ends by a signal as by anything else: uvicorn would raise it again before we clean up."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            wanted = (signal.SIGINT, signal.SIGTERM)
+            before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.should_exit = True
+            context.shutdown.signal()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for closing in (*self.servers, *(sockets or ())):
+                closing.close()
+            state = self.server_state
+            for connection in list(state.connections):
+                connection.shutdown()  # at once, or behind the answer that it waits for
+            await context.shutdown.run(state, context.backend, context.exchanges)
+
+    return Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            http=patient(_PATIENCE),
+            h11_max_incomplete_event_size=HEAD,
+            timeout_keep_alive=2 * _PATIENCE,
+        )
+    )
+
+
+@contextmanager
+def _reloading(context: AppContext) -> Iterator[None]:
+    """Let SIGHUP read the file of keys again, where there are both."""
+    keys, is_main = context.keys, threading.current_thread() is threading.main_thread()
+    if keys is None or not is_main or not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        tasks.add(task := asyncio.create_task(keys.reload()))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def _announce(backend: Backend, announce: Callable[[], None]) -> None:
+    while True:
+        try:
+            if await backend.ready():
+                break
+        except Exception as error:
+            _LOG.warning("the backend does not say whether it is ready: %r", error)
+        await asyncio.sleep(_LOOK)
+    announce()

@@ -1,0 +1,306 @@
+"""Answer jobs with the engines of this process, one by one or in one batch.
+
+What a request asks means the same as in the integrations: with documents, only the engine's own
+instruction can stand before the chunks; without any, it is an ordinary conversation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.generation.telemetry import continued
+from kvcache_rag_server.backend import Finished, Piece, Started
+from kvcache_rag_server.errors import USERS, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.metrics import Answer
+    from kvcache_rag_server.backend import BackendRequest, PromptWriter
+    from kvcache_rag_server.prefetch import Engines
+    from kvcache_rag_server.queue import Job
+
+_LOG = logging.getLogger(__name__)
+
+# Options that change nothing where nothing is sampled.
+_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
+
+
+def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
+    """The question of a request with documents, and whether its instruction was another one.
+
+    An instruction that is not the engine's cannot stand before the chunks, which were computed
+    behind that one; it stands before the question.
+    """
+    own = prompts.template.system.strip()
+    if work.system.strip() in ("", own):
+        return work.question, False
+    return f"{work.system}\n\n{work.question}", True
+
+
+def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:
+    """The text that `Engine.complete` continues: a prompt as it is, a conversation as written.
+
+    Raises:
+        InvalidInputError: If the tokenizer's chat template cannot write these messages.
+    """
+    if not work.is_chat:
+        return work.question
+    turns = [*((turn.role, turn.content) for turn in work.history), ("user", work.question)]
+    try:
+        return _rendered(prompts, turns)
+    except InvalidInputError:
+        plain = joined(("user" if role == "system" else role, text) for role, text in turns)
+        if plain == turns:
+            raise
+        return _rendered(prompts, plain)  # for chat templates that know two roles only
+
+
+def joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Turns that have text; consecutive ones of one role are one, as chat templates want it."""
+    written = (turn for turn in turns if turn[1].strip())
+    runs = groupby(written, key=itemgetter(0))
+    return [(role, "\n\n".join(text for _, text in run)) for role, run in runs]
+
+
+def _rendered(prompts: PromptWriter, turns: list[tuple[str, str]]) -> str:
+    return prompts.render_chat([{"role": role, "content": text} for role, text in turns])
+
+
+def kind_of(work: BackendRequest) -> Hashable:
+    """What requests have in common whose times are compared: form, policy, length of the answer."""
+    return (work.is_plain or work.is_chat, work.policy, work.max_new_tokens.bit_length())
+
+
+def can_share(work: BackendRequest) -> bool:
+    """Whether a request may be answered in a batch: as a whole, without chance, over a context."""
+    is_whole = not (work.streaming or work.is_plain or work.is_chat)
+    return is_whole and not _is_sampled(work) and work.options.keys() <= _OF_SAMPLING
+
+
+def is_alike(work: BackendRequest, other: BackendRequest) -> bool:
+    """Whether two requests of one tenant may be answered in one batch."""
+    return (
+        can_share(work)
+        and can_share(other)
+        and (work.policy, work.max_new_tokens, work.stop, work.system)
+        == (other.policy, other.max_new_tokens, other.stop, other.system)
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answering took.
+
+    Attributes:
+        count: Answers given to who still wanted them.
+        seconds: Wall time of all together.
+        generating: The part of it that depends on batching: without loading or prefilling chunks.
+            None if nothing can be learned from it.
+        is_too_large: Whether a batch failed that should not be tried again.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    generating: float | None = None
+    is_too_large: bool = False
+
+
+class Server:
+    """Runs jobs on the model; called by one thread.
+
+    Attributes:
+        engines: Of the tenants.
+        replica: Name of this process in `Started`.
+    """
+
+    def __init__(self, engines: Engines, replica: str = "") -> None:
+        self.engines, self.replica = engines, replica
+
+    def warm_up(self) -> bool:
+        """Let the model generate one token; whether it can, the log says why not."""
+        try:
+            self.engines.base.complete("a", max_new_tokens=1)
+        except Exception:
+            _LOG.exception("the model could not generate a first token")
+            return False
+        return True
+
+    def one(self, job: Job, begun: Started) -> Served:
+        """Answer one job; what goes wrong is told to its client.
+
+        Args:
+            job: Whose events are delivered.
+            begun: Its `Started`, delivered before its first text.
+        """
+        started = time.perf_counter()
+        try:
+            with continued(_traces([job], [begun])):
+                answer = self._answered(job, begun)
+        except Exception as error:  # whatever it is, the next job has to be answered
+            if not job.cancelled.is_set():
+                job.deliver(failure(error, f"request {job.work.id}"))
+            return Served()
+        seconds = time.perf_counter() - started
+        if job.cancelled.is_set():
+            return Served()
+        job.deliver(Finished(answer))
+        return Served(1, seconds, seconds - answer.metrics.load)
+
+    def _answered(self, job: Job, begun: Started) -> Answer:
+        work = job.work
+        is_begun = False
+
+        def emit(text: str) -> None:
+            nonlocal is_begun
+            if not is_begun:
+                is_begun = True
+                job.deliver(begun)
+            job.deliver(Piece(text))
+
+        engine = self.engines.answering(work.namespace)
+        options = _options(work)
+        options.update(cancelled=job.cancelled, emit=emit if work.streaming else None)
+        with _seeded(work, engine):
+            if work.is_plain or work.is_chat:
+                answer = engine.complete(plain_prompt(engine, work), **options)
+            else:
+                question, mismatch = grounded(engine, work)
+                answer = engine.generate(
+                    question,
+                    job.inputs,
+                    policy=work.policy,
+                    history=work.history,
+                    scores=job.scores,
+                    prefix_mismatch=mismatch,
+                    **options,
+                )
+        if not is_begun and not job.cancelled.is_set():
+            job.deliver(begun)
+        return answer
+
+    def explain(self, job: Job, explained: Future[Mapping[str, Any]]) -> None:
+        """Say what would become of a job's prompt; what goes wrong is raised where it is read.
+
+        Args:
+            job: Over texts it brought.
+            explained: Takes it, unless it was refused meanwhile.
+        """
+        work, engine = job.work, self.engines.of(job.work.namespace)
+        question = grounded(engine, work)[0]
+        try:
+            explanation = engine.explain(
+                question,
+                job.chunks,
+                policy=work.policy,
+                history=work.history,
+                scores=job.scores,
+            )
+            tell = partial(explained.set_result, explanation.to_dict())
+        except Exception as error:  # whatever it is, the next job has to be answered
+            tell = partial(explained.set_exception, error)
+        with suppress(InvalidStateError):
+            tell()
+        self.engines.explained(work.namespace)
+
+    def together(self, jobs: Sequence[Job], begun: Sequence[Started]) -> Served:
+        """Answer jobs that are alike in one batch; one by one if it fails, so that each knows why.
+
+        Args:
+            jobs: Of one tenant.
+            begun: The `Started` of each.
+        """
+        started = time.perf_counter()
+        event = AllCancelled([job.cancelled for job in jobs])
+        try:
+            with continued(_traces(jobs, begun)):
+                answers = self._batch(jobs, event)
+        except Exception as error:  # of one of them, or out of memory for all
+            is_ours = not isinstance(error, USERS)
+            if is_ours:
+                _LOG.warning("a batch of %d failed; its requests are answered singly", len(jobs))
+            alone = [
+                self.one(job, replace(first, batch=1))
+                for job, first in zip(jobs, begun, strict=True)
+            ]
+            count, seconds = (
+                sum(getattr(served, n) for served in alone) for n in ("count", "seconds")
+            )
+            return Served(count, seconds, is_too_large=is_ours)
+        seconds = time.perf_counter() - started
+        wanted = [not job.cancelled.is_set() for job in jobs]
+        for job, first, answer, is_wanted in zip(jobs, begun, answers, wanted, strict=True):
+            if is_wanted:
+                job.deliver(first)
+                job.deliver(Finished(answer))
+        load = sum(answer.metrics.load for answer in answers)
+        return Served(sum(wanted), seconds, seconds - load if any(wanted) else None)
+
+    def _batch(self, jobs: Sequence[Job], cancelled: AllCancelled) -> list[Answer]:
+        work = jobs[0].work
+        engine = self.engines.answering(work.namespace)
+        asked = [
+            (grounded(engine, job.work)[0], job.inputs, job.work.history, job.scores)
+            for job in jobs
+        ]
+        return engine.generate_batch(
+            asked,
+            policy=work.policy,
+            prefix_mismatch=grounded(engine, work)[1],
+            cancelled=cancelled,
+            **_options(work),
+        )
+
+
+def _traces(jobs: Sequence[Job], begun: Sequence[Started]) -> list[tuple[Mapping[str, str], float]]:
+    return [(job.work.trace, one.queue_wait) for job, one in zip(jobs, begun, strict=True)]
+
+
+class AllCancelled(threading.Event):
+    """Set when all of several events are: a batch goes on while anybody wants an answer."""
+
+    def __init__(self, events: Sequence[threading.Event]) -> None:
+        super().__init__()
+        self._events = tuple(events)
+
+    def is_set(self) -> bool:
+        """Whether all are set."""
+        return all(event.is_set() for event in self._events)
+
+
+def _is_sampled(work: BackendRequest) -> bool:
+    options = work.options
+    return bool(options.get("do_sample", options.get("temperature")))
+
+
+def _options(work: BackendRequest) -> dict[str, Any]:
+    left_out = {"seed"} if _is_sampled(work) else _OF_SAMPLING
+    options = {name: value for name, value in work.options.items() if name not in left_out}
+    return {**options, "max_new_tokens": work.max_new_tokens, "stop": work.stop}
+
+
+@contextmanager
+def _seeded(work: BackendRequest, engine: Engine) -> Iterator[None]:
+    """Chance from the request's seed, if it has one; afterwards as if nothing had been drawn."""
+    seed = work.options.get("seed")
+    if seed is None:
+        yield
+        return
+    device = engine.model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield

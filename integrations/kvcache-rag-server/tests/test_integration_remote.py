@@ -1,0 +1,449 @@
+"""An engine of another machine answers as that machine's engine does; nothing is loaded here."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import threading
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from serve_fakes import running, settings, tiny_backend
+
+from kvcache_rag import (
+    BestLast,
+    CacheBlend,
+    ContextTooLongError,
+    Engine,
+    FingerprintMismatchError,
+    FullRecompute,
+    InvalidInputError,
+    LegoLink,
+    Message,
+    RemoteServerError,
+    Reuse,
+    StoredChunk,
+    cancellable,
+    policy_by_name,
+)
+from kvcache_rag.integration import ConversationForms, Reference, ToolChoice, remote_engine
+from kvcache_rag.policies import POLICY_NAMES
+from kvcache_rag.policies.named import name_of
+from kvcache_rag_lab.evaluation.tasks import own_score
+from kvcache_rag_lab.evaluation.verification import Verification
+from kvcache_rag_lab.scoring.question import Question
+from kvcache_rag_server import responses
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.keys import new_key
+from kvcache_rag_server.remote import OWNER, RemoteEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+QUESTION = "Where does Bralo keep the red lamp?"
+DOCUMENTS = [
+    "Bralo keeps the red lamp in the hall. The blue cup belongs to Mira.",
+    "Sorin keeps the old map in the cellar. The key belongs to Tano.",
+    "Mira keeps the blue cup in the kitchen. The lamp belongs to Bralo.",
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """What the server's answers are held against; it shares nothing with it."""
+    return Engine.from_pretrained("tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with (
+        tiny_backend(tmp_path_factory.mktemp("kv")) as backend,
+        running(build_app(backend, settings())) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+def remote(url: str) -> Iterator[RemoteEngine]:
+    found = RemoteEngine(url)
+    yield found
+    found.close()
+    found.close()
+
+
+def told(handle: Callable[[httpx.Request], Any], **options: Any) -> RemoteEngine:
+    """An engine whose server is a function; it serves "tiny" of 512 tokens."""
+
+    async def answered(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            model = {"id": "tiny", "owned_by": OWNER, "max_model_len": 512}
+            return httpx.Response(200, json={"data": [model]})
+        reply = handle(request)
+        return await reply if inspect.isawaitable(reply) else reply
+
+    return RemoteEngine("http://server", transport=httpx.MockTransport(answered), **options)
+
+
+def failing(
+    status: int, message: str, code: str | None = None, **headers: str
+) -> Callable[[httpx.Request], httpx.Response]:
+    body = {"error": {"message": message, "type": "x", "param": None, "code": code}}
+    return lambda _: httpx.Response(status, json=body, headers=headers)
+
+
+def yes(_: httpx.Request) -> httpx.Response:
+    body = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], "kvcache": {}}
+    return httpx.Response(200, json=body)
+
+
+# ---------------------------------------------------------------------- the same answers
+
+
+@pytest.mark.parametrize("policy", [None, Reuse("composite"), CacheBlend(0.5), FullRecompute()])
+def test_answers_are_those_of_the_engine_there(
+    remote: RemoteEngine, engine: Engine, policy: Any
+) -> None:
+    for chunks in (DOCUMENTS, DOCUMENTS[::-1]):
+        expected = engine.generate(QUESTION, chunks, policy=policy, max_new_tokens=12)
+        answer = remote.generate(QUESTION, chunks, policy=policy, max_new_tokens=12)
+        assert answer.text == expected.text
+        assert answer.finish_reason == expected.finish_reason
+        counts = ("prompt_tokens", "generated_tokens", "query_tokens", "policy")
+        for name in counts:
+            assert getattr(answer.metrics, name) == getattr(expected.metrics, name)
+    assert answer.metrics.misses == 0
+    assert answer.metrics.reused_tokens > 0 or isinstance(policy, FullRecompute)
+
+
+def test_streams_batches_and_histories_too(remote: RemoteEngine, engine: Engine) -> None:
+    history = [Message("user", "Where is Mira?"), Message("assistant", "In the kitchen.")]
+    expected = engine.generate(QUESTION, DOCUMENTS, history=history, max_new_tokens=12)
+    stream = remote.stream(QUESTION, DOCUMENTS, history=history, max_new_tokens=12)
+    assert "".join(stream) == expected.text == stream.text
+    assert stream.metrics.generated_tokens == expected.metrics.generated_tokens
+    questions = [(QUESTION, DOCUMENTS), ("Where is the map?", DOCUMENTS[1:], history)]
+    batch = remote.generate_batch(questions, max_new_tokens=8)
+    singles = engine.generate_batch(questions, max_new_tokens=8)
+    assert [one.text for one in batch] == [one.text for one in singles]
+
+
+def test_texts_and_conversations_go_on(remote: RemoteEngine, engine: Engine) -> None:
+    expected = engine.complete("The red lamp", max_new_tokens=6).text
+    assert remote.complete("The red lamp", max_new_tokens=6).text == expected
+    assert "".join(remote.stream_complete("The red lamp", max_new_tokens=6)) == expected
+    turns = [{"role": "user", "content": "Where is the lamp?"}]
+    written = remote.render_chat(turns, tools=None)
+    assert written == "user: Where is the lamp?"
+    assert remote.complete(written, max_new_tokens=6).text == (
+        engine.complete(engine.render_chat(turns), max_new_tokens=6).text
+    )
+
+
+def test_what_was_prefilled_is_reused(remote: RemoteEngine) -> None:
+    texts = [f"The box number {place} is green." for place in range(20)]
+    assert remote.add(texts, show_progress=False) == [None] * 20
+    answer = remote.generate("What is green?", texts[3:6], max_new_tokens=4)
+    assert (answer.metrics.misses, sum(answer.metrics.hits.values())) == (0, 3)
+    assert remote.keys(texts[:1]) == [None]
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(CancelledError):
+        remote.add(texts, cancelled=stopped)
+
+
+def test_a_verdict_is_about_the_engine_there(remote: RemoteEngine, engine: Engine) -> None:
+    assert remote.identity == engine.identity
+    questions = [
+        Question("a", QUESTION, tuple(DOCUMENTS), answers=("in the hall",)),
+        Question("b", "Where is the map?", tuple(DOCUMENTS), answers=("in the cellar",)),
+    ]
+    planned = Verification(questions, own_score, "f1", max_new_tokens=8)
+    here = planned.verdict(engine, [Reuse(), LegoLink(4)])
+    there = planned.verdict(remote_engine(remote.url), [Reuse(), LegoLink(4)])
+    assert there.identity == here.identity
+    assert there.recommended == here.recommended
+    for mine, theirs in zip(
+        (here.full, *here.policies), (there.full, *there.policies), strict=True
+    ):
+        for name in ("policy", "score", "f1", "agreement", "same_answer", "recomputed"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        assert math.isnan(theirs.first_divergence)
+    assert (there.checks, there.notes[-1][:8]) == ((), "A server")
+
+
+def test_the_window_and_the_name_are_the_servers(remote: RemoteEngine, engine: Engine) -> None:
+    assert remote.context_window == engine.context_window
+    assert remote.name == "tiny"
+    assert RemoteEngine(f"{remote.url}/v1/", window=100).context_window == 100
+    assert OWNER == responses.OWNER
+
+
+def test_what_fits_is_answered_from(remote: RemoteEngine, engine: Engine) -> None:
+    long = [f"{text} " * (engine.context_window // 60) for text in DOCUMENTS * 3]
+    texts = [f"{place}: {text}" for place, text in enumerate(long)]
+    with pytest.raises(ContextTooLongError, match="context window"):
+        remote.generate(QUESTION, texts, max_new_tokens=8)
+    for scores in (None, [float(place) for place in range(len(texts))]):
+        options: dict[str, Any] = {"overflow": "drop_lowest", "scores": scores, "max_new_tokens": 8}
+        expected = engine.generate(QUESTION, texts, **options)
+        answer = remote.generate(QUESTION, texts, **options)
+        assert (answer.text, answer.metrics.dropped_chunks) == (
+            expected.text,
+            expected.metrics.dropped_chunks,
+        )
+        assert answer.metrics.dropped_chunks > 0
+        assert "".join(remote.stream(QUESTION, texts, **options)) == expected.text
+    with pytest.raises(ContextTooLongError):
+        remote.stream(QUESTION, texts, max_new_tokens=8)
+    with pytest.raises(ContextTooLongError):
+        remote.add([" ".join(texts)])
+
+
+def test_scores_stand_beside_the_documents(remote: RemoteEngine, engine: Engine) -> None:
+    scores = (0.1, 0.2, 0.9)
+    options: dict[str, Any] = {"policy": BestLast(), "max_new_tokens": 12}
+    expected = engine.generate(QUESTION, DOCUMENTS, scores=scores, **options)
+    answer = remote.generate(QUESTION, DOCUMENTS, scores=scores, **options)
+    assert answer.text == expected.text
+    assert answer.metrics.fresh_tokens == expected.metrics.fresh_tokens
+    plain = remote.generate(QUESTION, DOCUMENTS, **options).metrics.fresh_tokens
+    assert plain != answer.metrics.fresh_tokens, "it must be able to fail"
+    asked: list[Any] = [(QUESTION, DOCUMENTS, (), scores), (QUESTION, DOCUMENTS)]
+    batch = remote.generate_batch(asked, **options)
+    assert [one.metrics.fresh_tokens for one in batch] == [answer.metrics.fresh_tokens, plain]
+
+
+def test_scores_are_told_as_they_were_given() -> None:
+    bodies: list[Any] = []
+
+    def noted(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content)["documents"])
+        return yes(request)
+
+    one = told(noted)
+    one.generate("Who?", ["a", "b"], scores=[1, 0.5])
+    one.generate("Who?", ["a", "b"])
+    assert bodies == [[{"text": "a", "score": 1.0}, {"text": "b", "score": 0.5}], ["a", "b"]]
+    with pytest.raises(InvalidInputError, match="1 scores for 2 chunks"):
+        one.generate("Who?", ["a", "b"], scores=[1])
+
+
+def test_the_instruction_stands_where_the_server_can_have_it(url: str, engine: Engine) -> None:
+    other = RemoteEngine(url, system_prompt="Answer in one word.")
+    assert other.template.system == other.prefix_text == "Answer in one word."
+    expected = engine.generate(f"Answer in one word.\n\n{QUESTION}", DOCUMENTS, max_new_tokens=6)
+    answer = other.generate(QUESTION, DOCUMENTS, max_new_tokens=6)
+    assert answer.text == expected.text
+
+
+def test_tenants_are_told_by_their_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    first, second = (new_key(keys, name) for name in ("a", "b"))
+    with (
+        tiny_backend(tmp_path / "kv") as backend,
+        running(build_app(backend, settings(api_keys=keys))) as url,
+    ):
+        RemoteEngine(url, api_key=first).add(DOCUMENTS)
+        answers = [
+            RemoteEngine(url, api_key=key).generate(QUESTION, DOCUMENTS, max_new_tokens=4)
+            for key in (first, second)
+        ]
+        assert [answer.metrics.misses for answer in answers] == [0, 3]
+        with pytest.raises(InvalidInputError, match="key"):
+            RemoteEngine(url).generate(QUESTION)
+
+
+# ---------------------------------------------------------------------- what ends before its time
+
+
+class Slow:
+    """A server that does not answer, and notices who goes away."""
+
+    def __init__(self) -> None:
+        self.asked, self.left = threading.Event(), threading.Event()
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.left.set()
+        raise AssertionError("nobody waits so long")
+
+
+async def test_who_goes_away_ends_the_answer() -> None:
+    slow = Slow()
+    task = asyncio.create_task(cancellable(told(slow).generate, QUESTION, DOCUMENTS))
+    await asyncio.to_thread(slow.asked.wait, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(slow.left.wait, 5)
+
+
+def test_time_ends_an_answer_where_it_is() -> None:
+    slow = Slow()
+    answer = told(slow).generate(QUESTION, DOCUMENTS, max_time=0.1)
+    assert (answer.text, answer.finish_reason) == ("", "length")
+    assert slow.left.wait(5)
+
+
+def test_a_stream_that_is_closed_ends_there(remote: RemoteEngine) -> None:
+    stream = remote.stream(QUESTION, DOCUMENTS, max_new_tokens=400)
+    next(stream)
+    stream.close()
+    assert not list(stream)
+
+
+def test_a_server_without_room_is_asked_again() -> None:
+    asked = []
+
+    def busy(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return (failing(503, "full", **{"retry-after": "0"}) if len(asked) < 3 else yes)(request)
+
+    assert told(busy).generate("?").text == "yes"
+    assert len(asked) == 3
+    asked.clear()
+    with pytest.raises(RemoteServerError, match="server says: full"):
+        told(busy, retries=1).generate("?")
+
+
+def test_a_server_that_is_lost_within_an_answer_is_not_asked_again() -> None:
+    asked = []
+
+    def cut(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, text='data: {"choices": [{"delta": {"content": "ye"}}]}\n\n')
+
+    stream = told(cut).stream("?")
+    assert next(stream) == "ye"
+    with pytest.raises(RemoteServerError, match="the answer has no end"):
+        next(stream)
+    assert len(asked) == 1
+
+
+def test_an_error_within_a_stream_is_the_clients_or_the_servers() -> None:
+    def refusing(request: httpx.Request) -> httpx.Response:
+        error = {"message": "bad", "type": "invalid_request_error", "code": None}
+        return httpx.Response(200, text=f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n")
+
+    with pytest.raises(InvalidInputError, match="bad"):
+        told(refusing).stream("?")
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize("url", ["", "server:8000", "ftp://server", 3])
+def test_what_is_no_url_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidInputError, match="no server's URL"):
+        RemoteEngine(url)
+
+
+def test_a_server_that_is_not_there_is_told(free_port: int) -> None:
+    said = rf"cannot reach the server at http://127.0.0.1:{free_port} .*`kvcache-rag serve` running"
+    with pytest.raises(RemoteServerError, match=said):
+        RemoteEngine(f"http://127.0.0.1:{free_port}", retries=0).generate("?")
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_another_kind_of_server_is_no_server() -> None:
+    def other(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [{"id": "gpt", "owned_by": "vllm"}]})
+
+    engine = RemoteEngine("http://server", transport=httpx.MockTransport(other))
+    with pytest.raises(RemoteServerError, match="no server of kvcache-rag"):
+        engine.generate("?", ["text"])
+
+
+def test_another_model_is_told(url: str) -> None:
+    with pytest.raises(InvalidInputError, match="serves 'tiny', not 'large'"):
+        RemoteEngine(url, model="large").generate("?")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "num_beams is not told to the server"),
+        ({"logits_processor": [1], "tools": [2]}, "logits_processor and tools are not told"),
+        ({"policy": LegoLink(4, positions="composite")}, "cannot be written down"),
+        ({"max_new_tokens": 10**9}, "the server at .* says: "),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ],
+)
+def test_what_the_server_is_not_told_is_refused(
+    remote: RemoteEngine, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        remote.generate(QUESTION, DOCUMENTS, **options)
+
+
+def test_what_needs_the_model_is_refused(remote: RemoteEngine, engine: Engine) -> None:
+    for name in ("model", "tokenizer"):
+        with pytest.raises(InvalidInputError, match="needs model and tokenizer"):
+            getattr(remote, name)
+    with pytest.raises(FingerprintMismatchError):
+        remote.reference("0" * 64, "spec", 3)
+    (key,) = engine.add(DOCUMENTS[:1])
+    with pytest.raises(InvalidInputError, match="not keys of chunks"):
+        remote.generate(QUESTION, [key])
+    stored = StoredChunk(key, DOCUMENTS[0])
+    assert remote.generate(QUESTION, [stored], max_new_tokens=2).metrics.query_tokens > 0
+    reference = Reference.of(key, DOCUMENTS[0], engine)
+    assert reference.chunk("text", remote_engine(remote.url)) == "text"
+    assert remote.release([], "owner") is None
+    forms = ConversationForms.of(remote_engine(remote.url))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with pytest.raises(InvalidInputError, match="tools are called"):
+        forms.form([], ToolChoice.of([tool], None, None))
+    with pytest.raises(InvalidInputError, match="chat_template_kwargs are not told"):
+        forms.form([], ToolChoice.of(None, None, None), {"enable_thinking": False})
+
+
+# ---------------------------------------------------------------------- laws of its form
+
+
+def test_it_has_the_arguments_of_the_engine() -> None:
+    shared = [
+        name
+        for name, one in vars(RemoteEngine).items()
+        if not name.startswith("_") and inspect.isfunction(one) and name != "close"
+    ]
+    assert len(shared) >= 10
+    for name in shared:
+        mine = inspect.signature(getattr(RemoteEngine, name)).parameters
+        its = inspect.signature(getattr(Engine, name)).parameters
+        # More names may be taken together, none may be missing.
+        kinds = {one.kind for one in mine.values()}
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            positional = [one for one in mine.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+            assert [one.name for one in positional] == [*its][: len(positional)], name
+        else:
+            assert [*mine] == [*its], name
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_policy_is_written_as_it_is_read(name: str) -> None:
+    text = {"auto": "auto:0.5,cacheblend"}.get(name, name)
+    assert policy_by_name(name_of(policy_by_name(text))) == policy_by_name(text)
+
+
+@pytest.mark.parametrize("text", ["cacheblend:0.25", "legolink:3|cacheblend:0.1", "ape:0.7,1.0"])
+def test_its_numbers_are_written_too(text: str) -> None:
+    assert policy_by_name(name_of(policy_by_name(text))) == policy_by_name(text)
+    with pytest.raises(InvalidInputError, match="cannot be written down"):
+        name_of(LegoLink(4, positions="composite"))

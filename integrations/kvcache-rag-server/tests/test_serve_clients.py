@@ -1,0 +1,300 @@
+"""The clients that people have: OpenAI's own, LangChain's and LlamaIndex's, over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+from serve_fakes import DEADLINE, running, scripted, settings, tiny_backend
+
+from kvcache_rag import Engine
+from kvcache_rag_server.app import build_app
+from kvcache_rag_server.backend import BackendRequest, Event, Failed, Piece, Started
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator
+
+QUESTION = "Where does Bralo keep the red lamp?"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("kv")
+    with tiny_backend(folder) as backend, running(build_app(backend, settings())) as found:
+        yield f"{found}/v1"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained("tiny", device="cpu")
+
+
+def documents(name: str) -> list[Any]:
+    """Documents that no other test has asked about, one of each form."""
+    return [
+        f"{name} keeps the red lamp in the hall.",
+        {"id": "b", "title": "Cups", "text": f"The blue cup belongs to {name}."},
+        {"id": "c", "data": f"{name} keeps the old map in the cellar."},
+    ]
+
+
+def texts(name: str) -> list[str]:
+    """The chunks of `documents`."""
+    return [one if isinstance(one, str) else one.get("text") or one["data"] for one in
+            documents(name)]  # fmt: skip
+
+
+def chunk_tokens(engine: Engine, name: str) -> int:
+    ids = engine.tokenize(QUESTION, texts(name))
+    return len(ids.prefix) + sum(map(len, ids.chunks))
+
+
+# ---------------------------------------------------------------------- openai
+@pytest.fixture
+def sync(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE) as client:
+        yield client
+
+
+USER: Any = [{"role": "user", "content": QUESTION}]
+
+
+def test_openai_finds_the_model(sync: openai.OpenAI) -> None:
+    assert [one.id for one in sync.models.list()] == ["tiny"]
+    assert sync.models.retrieve("tiny").owned_by == "kvcache-rag"
+
+
+def test_openai_answers_over_documents(sync: openai.OpenAI, engine: Engine) -> None:
+    extra = {"documents": documents("Bralo"), "kvcache": {"policy": "legolink"}}
+    cold, warm = (
+        sync.chat.completions.create(model="tiny", messages=USER, extra_body=extra) for _ in "12"
+    )
+    expected = engine.generate(QUESTION, texts("Bralo"))
+    for one in (cold, warm):
+        assert one.usage is not None
+        assert one.usage.prompt_tokens == expected.metrics.prompt_tokens
+        assert one.choices[0].finish_reason in ("stop", "length")
+        assert one.model_extra is not None
+        assert one.model_extra["kvcache"]["policy"].startswith("LegoLink")
+    assert cold.choices[0].message.content == warm.choices[0].message.content
+    cached = [one.usage.prompt_tokens_details.cached_tokens for one in (cold, warm)]  # type: ignore[union-attr]  # checked above
+    assert cached == [0, chunk_tokens(engine, "Bralo")]
+    assert cold._request_id is not None
+    assert cold._request_id.startswith("req_")
+
+
+def test_openai_streams(sync: openai.OpenAI, engine: Engine) -> None:
+    extra = {"documents": documents("Mira")}
+    for cached in (0, chunk_tokens(engine, "Mira")):
+        chunks = list(
+            sync.chat.completions.create(
+                model="tiny",
+                messages=USER,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=extra,
+            )
+        )
+        text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+        assert text == engine.generate(QUESTION, texts("Mira")).text
+        assert chunks[0].choices[0].delta.role == "assistant"
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == cached
+
+
+def test_openai_gives_its_own_answers_back(sync: openai.OpenAI) -> None:
+    first = sync.chat.completions.create(model="tiny", messages=USER)
+    turns: Any = [*USER, first.choices[0].message, {"role": "user", "content": "Why?"}]
+    with sync.chat.completions.stream(model="tiny", messages=turns) as events:
+        final = events.get_final_completion()
+    assert final.choices[0].message.content
+
+
+def test_openai_completes(sync: openai.OpenAI, engine: Engine) -> None:
+    expected = engine.complete("The red lamp", max_new_tokens=8).text
+    whole = sync.completions.create(model="tiny", prompt="The red lamp", max_tokens=8)
+    assert whole.choices[0].text == expected
+    pieces = sync.completions.create(model="tiny", prompt="The red lamp", max_tokens=8, stream=True)
+    assert "".join(one.choices[0].text for one in pieces) == expected
+
+
+def test_openai_knows_the_errors(sync: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        sync.chat.completions.create(model="gpt", messages=USER)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        sync.chat.completions.create(model="tiny", messages=USER, n=2)
+    assert wrong.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="context window"):
+        list(sync.chat.completions.create(
+            model="tiny", messages=USER, stream=True, extra_body={"documents": ["long " * 5000]}
+        ))  # fmt: skip
+
+
+def test_openai_passes_over_comments_and_raises_a_late_error() -> None:
+    async def script(work: BackendRequest) -> AsyncGenerator[Event, None]:
+        await asyncio.sleep(0.1)  # several times the heartbeat
+        yield Started(0.0)
+        yield Piece("ye")
+        await asyncio.sleep(0.1)
+        yield Failed(500, "server_error", "the replica has gone")
+
+    app, _ = scripted(script, heartbeat=0.02)
+    with (
+        running(app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.create(model="tiny", messages=USER, stream=True) as chunks,
+    ):
+        deltas = (one.choices[0].delta.content for one in chunks)
+        assert [next(deltas), next(deltas)] == ["", "ye"]
+        with pytest.raises(openai.APIError, match="the replica has gone"):
+            next(deltas)
+
+
+async def test_openai_without_blocking(url: str, engine: Engine) -> None:
+    extra = {"documents": documents("Sorin")}
+    options: Any = {"model": "tiny", "messages": USER, "extra_body": extra}
+    expected = engine.generate(QUESTION, texts("Sorin")).text
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=DEADLINE) as client:
+        whole = await client.chat.completions.create(**options)
+        assert whole.choices[0].message.content == expected
+        pieces = [
+            one.choices[0].delta.content or ""
+            async for one in await client.chat.completions.create(**options, stream=True)
+        ]
+    assert "".join(pieces) == expected
+
+
+# ---------------------------------------------------------------------- LangChain
+@pytest.fixture
+def langchain(url: str) -> Iterator[Any]:
+    with httpx.Client(timeout=DEADLINE) as client:
+        made: Any = ChatOpenAI
+        yield lambda name: made(
+            model="tiny",
+            base_url=url,
+            api_key="none",
+            http_client=client,
+            stream_usage=True,
+            extra_body={"documents": documents(name)},
+        )
+
+
+def test_langchain_invokes_and_streams(langchain: Any, engine: Engine) -> None:
+    llm = langchain("Tano")
+    expected = engine.generate(QUESTION, texts("Tano"))
+    answers = [llm.invoke(QUESTION) for _ in "12"]
+    assert [one.content for one in answers] == [expected.text] * 2
+    read = [one.usage_metadata["input_token_details"]["cache_read"] for one in answers]
+    assert read == [0, chunk_tokens(engine, "Tano")]
+    whole = None
+    for piece in llm.stream(QUESTION):
+        whole = piece if whole is None else whole + piece
+    assert whole.content == expected.text
+    assert whole.usage_metadata["input_tokens"] == expected.metrics.prompt_tokens
+    assert whole.response_metadata["finish_reason"] == expected.finish_reason
+
+
+def test_langchain_has_a_conversation(langchain: Any, engine: Engine) -> None:
+    turns = [
+        SystemMessage(engine.template.system),
+        HumanMessage("Who keeps the map?"),
+        AIMessage("Kelo"),
+        HumanMessage(QUESTION),
+    ]
+    history = [
+        {"role": "user", "content": "Who keeps the map?"},
+        {"role": "assistant", "content": "Kelo"},
+    ]
+    expected = engine.generate(QUESTION, texts("Kelo"), history=history).text
+    assert langchain("Kelo").invoke(turns).content == expected
+
+
+async def test_langchain_without_blocking(url: str, engine: Engine) -> None:
+    expected = engine.generate(QUESTION, texts("Dovan")).text
+    async with httpx.AsyncClient(timeout=DEADLINE) as client:
+        made: Any = ChatOpenAI
+        llm = made(
+            model="tiny",
+            base_url=url,
+            api_key="none",
+            http_async_client=client,
+            extra_body={"documents": documents("Dovan")},
+        )
+        assert (await llm.ainvoke(QUESTION)).content == expected
+        assert "".join([str(one.content) async for one in llm.astream(QUESTION)]) == expected
+
+
+# ---------------------------------------------------------------------- LlamaIndex
+@pytest.fixture
+def llama(url: str) -> Iterator[Any]:
+    with httpx.Client(timeout=DEADLINE) as client:
+
+        def made(name: str | None, *, is_chat: bool = True) -> OpenAILike:
+            extra = {} if name is None else {"extra_body": {"documents": documents(name)}}
+            return OpenAILike(
+                model="tiny",
+                api_base=url,
+                api_key="none",
+                is_chat_model=is_chat,
+                temperature=0.0,
+                max_tokens=32,
+                max_retries=0,
+                http_client=client,
+                additional_kwargs=extra,
+            )
+
+        yield made
+
+
+def test_llama_index_chats_and_streams(llama: Any, engine: Engine) -> None:
+    llm = llama("Bralo")
+    expected = engine.generate(QUESTION, texts("Bralo"), max_new_tokens=32)
+    message = ChatMessage(role="user", content=QUESTION)
+    answers = [llm.chat([message]) for _ in "12"]
+    assert [one.message.content for one in answers] == [expected.text] * 2
+    details = answers[1].raw.usage.prompt_tokens_details
+    assert details.cached_tokens == chunk_tokens(engine, "Bralo")
+    *_, last = llm.stream_chat([message])
+    assert last.message.content == expected.text
+    assert llm.complete(QUESTION).text == expected.text
+    *_, last = llm.stream_complete(QUESTION)
+    assert last.text == expected.text
+
+
+def test_llama_index_completes(llama: Any, engine: Engine) -> None:
+    llm = llama(None, is_chat=False)
+    expected = engine.complete("The red lamp", max_new_tokens=32).text
+    assert llm.complete("The red lamp").text == expected
+    *_, last = llm.stream_complete("The red lamp")
+    assert last.text == expected
+    grounded = llama("Mira", is_chat=False).complete(QUESTION).text
+    assert grounded == engine.generate(QUESTION, texts("Mira"), max_new_tokens=32).text
+
+
+async def test_llama_index_without_blocking(url: str, engine: Engine) -> None:
+    expected = engine.generate(QUESTION, texts("Mira"), max_new_tokens=32).text
+    async with httpx.AsyncClient(timeout=DEADLINE) as client:
+        llm = OpenAILike(
+            model="tiny",
+            api_base=url,
+            api_key="none",
+            is_chat_model=True,
+            temperature=0.0,
+            max_tokens=32,
+            async_http_client=client,
+            additional_kwargs={"extra_body": {"documents": documents("Mira")}},
+        )
+        message = ChatMessage(role="user", content=QUESTION)
+        assert (await llm.achat([message])).message.content == expected
+        pieces = [one async for one in await llm.astream_chat([message])]
+    assert pieces[-1].message.content == expected

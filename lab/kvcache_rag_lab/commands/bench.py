@@ -1,0 +1,531 @@
+"""`kvcache-rag bench MODEL`: what caching chunks is worth for this model on this machine.
+
+First tokens, decoding and peak memory by full prefill and over chunks from memory and from files,
+in turns, at several lengths of context; operations by the model's config; and, of a corpus and
+questions of one's own, bytes of all chunks and how often the same ones are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_rag.commands.listing import (
+    ADAPTER,
+    DEFAULT_POLICY,
+    FOLDER,
+    MODEL,
+    add_weight_format,
+    check_file,
+    duration,
+    size,
+)
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.progress import plural, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.stores import ChunkStore
+    from kvcache_rag_lab.evaluation.cost.speed import SpeedBench
+
+HELP = "measure first tokens, decoding and memory here, and how often your questions' chunks recur"
+
+CODECS: Final = ("native", "int8")
+
+BUDGETS: Final = (1.0, 4.0, 16.0)  # GB
+
+NAMESPACE: Final = "kvcache-rag bench"
+
+_SHORTEST: Final = 16  # tokens of a chunk: what a template writes around it may have some
+
+_PREFIXES: Final = ("", "k", "M", "G", "T", "P")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, what is timed, the corpus and where results go."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
+    add_weight_format(parser)
+    parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
+    parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
+    timed = parser.add_argument_group("what is timed")
+    timed.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="of the chunks of a prompt (default: 1024 2048 4096, as far as they fit the model)",
+    )
+    timed.add_argument("--chunk", type=int, default=512, help="tokens of a chunk (default: 512)")
+    timed.add_argument("--tokens", type=int, default=32, help="of an answer (default: 32)")
+    timed.add_argument("--rounds", type=int, default=7, help="of all sides in turns (default: 7)")
+    timed.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
+    timed.add_argument(
+        "--policy", metavar="NAME", help=f"of answers over cached chunks {DEFAULT_POLICY}"
+    )
+    timed.add_argument(
+        "--store",
+        metavar="DIR",
+        type=Path,
+        help="folder on the disk that counts; its other chunks stay as they are (default: a "
+        "temporary one)",
+    )
+    timed.add_argument(
+        "--codec", choices=CODECS, default="native", help="form of stored chunks (default: native)"
+    )
+    own = parser.add_argument_group("your corpus and questions")
+    own.add_argument(
+        "--corpus",
+        metavar="CORPUS",
+        type=Path,
+        help=f'{FOLDER}, or file of JSON lines ({{"text": ...}}), as for build',
+    )
+    own.add_argument(
+        "--queries",
+        metavar="FILE",
+        type=Path,
+        help='questions in the order in which they come: JSON lines ({"question": ...}) in .jsonl, '
+        "else one a line",
+    )
+    own.add_argument("--top-k", type=int, default=4, help="chunks per question (default: 4)")
+    own.add_argument(
+        "--embed",
+        choices=("hash", "minilm"),
+        default="hash",
+        help="what finds them: words and parts of words, or a small model (default: hash)",
+    )
+    own.add_argument(
+        "--budgets",
+        type=float,
+        nargs="+",
+        metavar="GB",
+        default=list(BUDGETS),
+        help="sizes of a cache (default: 1 4 16)",
+    )
+    own.add_argument("--chunk-size", type=int, default=256, help="of folders (default: 256)")
+    own.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="FILE", type=Path, help="everything that was measured")
+    results.add_argument("--plot", metavar="FILE", type=Path, help=".svg, .png or .pdf")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write; what was measured when it is interrupted is written, too."""
+    import torch
+
+    from kvcache_rag.policies.named import given_policy
+    from kvcache_rag_lab.evaluation.cost.speed import SpeedBench, SpeedPlan
+
+    _check(arguments)
+    policy = given_policy(arguments.policy)
+    questions = read_queries(arguments.queries) if arguments.queries else []
+    texts = _texts(arguments.corpus) if arguments.corpus else None
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    engine = _open(arguments)
+    plan = SpeedPlan.of(
+        engine,
+        arguments.contexts or (),
+        chunk=arguments.chunk,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+    )
+    report = {"format": 1, "complete": False, **_facts(arguments, engine)}
+    with contextlib.ExitStack() as stack:
+        folder = arguments.store or stack.enter_context(tempfile.TemporaryDirectory())
+        stores = _stores(arguments, engine, folder, stack)
+        bench = SpeedBench(engine, stores, plan, policy)
+        report |= {"speed": bench.report(), "corpus": None}
+        try:
+            _say_plan(arguments, bench, report)
+            if texts is not None:
+                report["corpus"] = _corpus(arguments, engine, texts, questions)
+            _measure(bench)
+            report["complete"] = True
+        finally:
+            report["speed"] = bench.report()
+            if arguments.json:
+                _write(arguments.json, report)
+                if not report["complete"]:
+                    print(f"stopped: {arguments.json} has what was measured", file=sys.stderr)
+    if arguments.plot:
+        from kvcache_rag_lab.evaluation.cost.plot import draw
+
+        draw(report, arguments.plot)
+    print("\n".join(lines(report)))
+    return 0
+
+
+# ---------------------------------------------------------------------- arguments
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be said before anything is read."""
+    for name in ("contexts", "tokens", "rounds", "threads", "top_k"):
+        value = getattr(arguments, name)
+        values = value if isinstance(value, list) else [value]
+        if any(number is not None and number < 1 for number in values):
+            raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.tokens < 2:
+        raise InvalidInputError("--tokens must be at least 2, to time those behind the first")
+    if arguments.chunk < _SHORTEST or min(arguments.contexts or [_SHORTEST]) < _SHORTEST:
+        raise InvalidInputError(f"--chunk and --contexts must be at least {_SHORTEST}")
+    if not all(0 < budget < float("inf") for budget in arguments.budgets):
+        raise InvalidInputError("--budgets must be above 0")
+    if not 0 <= arguments.chunk_overlap < arguments.chunk_size:
+        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
+    if arguments.queries is not None and arguments.corpus is None:
+        raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
+    for file in filter(None, (arguments.json, arguments.plot)):
+        check_file(file)
+    if arguments.plot is not None:
+        from kvcache_rag_lab.evaluation.report import check_plot
+
+        check_plot(arguments.plot)
+
+
+def _open(arguments: argparse.Namespace) -> Engine:
+    from kvcache_rag.integration.engine import EngineSettings
+
+    return EngineSettings.of(arguments, namespace=NAMESPACE, cost_aware=False).open()
+
+
+def _stores(
+    arguments: argparse.Namespace, engine: Engine, folder: Any, stack: contextlib.ExitStack
+) -> dict[str, ChunkStore]:
+    """One per side; what was written to the folder is deleted with the stack."""
+    from kvcache_rag.codecs import by_name
+    from kvcache_rag.stores import DiskStore, MemoryStore
+    from kvcache_rag_lab.evaluation.cost.speed import DEVICE, FILES, MEMORY
+
+    codec, unlimited = by_name(arguments.codec), 1 << 50
+    files = DiskStore(folder, codec=codec)
+    stack.callback(files.delete_namespace, NAMESPACE)
+    device = engine.model.device
+    if device.type == "cpu":
+        memory = MemoryStore(unlimited, codec=codec if codec.is_attended else None)
+        return {MEMORY: memory, FILES: files}
+    return {
+        MEMORY: MemoryStore(unlimited, pinned=device.type == "cuda"),
+        FILES: files,
+        DEVICE: MemoryStore(unlimited, device=device),
+    }
+
+
+# ---------------------------------------------------------------------- corpus and questions
+def read_queries(path: Path) -> list[str]:
+    """The questions of a file, in order: JSON lines in .jsonl, else one a line.
+
+    Raises:
+        InvalidInputError: If it cannot be read, a line is no question, or there is none.
+    """
+    try:
+        rows = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise InvalidInputError(
+            f"the queries {path} cannot be read ({error.strerror}); check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"the queries {path} are not UTF-8 text") from error
+    is_json = path.suffix.lower() == ".jsonl"
+    questions = [
+        _question(row, f"{path}, line {number}") if is_json else row.strip()
+        for number, row in enumerate(rows, start=1)
+        if row.strip()
+    ]
+    if not questions:
+        raise InvalidInputError(f"{path} has no questions; write one a line")
+    return questions
+
+
+def _question(row: str, where: str) -> str:
+    try:
+        question = json.loads(row)["question"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidInputError(
+            f'{where}: this is not {{"question": "..."}}; correct it'
+        ) from error
+    if not isinstance(question, str) or not question.strip():
+        raise InvalidInputError(f"{where}: its question is no text; correct it")
+    return question
+
+
+def _texts(corpus: Path) -> list[str] | dict[str, str]:
+    """Texts of a file, which are chunks; or of a folder's files by name, which will be cut."""
+    from kvcache_rag.integration.extraction import left_out_lines, read_folder
+    from kvcache_rag_server.corpus.texts import JsonLines, Reading
+
+    if corpus.is_dir():
+        found = read_folder(str(corpus))
+        for line in left_out_lines(found.left_out):
+            print(line, file=sys.stderr)
+        return found.texts
+    if not corpus.is_file():
+        raise InvalidInputError(
+            f"there is no corpus {corpus}; name a file of JSON lines or a folder"
+        )
+    reading = Reading(JsonLines(str(corpus)))
+    texts = [text.text for text in reading.texts()]
+    if reading.unreadable:
+        name, reason = reading.problems[0]
+        raise InvalidInputError(f"{corpus}, {name} cannot be read: {reason}")
+    if not texts:
+        raise InvalidInputError(f"there is no text in {corpus}")
+    return texts
+
+
+def _corpus(
+    arguments: argparse.Namespace,
+    engine: Engine,
+    texts: list[str] | dict[str, str],
+    questions: Sequence[str],
+) -> dict[str, Any]:
+    """Bytes of all chunks, and how often questions ask for the same ones."""
+    from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag_lab.evaluation.cost.popularity import Recurrence, nearest
+    from kvcache_rag_lab.evaluation.cost.sizes import file_sizes
+    from kvcache_rag_server.commands.corpora import cut
+    from kvcache_rag_server.retrieval import embedding_by_name
+
+    if isinstance(texts, dict):
+        cutting = (engine.tokenizer, arguments.chunk_size, arguments.chunk_overlap)
+        texts = [piece for text in texts.values() for piece in cut(text, *cutting)]
+    pieces = list(dict.fromkeys(texts))
+    lengths = [key.tokens for key in engine.keys(pieces)]
+    sizes = file_sizes(TransformersModel(engine.model).measured.chunk_layout, lengths)
+    recurrence = None
+    if questions:
+        embed = embedding_by_name(arguments.embed)
+        found = nearest(pieces, questions, arguments.top_k, embed, show_progress=True)
+        recurrence = asdict(Recurrence.of(found, sizes, arguments.budgets))
+    return {
+        "chunks": len(pieces),
+        "tokens": sum(lengths),
+        "bytes": {codec: sum(values) for codec, values in sizes.items()},
+        "top_k": arguments.top_k,
+        "embedding": arguments.embed,
+        "recurrence": recurrence,
+    }
+
+
+# ---------------------------------------------------------------------- measuring
+def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    import torch
+
+    from kvcache_rag.commands.machine import described, load
+    from kvcache_rag.models.linears import parameter_count
+
+    identity, device = engine.identity, engine.model.device.type
+    return {
+        "model": {
+            "name": arguments.model,
+            "revision": identity.revision,
+            "adapter": arguments.adapter,
+            "dtype": identity.dtype,
+            "weight_format": arguments.weight_format or "auto",
+            "parameters": parameter_count(engine.model),
+            "window": engine.context_window,
+        },
+        "machine": {
+            **described(device, torch.get_num_threads()),
+            "threads": torch.get_num_threads(),
+            "load_before": load(),
+        },
+        "settings": {
+            name: getattr(arguments, name) for name in ("chunk", "tokens", "rounds", "codec")
+        },
+    }
+
+
+def _say_plan(arguments: argparse.Namespace, bench: SpeedBench, report: Mapping[str, Any]) -> None:
+    plan = bench.plan
+    print(f"{arguments.model}, {report['model']['dtype']}, on {report['machine']['machine']}")
+    print(
+        f"{plural(plan.rounds, 'round')} of full prefill and of chunks of {plan.chunk} tokens "
+        f"({arguments.codec}) from memory and from files by {bench.policy}, in turns, at "
+        f"{_listed(plan.contexts)} tokens of context and {plan.tokens} tokens an answer"
+    )
+    if plan.short:
+        print(f"first tokens also at {_listed(plan.short)}, to see from where on it pays")
+    print(f"this takes about {duration(bench.estimate())}", flush=True)
+
+
+def _listed(values: Sequence[int | str]) -> str:
+    *first, last = (value if isinstance(value, str) else f"{value:,}" for value in values)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _measure(bench: SpeedBench) -> None:
+    bench.ingest()
+    for _ in bench.measure(show_progress=True):
+        pass
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- what was found
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Tables, the corpus, and two sentences."""
+    speed = report["speed"]
+    contexts = speed["contexts"]
+    decoded = [one for one in contexts if one["generated"] > 1]
+    yield ""
+    yield from _times_table(contexts)
+    yield ""
+    yield from _decoding_table(decoded)
+    yield ""
+    yield from _flops_table(decoded)
+    rate = speed["ingestion"]["tokens_per_second"]
+    yield f"prefilling chunks into files, once for each: {rate:,.0f} tokens/s"
+    if report["corpus"] is not None:
+        yield ""
+        yield from _corpus_lines(report["corpus"])
+    yield ""
+    yield _sooner(decoded, speed["policy"])
+    yield _pays(speed["pays_from"], contexts)
+
+
+def _times_table(contexts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows = [["context", *contexts[0]["sides"]]]
+    rows[0] += [f"sooner from {side}" for side in contexts[0]["sooner"]]
+    for one in contexts:
+        times = [side["first_token"] for side in one["sides"].values()]
+        cells = [f"{_seconds(time['p50'])} ({_seconds(time['p95'])})" for time in times]
+        rows.append([f"{one['context']:,}", *cells, *map(_ratio, one["sooner"].values())])
+    rounds = plural(contexts[0]["rounds"], "round")
+    yield f"first token: median of {rounds} (p95), and how many times sooner than by full prefill"
+    yield from table(rows, right=frozenset(range(len(rows[0]))))
+
+
+def _decoding_table(contexts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    sides = list(contexts[0]["sides"])
+    rows = [["context", *(f"{side} tokens/s" for side in sides)]]
+    rows[0] += [f"{side} peak" for side in sides]
+    for one in contexts:
+        found = [one["sides"][side] for side in sides]
+        rates = [f"{side['decoding']['tokens_per_second']:.1f}" for side in found]
+        peaks = [side["peak_bytes"] for side in found]
+        shown = ["-" if peak is None else size(peak) for peak in peaks]
+        rows.append([f"{one['context']:,}", *rates, *shown])
+    yield "decoding, and peak memory of an answer above what was held before it"
+    yield from table(rows, right=frozenset(range(len(rows[0]))))
+
+
+def _flops_table(contexts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if any(one["flops"] is None for one in contexts):
+        yield "the model's config does not say how many operations a token takes"
+        return
+    rows = [["context", "whole prompt", "question alone", "saved", "a token of the answer"]]
+    for one in contexts:
+        flops = one["flops"]
+        names = ("full", "question", "per_generated_token")
+        full, question, token = (_operations(flops[name]) for name in names)
+        saved = _percent(flops["reduction"])
+        rows.append([f"{one['context']:,}", full, question, saved, token])
+    yield "operations, by the model's config"
+    yield from table(rows, right=frozenset(range(len(rows[0]))))
+
+
+def _corpus_lines(corpus: Mapping[str, Any]) -> Iterator[str]:
+    sizes = ", ".join(f"{size(count)} {codec}" for codec, count in corpus["bytes"].items())
+    yield (
+        f"corpus: {plural(corpus['chunks'], 'chunk')} of {corpus['tokens']:,} tokens; in files "
+        f"{sizes}"
+    )
+    found = corpus["recurrence"]
+    if found is None:
+        return
+    yield (
+        f"{plural(found['questions'], 'question')} ask for {found['retrieved']:,} chunks, "
+        f"{found['distinct']:,} different ones: {_percent(found['recurring'])} were asked for "
+        "before"
+    )
+    budgets = list(next(iter(found["hit_ratios"].values())))
+    rows = [
+        [codec, *(_percent(shares[budget]) for budget in budgets)]
+        for codec, shares in found["hit_ratios"].items()
+    ]
+    heads = ["hits of a cache of", *(f"{budget} GB" for budget in budgets)]
+    yield from table([heads, *rows], right=frozenset(range(1, len(heads))))
+    rows = [
+        [
+            f"{one['percent']} %",
+            _percent(one["retrievals"]),
+            f"{_percent(one['null']['value'])} "
+            f"({_percent(one['null']['low'])} to {_percent(one['null']['high'])})",
+            _percent(one["questions"]),
+        ]
+        for one in found["hottest"]
+    ]
+    heads = ["hottest chunks", "serve of all retrieved", "if spread at random", "whole questions"]
+    yield from table([heads, *rows], right=frozenset({1, 2, 3}))
+
+
+def _sooner(contexts: Sequence[Mapping[str, Any]], policy: str) -> str:
+    first, *others = contexts
+    found = [
+        f"{_times(first['sooner']['files']['value'])} times sooner at {first['context']:,} tokens "
+        "of context"
+    ]
+    found += [
+        f"{_times(one['sooner']['files']['value'])} times at {one['context']:,}" for one in others
+    ]
+    times = contexts[-1]["sides"]
+    full, files = (_seconds(times[side]["first_token"]["p50"]) for side in ("full", "files"))
+    return (
+        f"With chunks from files, by {policy}, the first token comes {', '.join(found)} "
+        f"({files} instead of {full})."
+    )
+
+
+def _pays(least: Mapping[str, int | None], contexts: Sequence[Mapping[str, Any]]) -> str:
+    """From where on each side's first token surely comes sooner."""
+    sides: dict[int | None, list[str]] = {}
+    for side, start in least.items():
+        sides.setdefault(start, []).append(side)
+    never = sides.pop(None, [])
+    if not sides:
+        longest = contexts[-1]["context"]
+        return f"On this machine stitching does not pay up to {longest:,} tokens of context."
+    found = [
+        f"from {start:,} tokens of context on with chunks from {_listed(names)}"
+        for start, names in sorted(sides.items())
+    ]
+    without = f", and not with those from {_listed(never)}" if never else ""
+    shortest = contexts[0]["context"]
+    return (
+        f"On this machine stitching pays {', '.join(found)}{without} ({shortest:,} is the shortest "
+        "that was measured)."
+    )
+
+
+def _operations(count: int) -> str:
+    power = max(0, min((len(str(count)) - 1) // 3, len(_PREFIXES) - 1))
+    return f"{count / 1000**power:.1f} {_PREFIXES[power]}FLOP"
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _times(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def _ratio(found: Mapping[str, Any]) -> str:
+    if found["low"] is None:
+        return f"{_times(found['value'])} x"
+    return f"{_times(found['value'])} x ({_times(found['low'])} to {_times(found['high'])})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

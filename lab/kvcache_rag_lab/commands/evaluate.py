@@ -1,0 +1,300 @@
+"""`kvcache-rag eval`: how well models answer under different policies, on the same questions.
+
+Policies x models x codecs x numbers of documents, and every model without documents (closed book);
+quality with intervals, and cost beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcache_rag.commands.listing import add_weight_format
+from kvcache_rag.progress import markdown
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag_lab.evaluation.tasks import TokenCounter
+    from kvcache_rag_lab.scoring.ask import Cell, Records
+    from kvcache_rag_lab.scoring.question import Task
+
+HELP = "measure how well models answer with cached chunks and with full prefill"
+CODECS = ("native", "int8", "int4")
+POLICIES = (
+    "full, reordered, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
+    "cacheclip:0.2, ape:0.9,0.9, combination, auto:SECONDS; joined by | their union, in quotes "
+    "(default: full reordered)"
+)
+TASKS = (
+    "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "
+    "hotpotqa, 2wiki, musique, squad, dureader, multifieldqa_zh, ...; a wrong name lists all "
+    "(default: reader)"
+)
+READER = "reader"
+# Tasks that are cut into chunks of so many tokens of the model's tokenizer.
+_COUNTED = ("niah_", "multifieldqa_zh", "longbench_multifieldqa_zh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare tasks, cells, size and where results go."""
+    tasks = parser.add_argument_group("questions")
+    tasks.add_argument("--task", nargs="+", metavar="TASK", default=[READER], help=TASKS)
+    tasks.add_argument(
+        "--data", metavar="DIR", type=Path, help="folder of NAME.jsonl (default: the hub)"
+    )
+    tasks.add_argument(
+        "--n", type=int, help="questions per task (default: all, 200 of a generator)"
+    )
+    tasks.add_argument(
+        "--in-order",
+        action="store_true",
+        help="the first --n rows of a file, instead of drawn ones",
+    )
+    tasks.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="score of the tables and differences (default: each task's)",
+    )
+    tasks.add_argument("--seed", type=int, default=0, help="of questions and resamples (default 0)")
+    tasks.add_argument(
+        "--documents", type=int, default=6, help="per question of the reader (default 6)"
+    )
+    tasks.add_argument(
+        "--facts", type=int, default=4, help="per document of the reader (default 4)"
+    )
+    tasks.add_argument(
+        "--length", type=int, default=4096, help="tokens of a prompt of niah_* (default 4096)"
+    )
+    compared = parser.add_argument_group("what is compared, every combination")
+    compared.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="POLICY",
+        default=["full", "reordered"],
+        help=POLICIES,
+    )
+    compared.add_argument(
+        "--models",
+        "--model",
+        nargs="+",
+        metavar="MODEL",
+        default=["tiny"],
+        help="folder, hub name, GGUF file, smollm2 (default: tiny, the packaged reader)",
+    )
+    compared.add_argument(
+        "--codecs",
+        "--codec",
+        nargs="+",
+        choices=CODECS,
+        help="put chunks into files in these forms; native is always one of them",
+    )
+    compared.add_argument(
+        "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
+    )
+    compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
+    compared.add_argument("--adapter", metavar="NAME", help="PEFT adapter, put into each model")
+    add_weight_format(compared)
+    compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
+    compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
+    compared.add_argument(
+        "--divergence",
+        action="store_true",
+        help="how far first tokens are from full prefill's; always with --codecs",
+    )
+    work = parser.add_argument_group("work and results")
+    work.add_argument("--batch", type=int, default=32, help="questions at a time (default 32)")
+    work.add_argument(
+        "--timed",
+        type=int,
+        default=16,
+        help="questions per task asked alone for their times (default 16)",
+    )
+    work.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="all results; run again to go on where a run was cut short, or to add policies",
+    )
+    work.add_argument("--json", metavar="FILE", type=Path, help="the numbers of the tables")
+    work.add_argument(
+        "--plot", metavar="FILE", type=Path, help="quality against TTFT, .png or .svg"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, print tables with 95 % intervals, and write what was asked for."""
+    from kvcache_rag.models.pretrained import check_model
+    from kvcache_rag_lab.evaluation.runner import evaluate
+
+    _check(arguments)
+    policies = _policies(arguments)
+    tasks = [task.in_order() if arguments.in_order else task for task in _tasks(arguments)]
+    metrics = _metrics(arguments.metric, tasks)
+    cells = _cells(arguments, policies)
+    for model in arguments.models:
+        check_model(model)  # before a bar promises thousands of answers
+    records = evaluate(
+        tasks,
+        cells,
+        models=_models(arguments),
+        n=arguments.n,
+        seed=arguments.seed,
+        file=arguments.out / "records.jsonl" if arguments.out else None,
+        batch=arguments.batch,
+        timed=arguments.timed,
+        auxiliary=_auxiliary(arguments),
+        divergence=arguments.divergence or bool(arguments.codecs),
+        show_progress=True,
+    )
+    _report(arguments, replace(records, metrics=metrics))
+    return 0
+
+
+def _metrics(wanted: str | None, tasks: Sequence[Task]) -> dict[str, str]:
+    """What the answers of each task are compared by."""
+    from kvcache_rag.errors import InvalidInputError
+
+    known = dict.fromkeys(name for task in tasks for name in task.metrics)
+    if wanted is not None and wanted not in known:
+        raise InvalidInputError(
+            f"no task has the metric {wanted!r}; choose from {', '.join(known)}"
+        )
+    return {task.name: wanted if wanted in task.metrics else task.metric for task in tasks}
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be said before a model is loaded."""
+    from kvcache_rag.commands.listing import check_file
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag_lab.evaluation.report import check_plot
+
+    for name in ("n", "documents", "facts", "length", "batch", "k"):
+        argument = getattr(arguments, name)
+        values = argument if isinstance(argument, list) else [argument]
+        if any(value is not None and value < 1 for value in values):
+            raise InvalidInputError(f"--{name} must be at least 1")
+    if arguments.timed < 0 or arguments.seed < 0:
+        raise InvalidInputError("--timed and --seed must not be negative")
+    for file in filter(None, (arguments.json, arguments.plot)):
+        check_file(file)
+    if arguments.data is not None and not arguments.data.is_dir():
+        raise InvalidInputError(f"there is no folder {arguments.data}; name that of the data sets")
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+        if not arguments.timed:
+            raise InvalidInputError("--plot shows times, and --timed 0 takes none; leave one out")
+    if arguments.out is not None:
+        if arguments.out.exists() and not arguments.out.is_dir():
+            raise InvalidInputError(f"{arguments.out} is a file; name a folder for the results")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        check_file(arguments.out / "report.json")
+
+
+def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
+    from kvcache_rag.errors import InvalidInputError
+    from kvcache_rag.policies.named import policy_by_name
+
+    policies = {name: policy_by_name(name) for name in arguments.policies}
+    for name, policy in policies.items():
+        if policy.needs_scorer and not arguments.auxiliary:
+            raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
+    if arguments.codecs and all(policy.is_full for policy in policies.values()):
+        raise InvalidInputError(
+            "--codecs needs a policy that reuses chunks; add --policies reordered"
+        )
+    return policies
+
+
+def _tasks(arguments: argparse.Namespace) -> list[Task]:
+    from kvcache_rag_lab.evaluation.tasks import task_by_name
+    from kvcache_rag_lab.reader import KINDS
+
+    names: list[str] = []
+    for name in arguments.task:
+        names += [f"{READER}_{kind}" for kind in KINDS] if name == READER else [name]
+    count = _counter(arguments.models[0]) if any(map(_is_counted, names)) else None
+    return [
+        task_by_name(
+            name,
+            data=arguments.data,
+            count=count,
+            length=arguments.length,
+            documents=arguments.documents,
+            facts=arguments.facts,
+        )
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _is_counted(name: str) -> bool:
+    return name.startswith(_COUNTED) and not name.startswith("niah_reader_")
+
+
+def _counter(model: str) -> TokenCounter:
+    """Tokens of a text by the tokenizer of a model."""
+    from kvcache_rag.models.pretrained import load_tokenizer, resolve
+    from kvcache_rag.prompt.tokens import TextEncoder
+
+    tokenizer = load_tokenizer(resolve(model), {})
+    return lambda text: len(TextEncoder.of(tokenizer).encode_brought(text))
+
+
+def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
+    from kvcache_rag_lab.scoring.ask import make_cells
+
+    codecs = tuple(dict.fromkeys(("native", *arguments.codecs))) if arguments.codecs else ("",)
+    models = tuple(dict.fromkeys(arguments.models))
+    ks = tuple(dict.fromkeys(arguments.k or [None]))
+    return make_cells(policies, models, codecs, ks, closed_book=True)
+
+
+def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
+    from kvcache_rag.integration.engine import EngineSettings
+
+    return {
+        name: EngineSettings(
+            name,
+            adapter=arguments.adapter,
+            weight_format=arguments.weight_format or "auto",
+            dtype=arguments.dtype,
+            device=arguments.device,
+        ).open
+        for name in arguments.models
+    }
+
+
+def _auxiliary(arguments: argparse.Namespace) -> Scorer | None:
+    if arguments.auxiliary is None:
+        return None
+    from kvcache_rag.auxiliary import Auxiliary
+
+    return Auxiliary.from_pretrained(arguments.auxiliary)
+
+
+def _report(arguments: argparse.Namespace, records: Records) -> None:
+    from kvcache_rag.errors import MissingExtraError
+    from kvcache_rag_lab.evaluation.report import draw, summarise, to_json, to_markdown
+
+    groups = summarise(records, seed=arguments.seed)
+    table = to_markdown(groups)
+    print(markdown(table), end="")
+    values = json.dumps(to_json(groups, records), indent=1, allow_nan=False) + "\n"
+    if arguments.out is not None:
+        (arguments.out / "report.json").write_text(values, encoding="utf-8")
+        (arguments.out / "report.md").write_text(table, encoding="utf-8")
+    if arguments.json is not None:
+        arguments.json.write_text(values, encoding="utf-8")
+    if arguments.plot is not None:
+        draw(groups, arguments.plot, records.baseline)
+    if arguments.out is not None and arguments.timed:
+        try:
+            draw(groups, arguments.out / "plot.svg", records.baseline)
+        except MissingExtraError as error:
+            print(f"no plot: {error}")

@@ -1,0 +1,238 @@
+"""Settings of a fine-tuning run; nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from kvcache_rag.errors import InvalidInputError, check_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcache_rag.kv.mask import PositionScheme
+
+Objective = Literal["answers", "selection"]
+"""`answers`: say the right words; `selection`: attend to what matters (CacheClip's auxiliary)."""
+Precision = Literal["fp32", "bf16"]
+SCHEMES: Final = ("reordered", "composite")
+FULL_RATE: Final = 1e-5  # TurboRAG's
+LORA_RATE: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class JsonlData:
+    """Document question answering from a file.
+
+    One JSON object per line: `{"question", "answers": [...], "documents": [{"text", "relevant"},
+    ...]}`; a document may be a bare text.  The first answer is learned; of rows with
+    `answer_groups` the first of each group.  Rows that share their documents become one context
+    with several questions.
+
+    Attributes:
+        path: The file.
+        questions: Questions of one context at most that are trained together.
+    """
+
+    path: Path
+    questions: int = 14
+
+    def __post_init__(self) -> None:
+        check_settings(JsonlData, vars(self))
+
+
+@dataclass(frozen=True)
+class ReaderData:
+    """Document question answering from the reader's generator, without end.
+
+    Attributes:
+        kinds: Of `kvcache_rag_lab.reader.KINDS`, each `name` or `name:weight`; "mix" is the mix of
+            kinds that the reader learned to read with.
+        documents: Documents of a context; each context draws one of these numbers.
+        facts: Facts of a document, likewise.
+        questions: Questions of a context at most.
+        names: Pools that names come from, one drawn per context.
+    """
+
+    kinds: tuple[str, ...] = ("mix",)
+    documents: tuple[int, ...] = (6,)
+    facts: tuple[int, ...] = (4,)
+    questions: int = 14
+    names: tuple[str, ...] = ("train", "wide_train")
+
+    def __post_init__(self) -> None:
+        check_settings(ReaderData, vars(self))
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Everything a run depends on.
+
+    TurboRAG (arXiv 2410.07590, section 3.3) trains half on document questions under the block mask
+    and half on other data: the defaults.  Block-Attention (arXiv 2409.15355) trains each example
+    under both masks: `both_masks`.  The control of an experiment, equal steps under full attention,
+    is `block_share=0`.
+
+    Attributes:
+        model: Hub id, folder, or "tiny".
+        out: Folder of the finished model; must not exist.
+        data: Document questions.
+        plain: JSONL of `{"text"}` or `{"messages": [{"role", "content"}, ...]}` (the last one by
+            the assistant), learned whole under full attention; None for the documents of `data`.
+        positions: Where chunks stand.
+        objective: What is learned.
+        teacher: For "selection": the main model, whose last-layer attention is the target; None
+            for the documents marked `relevant`.
+        block_share: Share of the document batches under the block mask; the others are under full
+            attention.
+        both_masks: Train each document batch twice, under the block mask and under full attention;
+            `block_share` then says nothing.
+        plain_share: Share of plain batches; None for 0.5, and 0 for "selection".
+        steps: Optimiser steps.
+        batch_tokens: Tokens of a forward pass at most, padding and copies of the prefix included
+            ("bf16" pads rows a little more, to multiples of 64).
+        accumulate: Forward passes per step; two, so that a step learns from chunks and plain text.
+        rate: Highest learning rate of AdamW; None for 1e-5, and 1e-4 with LoRA.
+        warm_up: Share of the steps in which the rate rises from 0; it then falls linearly to 0.
+        weight_decay: Of AdamW.
+        clip: Largest norm of the gradient.
+        lora: Rank of the adapters, 0 to train all weights.
+        keep_adapter: Write the adapter alone instead of a merged model.
+        precision: "bf16" computes in bfloat16: weights stay in float32, but for those that LoRA
+            leaves alone.
+        gradient_checkpointing: Compute activations twice instead of keeping them.
+        attention: transformers' `attn_implementation`; None for its own choice.
+        seed: Of data and adapters.
+        holdout: Contexts and texts kept out of training, to measure before and after.
+        save_every: Steps between checkpoints.
+        device: None for CUDA if there is one.
+        work: Checkpoints and log; None for `OUT.work`.
+    """
+
+    model: str
+    out: Path
+    data: JsonlData | ReaderData
+    plain: Path | None = None
+    positions: PositionScheme = "reordered"
+    objective: Objective = "answers"
+    teacher: str | None = None
+    block_share: float = 1.0
+    both_masks: bool = False
+    plain_share: float | None = None
+    steps: int = 300
+    batch_tokens: int = 4096
+    accumulate: int = 2
+    rate: float | None = None
+    warm_up: float = 0.03
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    lora: int = 0
+    keep_adapter: bool = False
+    precision: Precision = "fp32"
+    gradient_checkpointing: bool = False
+    attention: str | None = None
+    seed: int = 0
+    holdout: int = 64
+    save_every: int = 100
+    device: str | None = None
+    work: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(FinetuneConfig, vars(self))
+        _check_choices(self)
+        _check_numbers(self)
+        _check_upper(self)
+        if self.plain_batches == 1:
+            raise InvalidInputError("plain_share must be below 1, so that chunks are learned about")
+        if self.data.questions < 1:
+            raise InvalidInputError("a context needs at least one question")
+        if self.keep_adapter and not self.lora:
+            raise InvalidInputError("keep_adapter needs adapters; set lora to their rank, say 16")
+        if self.teacher is not None and self.objective != "selection":
+            raise InvalidInputError('a teacher belongs to objective="selection"')
+        if self.objective == "selection":
+            _check_selection(self)
+
+    @property
+    def work_folder(self) -> Path:
+        """Where checkpoints and log are while the run lasts."""
+        return self.work or self.out.with_name(self.out.name + ".work")
+
+    @property
+    def highest_rate(self) -> float:
+        """The learning rate behind the warm-up."""
+        return self.rate or (LORA_RATE if self.lora else FULL_RATE)
+
+    @property
+    def plain_batches(self) -> float:
+        """Share of plain batches."""
+        if self.plain_share is not None:
+            return self.plain_share
+        return 0.5 if self.objective == "answers" else 0.0
+
+    @property
+    def teaches_blocks(self) -> bool:
+        """Whether the model learns to answer from chunks that do not see each other."""
+        return self.objective == "answers" and (self.both_masks or self.block_share > 0)
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        rising = max(1, round(self.warm_up * self.steps))
+        if step < rising:
+            return self.highest_rate * (step + 1) / rising
+        return self.highest_rate * (self.steps - step) / max(1, self.steps - rising)
+
+    def settings(self) -> dict[str, Any]:
+        """What the weights depend on, beside the data, as plain values."""
+        elsewhere = ("out", "work", "save_every")
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return {key: value for key, value in values.items() if key not in elsewhere}
+
+
+def _check_choices(config: FinetuneConfig) -> None:
+    for name, allowed in (
+        ("positions", SCHEMES),
+        ("objective", get_args(Objective)),
+        ("precision", get_args(Precision)),
+    ):
+        value = getattr(config, name)
+        if value not in allowed:
+            raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _check_numbers(config: FinetuneConfig) -> None:
+    for name in ("steps", "batch_tokens", "accumulate", "holdout", "save_every"):
+        if getattr(config, name) < 1:
+            raise InvalidInputError(f"{name} must be at least 1, not {getattr(config, name)}")
+    for name in ("block_share", "plain_share", "warm_up"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise InvalidInputError(f"{name} is a share from 0 to 1, not {value}")
+    for name in ("clip", "rate"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise InvalidInputError(f"{name} must be above 0, not {value}")
+    for name in ("lora", "weight_decay"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise InvalidInputError(f"{name} must not be negative, not {getattr(config, name)}")
+
+
+def _check_upper(config: FinetuneConfig) -> None:
+    if config.rate == math.inf:
+        raise InvalidInputError("rate must be finite, such as 1e-5")
+    if not 0 <= config.seed < 2**63:
+        raise InvalidInputError(f"seed must be from 0 to 2**63 - 1, not {config.seed}")
+
+
+def _check_selection(config: FinetuneConfig) -> None:
+    if config.positions != "reordered" or config.block_share != 1 or config.both_masks:
+        raise InvalidInputError(
+            'an auxiliary model always works on stitched, reordered chunks: "selection" takes '
+            'positions="reordered", block_share=1 and no both_masks'
+        )
+    if config.gradient_checkpointing:
+        raise InvalidInputError(
+            '"selection" needs the last attention as it is; leave out gradient_checkpointing'
+        )

@@ -1,0 +1,269 @@
+"""The stock model while it learns: loading, LoRA, forward passes with gradients, writing."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import tempfile
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
+from kvcache_rag.models.adapters import is_adapter, note_training, write_training
+from kvcache_rag.models.hf import TransformersModel
+from kvcache_rag.models.pretrained import PACKAGED, load, own_dtype, resolve
+from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate, text_fields
+from kvcache_rag_lab.finetune.attention import use_tiled_attention
+from kvcache_rag_lab.finetune.packing import IGNORED, Batch, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvcache_rag_lab.finetune.config import FinetuneConfig
+    from kvcache_rag_lab.finetune.sources import Encoded
+
+SHAPE_MULTIPLE = 64
+
+
+@dataclass(eq=False)
+class Learner:
+    """A model under training.
+
+    Attributes:
+        adapter: Knows the layers' windows; its `model` is the stock transformers model, into which
+            LoRA puts its layers.
+        tokenizer: Its tokenizer.
+        template: How prompts are written.
+        brought: Whether the model came with that template.
+        config: Settings.
+        saved_dtype: Dtype of the finished weights: the checkpoint's own.
+        peft: The PEFT model around it, None when all weights are trained.
+    """
+
+    adapter: TransformersModel
+    tokenizer: Any
+    template: PromptTemplate
+    brought: bool
+    config: FinetuneConfig
+    saved_dtype: torch.dtype
+    peft: Any = None
+
+    @classmethod
+    def load(cls, config: FinetuneConfig, *, frozen: bool = False) -> Learner:
+        """Load a model and make ready what is trained.
+
+        Args:
+            config: Names the model, and says what is trained.
+            frozen: Nothing is trained; the model is only looked at.
+
+        Raises:
+            InvalidInputError: If it cannot be loaded, or its weights are quantised.
+            UnsupportedModelError: If its keys cannot be moved, so that chunks could not be reused.
+            MissingExtraError: If LoRA is asked for and peft is not installed.
+        """
+        if config.lora:
+            _need_peft()
+        if is_adapter(Path(resolve(config.model))):
+            raise InvalidInputError(
+                f"{config.model} is an adapter; merge it into its base model and name the result"
+            )
+        low = (frozen or config.lora > 0) and config.precision == "bf16"
+        options = {"attn_implementation": config.attention} if config.attention else {}
+        model, tokenizer, brought = load(
+            config.model,
+            dtype=torch.bfloat16 if low else torch.float32,
+            device=config.device,
+            options=options,
+        )
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise InvalidInputError(
+                f"{config.model} has quantised weights, which cannot be trained; name the model "
+                "that they were made from"
+            )
+        adapter = TransformersModel(model, packed_attention=False)
+        adapter.measured.ensure_movable()
+        adapter.ensure_takes_positions(
+            "it cannot be trained under the block mask, in which copies of the prefix share places "
+            "with chunks; use Reuse() without fine-tuning"
+        )
+        if config.attention is None:
+            use_tiled_attention(model)
+        learner = cls(
+            adapter,
+            tokenizer,
+            brought or PromptTemplate(),
+            brought is not None,
+            config,
+            own_dtype(config.model),
+        )
+        if frozen:
+            model.requires_grad_(requires_grad=False)
+        else:
+            learner._prepare()
+        return learner
+
+    def _prepare(self) -> None:
+        model, config = self.adapter.model, self.config
+        if config.lora:
+            import peft
+
+            settings = peft.LoraConfig(
+                r=config.lora,
+                lora_alpha=2 * config.lora,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )
+            torch.manual_seed(config.seed)
+            with warnings.catch_warnings():
+                # peft asks transformers by a name that transformers is about to drop.
+                warnings.simplefilter("ignore", FutureWarning)
+                self.peft = peft.get_peft_model(model, settings)
+        else:
+            model.requires_grad_(requires_grad=True)
+        if config.gradient_checkpointing:
+            # The second is the first's name in older versions of transformers.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimiser changes."""
+        named = self.adapter.model.named_parameters()
+        return {name: value for name, value in named if value.requires_grad}
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of activations."""
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    def batch(self, samples: Sequence[Encoded]) -> Batch:
+        """Samples as one batch under the positions of this run."""
+        # Each new shape costs a kernel in low precision, time and memory that are not given back.
+        multiple = SHAPE_MULTIPLE if self.config.precision == "bf16" else 1
+        return pack(samples, self.config.positions, self.adapter.mask_argument, multiple)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """One forward pass of the stock model, with gradients if they are on.
+
+        Returns:
+            `(rows, kept, vocabulary)` float32.
+        """
+        logits: Tensor = self.run(batch).logits[:, -batch.kept :]
+        return logits.float()
+
+    def run(self, batch: Batch) -> Any:
+        """The stock model's own output; its logits are of the last `kept` tokens at least."""
+        adapter = self.adapter
+        arguments: dict[str, Any] = {}
+        if "logits_to_keep" in inspect.signature(adapter.model.forward).parameters:
+            arguments["logits_to_keep"] = batch.kept
+        mask: Any = batch.mask
+        if isinstance(mask, dict):
+            mask = {name: self._rounded(tensor) for name, tensor in mask.items()}
+        else:
+            mask = self._rounded(mask)
+        low = self.compute_dtype != torch.float32
+        with torch.autocast(adapter.device.type, self.compute_dtype, enabled=low):
+            return adapter.model(
+                input_ids=batch.ids.to(adapter.device),
+                attention_mask=mask,
+                position_ids=batch.positions.to(adapter.device),
+                use_cache=False,
+                **arguments,
+            )
+
+    def _rounded(self, mask: Tensor) -> Tensor:
+        dtype = self.compute_dtype
+        return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Evaluation mode without gradients; training mode behind it, if it was on."""
+        model = self.adapter.model
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train(training)
+
+    def finish(self) -> None:
+        """Merge LoRA unless it is kept, and round the weights as they will be saved."""
+        if self.peft is not None:
+            if self.config.keep_adapter:
+                return
+            self.adapter.model = self.peft.merge_and_unload()
+            self.peft = None
+        for parameter in self.adapter.model.parameters():  # not the rotary frequencies
+            parameter.data = parameter.data.to(self.saved_dtype).to(parameter.dtype)
+
+    def save(self, out: Path, report: dict[str, Any], extra: Sequence[Path]) -> None:
+        """Write what `from_pretrained` loads, beside `out` first, so that it appears as a whole.
+
+        Args:
+            out: Folder; must not exist.
+            report: Goes to `report.json`.
+            extra: Files to copy there.
+        """
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        try:
+            partial.chmod(0o755)
+            self._write_model(partial)
+            _write(partial / "report.json", report)
+            for path in extra:
+                shutil.copyfile(path, partial / path.name)
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _write_model(self, folder: Path) -> None:
+        if self.peft is not None:
+            # Another process has to find the base model again.
+            self.peft.peft_config["default"].base_model_name_or_path = _findable(self.config.model)
+            self.peft.save_pretrained(folder)
+            if self.config.teaches_blocks:
+                write_training(folder)
+        else:
+            model = self.adapter.model
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(self.saved_dtype)
+            model.config.dtype = self.saved_dtype
+            note_training(model.config, blocks=self.config.teaches_blocks)
+            model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.brought:
+            _write(folder / FILE_NAME, text_fields(self.template))
+
+
+def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy over everything learned, a scalar."""
+    return functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.to(logits.device).flatten(), ignore_index=IGNORED
+    )
+
+
+def _need_peft() -> None:
+    try:
+        import peft  # noqa: F401  # only whether it is there
+    except ImportError as error:
+        raise MissingExtraError("peft", "finetune") from error
+
+
+def _findable(name: str) -> str:
+    path = Path(resolve(name))
+    return str(path.absolute()) if path.exists() and name not in PACKAGED else name
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,169 @@
+"""Fine-tune a model, from loading to the finished folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.prompt.renderer import PromptRenderer
+from kvcache_rag_lab.finetune.learner import Learner, answer_loss
+from kvcache_rag_lab.finetune.loop import RunFolder, Trainer
+from kvcache_rag_lab.finetune.packing import Feed, Portion, SampleEncoder
+from kvcache_rag_lab.finetune.report import Measure, Report, measure
+from kvcache_rag_lab.finetune.selection import (
+    AttentionView,
+    SelectionEncoder,
+    Teacher,
+    measure_selection,
+    relevant_characters,
+    selection_loss,
+)
+from kvcache_rag_lab.finetune.sources import Data, Encoded, Encoder, open_data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from kvcache_rag_lab.finetune.config import FinetuneConfig
+
+
+def finetune(config: FinetuneConfig, *, show_progress: bool = False) -> Report:
+    """Fine-tune a model so that stitched chunks read like a full prefill.
+
+    An interrupted run goes on when it is called again with the same settings; a run that was
+    interrupted gives the same weights as one that was not.
+
+    Args:
+        config: Everything that the run depends on.
+        show_progress: Whether to show a bar.
+
+    Returns:
+        Measures before and after, also in `report.json` of the finished folder.
+
+    Raises:
+        InvalidInputError: If `config.out` exists, a file or the model cannot be used, the loss is
+            no number, or the work folder belongs to another run or holds other files.
+        UnsupportedModelError: If the model's keys cannot be moved.
+        MissingExtraError: If LoRA is asked for and peft is not installed.
+        KeyboardInterrupt: After Ctrl-C, when everything is saved.
+    """
+    if config.out.exists():
+        raise InvalidInputError(f"{config.out} exists; remove it or choose another output")
+    out, place = config.out.resolve(), config.work_folder.resolve()
+    if out == place or out in place.parents or place in out.parents:
+        raise InvalidInputError(f"{out} and {place} must be two folders, none in the other")
+    data = open_data(config.data, config.plain, seed=config.seed, holdout=config.holdout)
+    work = RunFolder(config.work_folder)
+    with work.open({**config.settings(), "data digest": data.digest}) as unfinished:
+        learner = Learner.load(config)
+        return _Run(config, learner, data, work).finished(unfinished, show_progress=show_progress)
+
+
+class _Run:
+    """The parts of a run, bound to each other."""
+
+    def __init__(
+        self, config: FinetuneConfig, learner: Learner, data: Data, work: RunFolder
+    ) -> None:
+        self._config, self._learner, self._data, self._work = config, learner, data, work
+        self._window = learner.adapter.window(None)
+        self._plain_encoder = _encoder(learner)
+        self._watched: AttentionView | None = None
+        self._encoder: SampleEncoder = self._plain_encoder
+        if config.objective == "selection":
+            self._watched = AttentionView(learner)
+            target = relevant_characters if config.teacher is None else _teacher(config)
+            self._encoder = SelectionEncoder(self._plain_encoder, learner.tokenizer, target)
+        self._feed = Feed(config, data, self._encoder, self._window)
+
+    def finished(self, unfinished: bool, *, show_progress: bool) -> Report:
+        """Measure, train, measure, save."""
+        config, learner = self._config, self._learner
+        sets = self._held_out()
+        torch.manual_seed(config.seed + 1)
+        trainer = Trainer(config, learner, self._feed, self._lesson, self._work, {})
+        if unfinished:
+            trainer.resume()
+        else:
+            measures = self._measure(sets)
+            trainer.state = {name: asdict(result) for name, result in measures.items()}
+            trainer.save()
+        trainer.run(show_progress=show_progress)
+        learner.finish()
+        report = Report(
+            before={name: _measure_from(values) for name, values in trainer.state.items()},
+            after=self._measure(sets),
+            steps=trainer.step,
+            tokens=trainer.tokens,
+            seconds=trainer.seconds,
+            skipped=self._feed.state["skipped"],
+            data=self._data.described,
+            settings=config.settings(),
+        )
+        learner.save(config.out, report.to_json(), [self._work.log])
+        self._work.remove()
+        return report
+
+    def _lesson(self, portion: Portion) -> tuple[Tensor, int]:
+        learner = self._learner
+        if self._watched is not None and portion.kind != "plain":
+            self._watched.learner.adapter.model.train()
+            tokens = sum(sample.row_tokens for sample in portion.samples)
+            return selection_loss(self._watched, portion.samples), tokens
+        batch = learner.batch(portion.samples)
+        return answer_loss(learner.logits(batch), batch), batch.tokens
+
+    def _held_out(self) -> dict[str, list[Encoded]]:
+        """Held-out samples as ids; those that do not fit are left out."""
+        data, encoder = self._data, self._plain_encoder
+        limit = min(self._config.batch_tokens, self._window)
+        texts = (encoder.plain(sample, limit) for sample in data.held_plain)
+        sets = {"plain": self._fitting(texts)}
+        if self._watched is None:
+            asked = self._fitting(map(encoder.qa, data.held_qa))
+            sets["free"] = self._fitting(map(encoder.qa, data.held_free))
+            sets["full"] = [sample.joined for sample in asked]
+            sets["block"] = asked
+        else:
+            sets["selection"] = self._fitting(map(self._encoder.qa, data.held_qa))
+        empty = [name for name, samples in sets.items() if not samples]
+        if empty:
+            raise InvalidInputError(
+                f"nothing to measure with ({', '.join(empty)}): the samples kept out of training "
+                f"do not fit into {limit} tokens"
+                + (" or mark no document as relevant" if "selection" in empty else "")
+                + "; raise batch_tokens or give more data"
+            )
+        return sets
+
+    def _fitting(self, samples: Iterable[Encoded | None]) -> list[Encoded]:
+        return [sample for sample in samples if sample is not None and self._feed.fits(sample)]
+
+    def _measure(self, held: dict[str, list[Encoded]]) -> dict[str, Measure]:
+        measures = {}
+        for name, samples in held.items():
+            if name == "selection":
+                # Anew, because merging LoRA exchanges the layers that a view shares.
+                measures[name] = measure_selection(AttentionView(self._learner), samples)
+            else:
+                measures[name] = measure(self._learner, samples, texts=name == "plain")
+        return measures
+
+
+def _encoder(learner: Learner) -> Encoder:
+    renderer = PromptRenderer(learner.template, learner.tokenizer)
+    return Encoder(renderer, learner.tokenizer)
+
+
+def _teacher(config: FinetuneConfig) -> Teacher:
+    """The main model, frozen."""
+    learner = Learner.load(replace(config, model=str(config.teacher)), frozen=True)
+    return Teacher(AttentionView(learner), _encoder(learner))
+
+
+def _measure_from(values: dict[str, Any]) -> Measure:
+    return Measure(tuple(values["losses"]), tuple(values["exact"]))

@@ -1,0 +1,429 @@
+"""Answers to public questions: what is asked again, what is kept of them, what pages say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from benchmarks import answers, answers_page
+from benchmarks.answers import SETS, in_first_half
+from benchmarks.answers_results import Results, Rows, columns
+from benchmarks.answers_scores import (
+    against_control,
+    by_retriever,
+    common,
+    every,
+    halves,
+    scores,
+    sizes,
+    sooner,
+)
+from benchmarks.quality_document import ANSWERS, lowered, parts
+from kvcache_rag import Engine, InvalidInputError
+from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, Asked, Place, Record
+from kvcache_rag_lab.scoring.question import Question
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("Ada", "Bo", "Cy", "Di")
+THINGS = ("keys", "map", "boat", "lamp")
+ROWS = 16
+
+
+def row(number: int, name: str) -> dict[str, Any]:
+    """A row of our own, with the shape of the data sets."""
+    documents = [
+        {"id": f"d{place}", "text": f"{who} keeps the {thing}.", "relevant": place == number % 4}
+        for place, (who, thing) in enumerate(zip(NAMES, THINGS, strict=True))
+    ]
+    return {
+        "id": f"{name}-{number}",
+        "question": f"Who keeps the {THINGS[number % 4]}, number {number}?",
+        "answers": [NAMES[number % 4]],
+        "documents": documents,
+    }
+
+
+def embedded(_: object, texts: Sequence[str]) -> Any:
+    """Texts that name the same thing are alike."""
+    return np.asarray([[float(thing in text) for thing in THINGS] for text in texts])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name in SETS:
+        rows = [row(number, name) for number in range(ROWS)]
+        write(folder / f"{name}.jsonl", rows)
+    corpus = [{"id": f"p{number}", "text": f"It is the {number}. " * 20} for number in range(60)]
+    write(folder / "squad_corpus.jsonl", corpus)
+    queries = [
+        {"id": f"q{n}", "question": f"Is it {n}?", "answers": [str(n)], "gold": f"p{n}"}
+        for n in range(60)
+    ]
+    write(folder / "squad_queries.jsonl", queries)
+    return folder
+
+
+def write(file: Path, rows: Sequence[Any]) -> None:
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program, over the packaged reader."""
+    monkeypatch.setattr(answers.Retriever, "_embedded", embedded)
+
+    def asked(*more: str, work: str = "work") -> Results | None:
+        given = ["--model", "tiny", "--name", "tiny", "--data", str(data), "--sets", "squad", "nq"]
+        given += ["--work", str(tmp_path / work), "--results", str(tmp_path), "--rows", "3"]
+        assert answers.main([*given, *more]) == 0
+        return Results.read(tmp_path / "answers_tiny.json")
+
+    return asked
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Questions that a model was asked."""
+    asked: list[str] = []
+    answered = Engine.generate_batch
+
+    def count(engine: Engine, questions: Sequence[Any], **options: Any) -> Any:
+        asked.extend(question for question, _ in questions)
+        return answered(engine, questions, **options)
+
+    monkeypatch.setattr(Engine, "generate_batch", count)
+    return asked
+
+
+def test_the_halves_share_no_row_and_stay() -> None:
+    ids = [f"squad-{number}" for number in range(1000)]
+    first = [name for name in ids if in_first_half(name)]
+    assert 450 < len(first) < 550
+    assert first[:3] == ["squad-4", "squad-5", "squad-6"]
+
+
+def test_the_best_document_is_asked_first(run: Any, tmp_path: Path, data: Path) -> None:
+    retriever = answers.Retriever(tmp_path)
+    (question,) = answers.task_by_name("squad", data=data).in_order().questions(3)[2:]
+    (ranked,) = retriever.ranked([question])
+    assert ranked.chunks[0] == "Cy keeps the boat."
+    assert ranked.relevant == (0,)
+    assert sorted(ranked.chunks) == sorted(question.chunks)
+
+
+def test_a_run_goes_on_from_its_answers_and_from_results_alone(
+    run: Any, tmp_path: Path, counted: list[str]
+) -> None:
+    run("--policies", "full", "reuse")
+    found = run("--collect", "--title", "Tiny")
+    assert len(counted) == 2 * 2 * 3
+    text = (tmp_path / "answers_tiny.json").read_text(encoding="utf-8")
+    assert not any(word in text for word in ("keeps", "Ada", "boat", "number", "squad-"))
+    assert found.about["title"] == "Tiny"
+    assert found.sittings[0]["threads"] == 1
+    squad = found.sets["squad"]
+    assert squad.half == [1, 1, 1]
+    assert squad.clusters[0] == squad.clusters[1], "the same documents in another order"
+    assert squad.found["full"]["computed"] == [1, 1, 1]
+    assert "kl" not in squad.found["full"]
+    assert "f1" not in found.sets["nq"].found["full"]
+    assert min(squad.found["reuse"]["kl"]) >= 0
+    assert all(len(one) == 3 for columns in squad.found.values() for one in columns.values())
+
+    counted.clear()
+    run("--policies", "full", "reuse")
+    assert not counted, "its own answers are there"
+    again = run("--collect", work="lost")
+    assert again == found, "results alone are left, and none of them is lost"
+    run("--policies", "full", "reuse", work="lost")
+    assert not counted, "and what they hold is not asked"
+    run("--policies", "full", "reuse", "legolink:4", CLOSED_BOOK, work="lost")
+    assert len(counted) == 2 * 2 * 3, "but what they do not hold"
+    more = run("--collect", work="lost").sets
+    assert more["squad"].rows == squad.rows
+    assert more["squad"].found["reuse"] == squad.found["reuse"]
+    assert len(more["squad"].found["legolink:4"]["kl"]) == 3
+    assert set(more["nq"].found) == {"full", "reuse", "legolink:4", CLOSED_BOOK}
+
+
+def test_the_other_half_is_added(run: Any) -> None:
+    run("--policies", "full")
+    run("--collect")
+    run("--policies", "full", "--half", "second", work="other")
+    found = run("--collect", work="other").sets["squad"]
+    assert found.half == [1, 1, 1, 2, 2, 2]
+    assert len(set(found.rows)) == 6
+
+
+def test_an_auxiliary_chooses_and_is_named(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--policies", "full", "cacheclip:0.5,0", "random:0.5", "--auxiliary", "tiny")
+    run(*given)
+    found = run("--collect")
+    assert [one["auxiliary"] for one in found.sittings] == ["tiny"]
+    for rows in found.sets.values():
+        clip, drawn = (rows.found[label]["computed"] for label in given[2:4])
+        assert all(0 < one < 1 for one in (*clip, *drawn))
+    with pytest.raises(AssertionError):
+        run("--policies", "full", "cacheclip:0.4")
+    assert "auxiliary" in capsys.readouterr().err
+
+
+def test_results_of_other_weights_or_questions_are_refused(
+    run: Any, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("--policies", "full")
+    found = run("--collect")
+    with pytest.raises(InvalidInputError, match=r"weights .*, not other; take another --name"):
+        found.check(tmp_path, {**found.about["identity"], "weights": "other"})
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for name in ("squad", "nq"):
+        rows = [{**row(number, name), "answers": ["Flo"]} for number in range(ROWS)]
+        write(changed / f"{name}.jsonl", rows)
+    given = ["--model", "tiny", "--name", "tiny", "--data", str(changed), "--collect"]
+    given += ["--work", str(tmp_path / "work"), "--results", str(tmp_path)]
+    assert answers.main(given) == 1
+    assert "was another question of" in capsys.readouterr().err
+
+
+def test_times_are_of_sets_and_of_two_lengths(run: Any) -> None:
+    some = ("--part", "times", "--timed", "2", "--policies", "full", "reuse")
+    found = run(*some, "--sets", "squad")
+    assert set(found.times) == {"squad", "1k", "4k"}
+    for name, least, most in (("1k", 800, 1100), ("4k", 3700, 4200)):
+        assert least < found.times[name]["tokens"] < most
+        assert set(found.times[name]["ms"]) == {"full", "reuse"}
+        assert all(min(values) > 0 for values in found.times[name]["ms"].values())
+    assert found.sittings[0]["part"] == "times"
+    assert run(*some, "--sets", "squad").times == found.times, "what is timed is not timed again"
+    assert run("--collect").times == found.times
+
+
+def test_an_answer_takes_the_place_of_an_older_one() -> None:
+    rows = Rows()
+    asked = [Asked.of(Question(str(n), f"Who {n}?", ("a", "b"), ("x",))) for n in range(3)]
+    rows.keep(asked[2], 1, "full", {"right": 1})
+    rows.keep(asked[0], 2, "full", {"right": 0, "kl": 0.5})
+    rows.keep(asked[2], 1, "full", {"right": 0})
+    assert rows.column("full", "right") == [0, 0]
+    assert rows.column("full", "kl") == [None, 0.5]
+    assert rows.column("reuse", "right") == [None, None]
+    assert len(set(rows.clusters)) == 1
+
+
+def test_what_is_kept_of_an_answer() -> None:
+    record = Record(
+        place=Place("squad", "1", "tiny", "reuse", "", None),
+        digest="d",
+        cluster="c",
+        scores={"containment": 1.0},
+        answer="The Cat.",
+        chunk_tokens=300,
+        reused_tokens=200,
+        recomputed_tokens=100,
+        generated_tokens=3,
+        divergence=0.0123456,
+    )
+    kept = columns(record, {"containment": 0.0, "exact_match": 1.0, "wrong_document": 1.0})
+    assert (
+        kept.pop("answer") == columns(replace(record, answer="cat"), {"containment": 1})["answer"]
+    )
+    assert kept == {"right": 0, "wrong_document": 1, "kl": 0.01235, "computed": 0.3333}
+
+
+SITTING = {
+    "began": "now",
+    "part": "answers",
+    "date": "2026-11-25",
+    "machine": "Z80, 1 core",
+    "versions": "torch 2",
+    "commit": "abc",
+    "threads": 1,
+    "batch": 4,
+    "load": 0.5,
+}
+
+
+def measured(**more: list[Any]) -> Results:
+    """Twelve rows of two sets, of which the last two are of the second half."""
+    full = {"right": [1, 1, 1, 0, 1, 1], "wrong_document": [0, 0, 0, 1, 0, 0]}
+    less = {"right": [1, 0, 1, 0, 0, 1], "wrong_document": [0, 1, 0, 1, 0, 0]}
+    kept = {"answer": list("abcdef"), "computed": [1] * 6}
+    reused = {"answer": list("axcdxf"), "computed": [0] * 6, "kl": [0.1, 0.4, 0.2, 0.3, 9, 9]}
+    reused["f1"] = [0.2, 0.2, 0.6, 0.6, 0, 0]
+    found = {"full": {**full, **kept}, "reuse": {**less, **reused}}
+    about = {"title": "Tiny", "identity": {"sha256": "12", "dtype": "float32"}, "form": ""}
+    results = Results({**about, "halves": ""}, [SITTING])
+    for name in ("squad", "nq"):
+        names = [f"{name}{number}" for number in range(6)]
+        results.sets[name] = Rows(names, [1, 1, 1, 1, 2, 2], list("aabbcc"), found)
+    for label, column in more.items():
+        results.sets["nq"].found = {**found, label: {**found["reuse"], "right": column}}
+    ms = {"full": [900.0, 1100.0], "reuse": [100.0, 100.0]}
+    results.times = {
+        name: {"rows": ["x", "y"], "tokens": 1000, "ms": ms} for name in ("squad", "1k")
+    }
+    return results
+
+
+def test_policies_are_compared_row_by_row() -> None:
+    results = measured(other=[1, 1, 1, None, 1, 1])
+    assert halves(results) == [1, 2]
+    assert sizes(results, 1) == {"squad": 4, "nq": 4}
+    found = scores(results, 1)
+    assert list(found) == ["full", "reuse"], "what not every row was asked has no mean"
+    full, reuse = found["full"], found["reuse"]
+    assert (full["right"].value, reuse["right"].value) == (0.75, 0.5)
+    assert reuse["minus_full"].difference == -0.25
+    assert reuse["same"] == 0.75
+    assert reuse["kl"] == 0.25
+    assert reuse["f1"].value == 0.4
+    assert full["f1"] is None, "what a set does not score"
+    assert (full["kl"], full["ms"].value, reuse["ms"].value) == (None, 1000, 100)
+    assert (full["wrong"].value, reuse["wrong"].value) == (0.25, 0.5)
+    assert reuse["wrong_minus_full"].difference == 0.25
+    assert (full["computed"], reuse["computed"]) == (1, 0)
+    assert list(scores(results, 2, ["nq"])) == ["full", "reuse", "other"], "all of these were"
+    assert scores(results, 2)["reuse"]["same"] == 0.5
+    ratio = sooner(results, ["1k"], "reuse")
+    assert ratio is not None
+    assert ratio.value == 10
+    assert sooner(results, ["4k"], "reuse") is None
+
+
+def test_some_policies_are_compared_over_rows_that_all_of_them_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = measured(other=[1, None, 0, None, 1, 1])
+    few = common(results, ["full", "other"])
+    assert {name: len(rows.rows) for name, rows in few.sets.items()} == {"squad": 0, "nq": 4}
+    assert few.sets["nq"].clusters == list("abcc")
+    assert few.sets["nq"].found["other"]["right"] == [1, 0, 1, 1]
+    assert few.sets["nq"].found["other"]["kl"] == [0.1, 0.2, 9, 9]
+    found = scores(few, 1)
+    assert list(found) == ["full", "other"]
+    assert (found["full"]["right"].value, found["other"]["right"].value) == (1, 0.5)
+    results.write(tmp_path / "answers_tiny.json")
+    given = ["--results", str(tmp_path), "--docs", str(tmp_path / "none")]
+    assert answers_page.main([*given, "--policies", "full", "other"]) == 0
+    printed = capsys.readouterr().out
+    assert "(rows: nq 2)" in printed
+    assert "| `other` |" in printed
+    assert "reuse" not in printed
+
+
+def test_right_answers_are_told_apart_by_the_retrievers_best(run: Any) -> None:
+    found: dict[str, dict[str, list[Any]]] = {
+        "full": {"right": [1, 0, 1, 1], "hit": [1.0, 1.0, 0.0, None]},
+        "reuse": {"right": [0, 0, 1]},
+        "late": {"right": [1, None, 0]},
+    }
+    rows = Rows(["a", "b", "c", "d"], [1, 2, 1, 1], ["a", "b", "c", "d"], found)
+    results = replace(measured(), sets={"squad": rows})
+    assert by_retriever(results, "squad") == {
+        True: {"full": (2, 0.5), "reuse": (2, 0.0)},
+        False: {"full": (1, 1.0), "reuse": (1, 1.0), "late": (1, 0.0)},
+    }
+    assert by_retriever(measured(), "nq") == {}, "results of before do not say it"
+
+    run("--policies", "full")
+    hits = run("--collect").sets["squad"].column("full", "hit")
+    assert hits == [1.0] * len(hits), "the words of a question are those of its document"
+
+
+def test_a_model_trained_for_blocks_is_held_against_its_control_row_by_row() -> None:
+    block, control = measured(), measured()
+    del control.sets["squad"]
+    control.sets["nq"].found["full"]["right"] = [1, 1, 1, 1, None, 0]
+    found = against_control(block, control, 2)
+    assert found is not None
+    assert found["rows"] == 1, "the control answered one row of the second half"
+    assert (found["right"].value, found["control"].value, found["wrong"]) == (1, 0, 0)
+    assert found["minus_control"].difference == 1
+    block.sets["nq"].found["reuse"]["wrong_document"] = [0, 0, 0, 0, None, 1]
+    control.sets["nq"].found["full"]["right"] = [1] * 6
+    unknown = against_control(block, control, 2)
+    assert unknown is not None
+    assert (unknown["rows"], unknown["wrong"]) == (2, 1.0), "what is not known is no 0"
+    control.sets["nq"].rows = [f"other{number}" for number in range(6)]
+    assert against_control(block, control, 2) is None
+
+
+def test_policies_stand_beside_each_other_on_the_same_rows() -> None:
+    results = measured(fewer=[None, 1, 1, 1, 0, 0])
+    more = {**results.sets["nq"].found, "other": results.sets["nq"].found["reuse"]}
+    results.sets["nq"].found = results.sets["squad"].found = more
+    shown = answers_page.every_policy(results)
+    assert sizes(shown, 1) == {"squad": 3, "nq": 3}
+    assert set(scores(shown, 1)) == {"full", "reuse", "fewer"}, "a candidate is in experiments.md"
+
+
+def test_pages_and_picture_are_written_from_results(tmp_path: Path) -> None:
+    measured().write(tmp_path / "answers_tiny.json")
+    assert every(tmp_path) == [measured()]
+    policies = tmp_path / "policies.md"
+    policies.write_text(f"# A\n\n{answers_page.BEGIN}\nold\n{answers_page.END}\n", "utf-8")
+    given = ["--results", str(tmp_path), "--docs", str(tmp_path)]
+    assert answers_page.main(given) == 0
+    text = policies.read_text(encoding="utf-8")
+    (line,) = (one for one in text.splitlines() if "first half" in one)
+    assert line == "**Tiny**, first half, on which policies were chosen (rows: squad 4, nq 4):"
+    first = next(one for one in text.splitlines() if one.startswith("| `reuse` |"))
+    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    assert cells[1] == "0 %"
+    assert [cell.split(" ")[0] for cell in cells[2:4]] == ["50.0", "-25.0"]
+    assert cells[4:7] == ["40.0 (20.0 to 60.0)", "75", "0.25"]
+    assert [cell.split(" ")[0] for cell in cells[7:]] == ["50.0", "+25.0", "100"]
+    page = parts(tmp_path / "quality.md")[ANSWERS]
+    for words in (
+        "| squad | 4 |",
+        "| 1,000 | `reuse` |",
+        "10.0 x (",
+        "commit abc",
+        "Z80",
+        "4 row(s) at a time",
+        "`12`",
+    ):
+        assert words in page
+    assert "second half, to confirm it" in page
+    assert "(dial.svg)" in page
+    assert "{" not in page
+    assert "reuse" in (tmp_path / "dial.svg").read_text(encoding="utf-8")
+
+
+def test_a_policy_loses_only_what_its_interval_says() -> None:
+    lost = measured()
+    for rows in lost.sets.values():
+        clusters = [str(number) for number in range(60)]
+        rows.rows, rows.half, rows.clusters = clusters, [2] * 60, clusters
+        rows.found = {
+            "full": {"right": [1] * 60, "wrong_document": [0] * 60, "computed": [1] * 60},
+            "reuse": {"right": [1, 0] * 30, "wrong_document": [0, 1] * 30, "computed": [0] * 60},
+            "legolink:16": {"right": [1] * 60, "wrong_document": [0] * 60, "computed": [0] * 60},
+        }
+    page = answers_page.page([lost])
+    (reuse,) = (one for one in page.splitlines() if one.startswith("- `reuse`"))
+    assert reuse.endswith("points are lost, and more answers are from wrong documents.")
+    (lego,) = (one for one in page.splitlines() if one.startswith("- `legolink:16`"))
+    assert lego.startswith("- `legolink:16`: at most ")
+
+
+def test_a_union_does_not_end_a_cell() -> None:
+    assert answers_page.named("legolink:4|cacheblend:0.2") == "`legolink:4\\|cacheblend:0.2`"
+
+
+def test_the_pages_are_what_the_program_writes() -> None:
+    models = every()
+    docs = ROOT / "docs"
+    assert parts(docs / "quality.md")[ANSWERS] == lowered(answers_page.page(models))
+    _, _, rest = (docs / "policies.md").read_text(encoding="utf-8").partition(answers_page.BEGIN)
+    assert rest.partition(answers_page.END)[0] == f"\n{answers_page.summary(models)}"

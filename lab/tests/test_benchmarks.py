@@ -1,0 +1,456 @@
+"""The benchmark's own parts: what is counted, compared and written; nothing here reads a clock."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import check, report
+from benchmarks.memory import Peak
+from benchmarks.shapes import CHUNK, SHAPES, build_model, config_of
+from benchmarks.stock import Sample
+from benchmarks.ttft import PRESETS, cases_of, command_of, measure, measure_decode, parse
+from benchmarks.ttft_rows import median_of, ratios, rows_of
+from benchmarks.ttft_sides import (
+    COLD,
+    DEFERRED,
+    FLOOR,
+    NAIVE,
+    PAGES,
+    PREFIXED,
+    RAM,
+    STOCK,
+    TURBORAG,
+    Bench,
+    Case,
+)
+from benchmarks.ttft_targets import Target, cpu_targets, gpu_targets, table
+from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CASE = Case(2 * CHUNK, 20)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    model = build_model("tiny", torch.float32)
+    return Bench(model, tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-3b", 3.086),
+        ("qwen2-7b", 7.616),
+        ("llama-3.1-8b", 8.03),
+        ("qwen2.5-14b", 14.770),
+        ("qwen2.5-32b", 32.764),
+        ("llama-3.1-70b", 70.554),
+        ("qwen2.5-72b", 72.706),
+    ],
+)
+def test_shapes_are_those_of_the_published_models(shape: str, billions: float) -> None:
+    model = build_model(shape, torch.bfloat16, "meta")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+# ---------------------------------------------------------------------------------- operations
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_the_papers_reduction_is_the_share_of_the_context(shape: str) -> None:
+    found = DecoderShape.of(config_of(shape)).prompt(8192, 128)
+    assert round(100 * found.reduction, 2) == 98.46  # TurboRAG's figure
+    assert round(100 * found.reduction_with_rotation, 2) == 98.46  # the rotation adds nothing
+
+
+def test_a_cached_instruction_adds_no_operation_but_attention_to_it() -> None:
+    shape = DecoderShape.of(config_of("qwen2-7b"))
+    without, behind = shape.prompt(8192, 128), shape.prompt(8192, 128, prefix=32)
+    assert behind.cached - without.cached == shape.forward(128, 8352) - shape.forward(128, 8320)
+    assert (behind.cached - without.cached) / without.full < 2e-5
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    model = build_model("tiny", torch.float32)
+    model.set_attn_implementation("eager")  # torch does not count every fused attention
+    ids = torch.arange(96)[None]
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model.model(ids, use_cache=False)
+    assert counter.get_total_flops() == DecoderShape.of(config_of("tiny")).forward(96, 96)
+
+
+# --------------------------------------------------------------------------------------- sides
+def test_every_side_answers_the_same_question_alike(bench: Bench) -> None:
+    sides = bench.sides(CASE)
+    assert set(sides) == {NAIVE, PREFIXED, STOCK, TURBORAG, COLD, PAGES, RAM, DEFERRED, FLOOR}
+    tokens = {name: sides[name](3).token for name in (TURBORAG, COLD, PAGES, RAM, DEFERRED, FLOOR)}
+    assert len(set(tokens.values())) == 1, tokens
+    full = {name: sides[name](3).token for name in (NAIVE, PREFIXED, STOCK)}
+    assert len(set(full.values())) == 1, full
+
+
+def test_turborags_way_has_our_logits(bench: Bench) -> None:
+    apart = bench.agreement(CASE)
+    assert set(apart) == {TURBORAG, DEFERRED}
+    # float32, after keys from before RoPE were rotated at once, and ours moved once more.
+    assert all(0 < value < 2e-4 for value in apart.values()), apart
+
+
+def test_turborags_decoding_rotates_all_keys_in_every_step(bench: Bench) -> None:
+    bench.side(TURBORAG, CASE)
+    chunks, ids = bench.chunk_ids(CASE), bench.ids(CASE)
+    seen: list[int] = []
+    rotary = bench.model.model.rotary_emb
+    handle = rotary.register_forward_hook(
+        lambda module, inputs, output: seen.append(output[0].shape[-2])
+    )
+    bench.turborag.generate(ids, chunks, 3)
+    handle.remove()
+    whole = ids.shape[1]
+    assert [count for count in seen if count >= whole] == [whole, whole + 1, whole + 2]
+
+
+def test_rows_of_a_batch_have_chunks_of_their_own(bench: Bench) -> None:
+    case = Case(CHUNK, 20, batch=2)
+    assert len({text for texts in case.texts for text in texts}) == 2
+    assert len(set(case.questions)) == 2
+    sides = bench.sides(case)
+    names = (TURBORAG, PAGES, RAM, DEFERRED, FLOOR)
+    assert len({sides[name](1).token for name in names}) == 1
+    single = bench.side(PAGES, Case(CHUNK, 20))(1)
+    assert single.token == sides[PAGES](1).token
+
+
+def test_sides_take_turns_and_the_first_round_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.ttft.gc.collect", lambda: 0)  # slow with all of the tests
+    calls: list[str] = []
+
+    def side(name: str) -> Callable[[int], Sample]:
+        def run(new_tokens: int) -> Sample:
+            calls.append(name)
+            first = calls.count(name) == 1
+            return Sample(9.0 if first else 1.0, 0.5, 3)
+
+        return run
+
+    timed = {name: side(name) for name in (NAIVE, STOCK, RAM, FLOOR)}
+    rows = measure(timed, CASE, rounds=3, slow_rounds=2)
+    assert calls == [RAM, FLOOR, NAIVE, RAM, FLOOR, NAIVE, RAM, FLOOR, RAM, FLOOR]
+    assert {row.side: row.rounds for row in rows} == {NAIVE: 2, RAM: 3, FLOOR: 3}
+    assert {row.side: row.highest for row in rows} == {NAIVE: 9.0, RAM: 1.0, FLOOR: 1.0}
+    timed[TURBORAG] = side(TURBORAG)  # in no ratio of decoding
+    many = measure_decode(timed, Case(1024, 20), rounds=16)
+    assert {row.side: row.rounds for row in many} == {STOCK: 16, TURBORAG: 3, RAM: 16}
+    del timed[TURBORAG]
+    decoded = measure_decode(timed, Case(1024, 20, 4), rounds=2)
+    assert {row.side: row.median for row in decoded} == {STOCK: 8.0, RAM: 8.0}
+
+
+def test_cases_come_from_the_preset_or_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cases_of(parse([])) == PRESETS["cpu"]
+    given = parse(["--contexts", "1024", "--queries", "20", "128", "--batches", "1", "2"])
+    assert cases_of(given) == [
+        Case(1024, 20),
+        Case(1024, 128),
+        Case(1024, 20, 2),
+        Case(1024, 128, 2),
+    ]
+    assert command_of(["--json", "x.json", "--preset", "short"]) == (
+        "python -m benchmarks.ttft --preset short"
+    )
+    assert parse(["--decode-rounds", "16"]).decode_rounds == 16
+    with pytest.raises(SystemExit):
+        parse(["--decode-rounds", "0"])
+    with pytest.raises(SystemExit):
+        parse(["--contexts", "1000"])
+    assert "multiples of 512" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ the check
+def made_report(**changed: float) -> dict[str, Any]:
+    """A report of one case, of nine rounds but for the full prefill; `changed` are medians."""
+    seconds = {NAIVE: 18.0, TURBORAG: 0.34, PAGES: 0.23, RAM: 0.22, DEFERRED: 0.214, FLOOR: 0.21}
+    rows = [_row(side, "ttft", value) for side, value in {**seconds, **changed}.items()]
+    rows += [_row(side, "decode", value) for side, value in {STOCK: 5.0, RAM: 11.0}.items()]
+    peak = Peak(PAGES, 4096, peak=1_100, weights=950, stitched=50, chunks=49)
+    return {
+        "command": "python -m benchmarks.ttft",
+        "machine": "a machine",
+        "versions": "torch 2",
+        "date": "2026-01-01",
+        "device": "cpu",
+        "shape": "qwen2.5-0.5b",
+        "dtype": "bfloat16",
+        "chunk": 512,
+        "prefix": 32,
+        "agreement": {TURBORAG: 0.006},
+        "memory": [vars(peak)],
+        "rows": rows,
+    }
+
+
+def _row(side: str, measure: str, median: float) -> dict[str, Any]:
+    numbers = {"context": 4096, "query": 20, "batch": 1, "lowest": 0.1, "highest": 99.0}
+    drift = [1.0] * 3 if side == NAIVE else [0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.4]
+    samples = [median * one for one in drift]
+    named = {"side": side, "measure": measure, "median": median, "parts": {}}
+    return {**numbers, **named, "rounds": len(samples), "samples": samples}
+
+
+def in_rounds(report: dict[str, Any], side: str, measure: str, factors: list[float]) -> None:
+    """Let the side's rounds be so many times its median, and those of the others their own."""
+    for row in report["rows"]:
+        if row["measure"] == measure and row["side"] != NAIVE:
+            times = factors if row["side"] == side else [1.0] * len(factors)
+            row["samples"] = [row["median"] * one for one in times]
+
+
+def test_ratios_are_smaller_the_better() -> None:
+    place = "4096 + 20 tokens, batch 1"
+    found = ratios(made_report())
+    assert found[f"ram over floor, {place}"].value == pytest.approx(0.22 / 0.21)
+    assert found[f"page cache over naive, {place}"].value == pytest.approx(0.23 / 18)
+    assert found[f"decoding, stock over ram, {place}"].value == pytest.approx(5 / 11)
+    assert found["peak memory, page cache, 4096 tokens"].value == pytest.approx(1.1)
+    assert median_of(rows_of(made_report()), (4096, 20, 1), COLD) is None
+
+
+def test_a_regression_is_found_and_noise_is_not() -> None:
+    old = made_report()
+    assert check.compare(old, made_report(**{RAM: 0.22 * 1.14})).regressions == {}
+    worse = check.compare(old, made_report(**{RAM: 0.22 * 1.16}))
+    assert list(worse.regressions) == ["ram over floor, 4096 + 20 tokens, batch 1"]
+    assert worse.remark == ""
+    slower_machine = {
+        side: 2 * row.median for row in rows_of(old) if row.measure == "ttft" for side in [row.side]
+    }
+    assert check.compare(old, made_report(**slower_machine)).regressions == {}
+    assert check.compare(old, made_report(**{RAM: 0.1})).regressions == {}  # better is fine
+
+
+def test_a_ratio_has_the_interval_of_its_paired_rounds() -> None:
+    place = "4096 + 20 tokens, batch 1"
+    report = made_report()
+    found = ratios(report)
+    alike = found[f"ram over floor, {place}"]  # a machine that drifts does so for both
+    assert alike.low == pytest.approx(alike.value) == pytest.approx(alike.high)
+    assert (alike.rounds, alike.has_interval) == (9, True)
+    naive = found[f"page cache over naive, {place}"]  # its rounds are others
+    assert (naive.low, naive.high, naive.has_interval) == (naive.value, naive.value, False)
+    assert found["peak memory, page cache, 4096 tokens"].has_interval  # bytes are counted
+
+    factors = [0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.1, 1.2, 1.3]
+    in_rounds(report, RAM, "ttft", factors)
+    wide = ratios(report)[f"ram over floor, {place}"]
+    assert wide.value == pytest.approx(0.22 / 0.21)
+    assert 0.7 * wide.value <= wide.low < wide.value < wide.high <= 1.3 * wide.value
+    in_rounds(report, RAM, "ttft", factors[:5])
+    assert not ratios(report)[f"ram over floor, {place}"].has_interval
+
+
+def test_who_has_fewer_rounds_is_paired_with_the_first_of_the_other() -> None:
+    report = made_report()
+    in_rounds(report, PAGES, "ttft", [1.0] * 9 + [50.0] * 16)  # the others have 25 as well
+    for row in report["rows"]:
+        row["samples"] = row["samples"][: 9 if row["side"] == TURBORAG else 25]
+    found = ratios(report)["page cache over turborag, 4096 + 20 tokens, batch 1"]
+    assert (found.value, found.rounds) == (pytest.approx(0.23 / 0.34), 9)
+    assert found.has_interval
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict"),
+    [
+        ([1.0, 1.0, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.4], "fine"),  # one round was interrupted
+        ([1.2, 1.2, 1.25, 1.25, 1.3, 1.3, 1.35, 1.35, 1.4], "worse"),
+        ([1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3, 1.4], "not sure"),
+        ([1.2, 1.3, 1.3, 1.4], "not sure"),  # four rounds are no evidence
+        ([0.9, 0.9, 0.9, 1.0], "fine"),
+        ([0.7, 0.7, 0.7, 0.8, 0.8, 0.8, 0.9, 0.9, 0.9], "fine"),
+    ],
+)
+def test_the_whole_interval_has_to_be_worse(factors: list[float], verdict: str) -> None:
+    fresh = made_report()
+    in_rounds(fresh, RAM, "ttft", factors)
+    found = check.compare(made_report(), fresh)
+    change = found.common["ram over floor, 4096 + 20 tokens, batch 1"]
+    assert change.verdict == verdict
+    assert (len(found.regressions), len(found.unsure)) == (
+        verdict == "worse",
+        verdict == "not sure",
+    )
+    shown = check.conclusion(found)
+    assert ("warning: 1 of 7 ratios may be" in shown) == (verdict == "not sure")
+    assert f"{len(found.regressions)} of 7 ratios are more than 15 % worse" in shown
+    assert ("too few rounds" in check.table({"ram": change})) == (len(factors) < 6)
+
+
+def test_what_the_committed_rounds_leave_open_is_not_held_against_the_code() -> None:
+    committed, fresh = made_report(), made_report()
+    in_rounds(committed, RAM, "ttft", [0.8, 0.95, 1.05, 1.2])
+    in_rounds(fresh, RAM, "ttft", [1.17] * 9)
+    change = check.compare(committed, fresh).common["ram over floor, 4096 + 20 tokens, batch 1"]
+    found = change.interval
+    assert found.value == pytest.approx(1.17)
+    assert found.low < 1 < 1.15 < found.high
+    assert change.verdict == "not sure"
+    in_rounds(fresh, RAM, "ttft", [1.6] * 9)
+    change = check.compare(committed, fresh).common["ram over floor, 4096 + 20 tokens, batch 1"]
+    assert change.verdict == "worse"
+
+
+def test_another_machine_is_named() -> None:
+    found = check.compare(made_report(), {**made_report(), "machine": "another processor"})
+    assert "another machine (a machine) than this one (another processor)" in check.conclusion(
+        found
+    )
+    assert "machine" not in check.conclusion(check.compare(made_report(), made_report()))
+
+
+def test_ratios_of_decoding_are_judged_on_their_own_processor_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed, fresh = tmp_path / "committed.json", tmp_path / "fresh.json"
+    arguments = [str(fresh), "--committed", str(committed)]
+    decoding = "decoding, stock over ram, 4096 + 20 tokens, batch 1"
+
+    def exits(machine: str, **slower: float) -> int:
+        report = {**made_report(**slower), "machine": f"{machine}, 8 cores, 1 thread(s)"}
+        for row in report["rows"]:
+            if (row["side"], row["measure"]) == (RAM, "decode"):
+                row["samples"] = [one / 2 for one in row["samples"]]
+        fresh.write_text(json.dumps(report))
+        return check.main(arguments)
+
+    committed.write_text(json.dumps({**made_report(), "machine": "Ours, 2 cores, 1 thread(s)"}))
+    assert exits("Ours") == 1  # more cores are the same processor
+    shown = capsys.readouterr().out
+    assert "1 of 7 ratios are more than 15 % worse" in shown
+    assert check.ELSEWHERE not in shown
+
+    assert exits("Theirs") == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.startswith(decoding))
+    assert "+100.0%" in row
+    assert row.endswith(check.ELSEWHERE)
+    assert "than this one (Theirs, 8 cores, 1 thread(s)); 1 of decoding are not judged" in shown
+    assert "0 of 6 ratios are more than 15 % worse" in shown
+
+    assert exits("Theirs", **{PAGES: 0.5}) == 1  # first tokens are judged everywhere
+    assert "2 of 6 ratios are more than 15 % worse" in capsys.readouterr().out
+
+
+def test_the_help_says_what_is_judged_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    assert "they are shown and not judged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_rows_of_one_report_alone_are_counted() -> None:
+    old, new = made_report(), made_report()
+    new["memory"] = []
+    extra = copy.deepcopy([row for row in new["rows"] if row["side"] in (RAM, FLOOR)])
+    new["rows"] += [{**row, "context": 1024} for row in extra]
+    found = check.compare(old, new)
+    assert found.only_committed == ("peak memory, page cache, 4096 tokens",)
+    assert found.only_fresh == ("ram over floor, 1024 + 20 tokens, batch 1",)
+    assert found.remark.startswith("not compared: 1 committed ratios")
+
+
+@pytest.mark.parametrize("name", ["shape", "device", "dtype"])
+def test_reports_of_other_models_are_not_compared(name: str) -> None:
+    with pytest.raises(ValueError, match=f"differ in {name}"):
+        check.compare(made_report(), {**made_report(), name: "another"})
+    with pytest.raises(ValueError, match=f"does not say its {name}"):
+        check.compare(
+            {key: made_report()[key] for key in made_report() if key != name}, made_report()
+        )
+
+
+def test_reports_without_a_common_row_are_not_compared() -> None:
+    empty = {**made_report(), "rows": [], "memory": []}
+    with pytest.raises(ValueError, match="no ratio in common"):
+        check.compare(made_report(), empty)
+
+
+def test_the_check_exits_with_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed, fresh = tmp_path / "committed.json", tmp_path / "fresh.json"
+    committed.write_text(json.dumps(made_report()))
+    fresh.write_text(json.dumps(made_report()))
+    arguments = [str(fresh), "--committed", str(committed)]
+    assert check.main(arguments) == 0
+    fresh.write_text(json.dumps(made_report(**{PAGES: 0.5})))
+    assert check.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "page cache over floor, 4096 + 20 tokens, batch 1" in shown
+    assert "2 of 7 ratios are more than 15 % worse" in shown
+    assert "warning: 1 of 7 ratios may be more than 15 % worse" in shown  # over three prefills
+    fresh.unlink()
+    assert check.main(arguments) == 1
+    assert "fresh.json" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- report
+def test_targets_say_what_holds() -> None:
+    found = {one.claim: one for one in cpu_targets(made_report())}
+    assert found["TTFT from the page cache, over the floor"].verdict == "holds"
+    assert found["TTFT from RAM, deferred, over the floor"].verdict == "holds"
+    assert found["Naive TTFT, over ours from the page cache"].verdict == "holds"
+    assert found["Tokens/s over the stitched context, over stock's"].figure == pytest.approx(2.2)
+    assert found["Peak memory, deferred, over weights and chunks"].verdict == "not measured"
+    slow = {one.claim: one for one in cpu_targets(made_report(**{PAGES: 0.3}))}
+    assert slow["TTFT from the page cache, over the floor"].verdict == "does not hold"
+    assert {one.verdict for one in gpu_targets(None)} == {"not measured"}
+    assert "| a claim | ≥ 2 | 1.5 | does not hold |" in table([Target("a claim", 2, True, 1.5)])
+
+
+def test_a_peak_is_held_against_what_its_side_keeps() -> None:
+    held = {
+        side: Peak(side, 512, peak=0, weights=100, stitched=10, chunks=9).held
+        for side in (PAGES, RAM, DEFERRED)
+    }
+    assert held == {PAGES: 110, RAM: 119, DEFERRED: 109}
+
+
+def test_the_page_is_written_from_the_reports(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `eval`")
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    results.mkdir()
+    docs.mkdir()
+    arguments = ["--results", str(results), "--page", str(docs / "benchmarks.md")]
+    assert report.main(arguments) == 1
+    (results / "ttft.json").write_text(json.dumps(made_report()))
+    other: dict[str, Any] = {
+        "target": 0.95,
+        "rows": [{"side": "memory", "ratio": 0.97123}],
+        "ok": None,
+    }
+    other["gains"] = [{"gain": {"value": 2.861, "low": 2.8, "high": 2.9, "n": 20}}]
+    (results / "prefill.json").write_text(json.dumps(other))
+    assert report.main(arguments) == 0
+    text = (docs / "benchmarks.md").read_text("utf-8")
+    assert "| 4,096 | 20 | 18,000 | 340 | 230 | 78.3x | 0.68x |" in text
+    assert "| 8,192 | 128 |" in text
+    assert "-98.46 %" in text
+    assert "no GPU was at hand" in text
+    assert "| memory | 0.9712 |" in text
+    assert "over bare forwards | ≥ 0.95 | 0.971 | holds |" in text
+    assert "over without (GPU) | ≤ 1.02 |  | not measured |" in text
+    assert "| 2.86 (2.8 to 2.9) |" in text
+    plot = (docs / "ttft-context.svg").read_bytes()
+    assert report.main(arguments) == 0
+    assert (docs / "ttft-context.svg").read_bytes() == plot

@@ -1,0 +1,198 @@
+"""`kvcache-rag eval`: every cell answers the same questions, and the table says how well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag.codecs import CODECS
+from kvcache_rag_lab.commands import evaluate
+from kvcache_rag_lab.evaluation.tasks import examples
+from kvcache_rag_lab.reader import KINDS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return parser.parse_args(list(given))
+
+
+def groups(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["groups"]
+    return found
+
+
+def test_another_seed_asks_other_questions() -> None:
+    one, other = (examples("single", 4, seed, 6, 4) for seed in (0, 1))
+    assert one != other
+    assert one == examples("single", 4, 0, 6, 4)
+
+
+def test_the_reader_is_asked_all_its_kinds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    given = ("--n", "4", "--json", str(file), "--policies", "reordered", "--timed", "0")
+    assert evaluate.run(arguments(*given)) == 0
+    printed = capsys.readouterr().out
+    found = groups(file)
+    assert [group["task"] for group in found] == [f"reader_{kind}" for kind in KINDS]
+    row = found[0]["rows"][0]
+    quality = row["quality"]
+    assert 0 <= quality["low"] <= quality["value"] <= quality["high"] <= 1
+    assert f"{100 * quality['low']:.1f} to {100 * quality['high']:.1f}" in printed
+    assert row["reused_share"] == 1
+
+
+def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "reader_unanswerable", "--n", "12", "--timed", "0")
+    assert evaluate.run(arguments(*given, "--json", str(file))) == 0
+    for group, refuses in zip(groups(file), (False, True), strict=True):
+        assert group["scored"] is True
+        for row in group["rows"][:2]:
+            assert row["quality"]["value"] >= 0.8
+            assert (row["scores"]["refused"]["value"] > 0.8) is refuses
+
+
+def test_who_has_no_documents_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "0", "--policies", "full")
+    assert evaluate.run(arguments(*given, "--json", str(file))) == 0
+    (group,) = groups(file)
+    assert group["rows"][-1]["policy"] == "closed book"
+    assert group["rows"][-1]["scores"]["refused"]["value"] == 1
+
+
+def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "8", "--timed", "0", "--json", str(file))
+    assert evaluate.run(arguments(*given, "--codec", "int8", "--policies", "reordered")) == 0
+    printed = capsys.readouterr().out
+    (group,) = groups(file)
+    native, int8, closed = group["rows"]
+    assert closed["policy"] == "closed book"
+    assert (native["codec"], int8["codec"]) == ("native", "int8")
+    assert (native["reused_share"], int8["reused_share"]) == (1, 1)
+    assert native["changed"] is None
+    assert 0 < int8["divergence"][0] <= int8["divergence"][1] < 0.5
+    assert "changed %" in printed
+    assert tuple(CODECS) == evaluate.CODECS
+
+
+def test_a_folder_of_results_takes_more_policies_and_more_k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "2", "--out", str(out))
+    assert evaluate.run(arguments(*given, "--policies", "full", "--k", "2")) == 0
+    first = (out / "records.jsonl").read_bytes()
+    wider = ("--policies", "full", "legolink:2", "cacheblend:0.3", "--k", "2", "6")
+    assert evaluate.run(arguments(*given, *wider)) == 0
+    assert (out / "records.jsonl").read_bytes().startswith(first)
+    assert "<svg" in (out / "plot.svg").read_text(encoding="utf-8")
+    assert (out / "report.md").read_text(encoding="utf-8") in capsys.readouterr().out
+    found = groups(out / "report.json")
+    assert [group["k"] for group in found] == [2, 6]
+    shares = {row["policy"]: row["recomputed_share"] for row in found[1]["rows"]}
+    assert shares["full"] == 1
+    assert 0 < shares["legolink:2"] < shares["cacheblend:0.3"] == pytest.approx(0.3, abs=0.05)
+    with pytest.raises(InvalidInputError, match="other questions"):
+        evaluate.run(arguments(*given, "--facts", "3", "--policies", "full", "--k", "2"))
+
+
+def test_a_set_is_cut_alike_under_both_of_its_names(tmp_path: Path) -> None:
+    text = "".join(f"Zeile {index} steht hier. " for index in range(400))
+    documents = [{"id": "d", "text": text, "relevant": True}]
+    row = {"id": "1", "question": "Wo?", "answers": ["hier"], "documents": documents}
+    (tmp_path / "longbench_multifieldqa_zh.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    cut = [
+        evaluate._tasks(arguments("--task", name, "--data", str(tmp_path)))[0].questions()[0].chunks
+        for name in ("multifieldqa_zh", "longbench_multifieldqa_zh")
+    ]
+    assert cut[0] == cut[1]
+    assert len(cut[0]) > 2, "by the reader's tokens, which are more than the estimate"
+
+
+def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    given = ("--task", "reader_single", "--n", "4", "--timed", "1", "--json", str(file))
+    clip = ("--policies", "cacheclip:0.4", "--auxiliary", "tiny")
+    assert evaluate.run(arguments(*given, *clip)) == 0
+    (group,) = groups(file)
+    row, _ = group["rows"]
+    assert 0 < row["recomputed_share"] < 0.5
+
+
+def test_differences_are_printed_below_the_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reader cannot read plain English; what it loses by stitching is there all the same."""
+    data = {
+        "id": "a",
+        "question": "Who keeps the keys?",
+        "answers": ["Ada"],
+        "documents": [{"id": "d", "text": "Ada keeps the keys.", "relevant": True}],
+    }
+    rows = [json.dumps({**data, "id": str(number)}) + "\n" for number in range(4)]
+    (tmp_path / "squad.jsonl").write_text("".join(rows), encoding="utf-8")
+    file = tmp_path / "out.json"
+    given = ("--task", "squad", "--data", str(tmp_path), "--timed", "0", "--json", str(file))
+    assert evaluate.run(arguments(*given, "--in-order", "--n", "3")) == 0
+    (group,) = groups(file)
+    assert (group["n"], group["scored"], group["metric"]) == (3, False, "containment")
+    full, reordered, closed = group["rows"]
+    assert full["difference"] is None
+    assert (
+        full["above_closed"]["difference"] == full["quality"]["value"] - closed["quality"]["value"]
+    )
+    for name in ("difference", "above_closed"):
+        assert reordered[name]["low"] <= reordered[name]["difference"] <= reordered[name]["high"]
+        assert closed[name] is None
+    printed = capsys.readouterr().out
+    assert "| minus full | minus closed book |" in printed
+    assert "Not scored" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("| reordered "))
+    assert line.count(" to ") >= 3, "quality, difference from full prefill and from closed book"
+    assert evaluate.run(arguments(*given, "--n", "1", "--metric", "f1")) == 0
+    assert groups(file)[0]["metric"] == "f1"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--codec", "int8", "--policies", "full"], "reuses chunks"),
+        (["--n", "0"], "--n must"),
+        (["--facts", "0"], "--facts must"),
+        (["--k", "2", "0"], "--k must"),
+        (["--batch", "0"], "--batch must"),
+        (["--timed", "-1"], "negative"),
+        (["--seed", "-1"], "negative"),
+        (["--json", "no/such/folder/x.json"], "cannot be a file"),
+        (["--json", "."], "cannot be a file"),
+        (["--out", __file__], "is a file; name a folder"),
+        (["--plot", "x.txt"], "must end in"),
+        (["--plot", "x.png", "--timed", "0"], "--timed"),
+        (["--data", "no/such/folder"], "no folder"),
+        (["--metric", "rouge"], "no task has the metric 'rouge'"),
+        (["--policies", "reorderd"], "reordered"),
+        (["--policies", "cacheclip"], "--auxiliary"),
+        (["--task", "hotpot"], "hotpotqa"),
+        (["--task", "hotpotqa", "--data", "."], "hotpotqa"),
+        (["--task", "reader_single", "--model", "./no/such/model"], "no model folder"),
+        (["--task", "niah_single_1", "--model", "./no/such/model"], "no model folder"),
+        (["--policies", "cacheclip", "--auxiliary", "./no/such/model"], "no model folder"),
+        (["--task", "reader_single", "--models", "no/such"], "cannot load the model 'no/such'"),
+    ],
+)
+def test_settings_that_cannot_be_used_say_so_at_once(given: list[str], says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        evaluate.run(arguments(*given))
+    assert "\n" not in str(raised.value)

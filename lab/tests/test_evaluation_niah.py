@@ -1,0 +1,276 @@
+"""Needles in haystacks: RULER's format, lengths by a tokenizer, and the reader's own language."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from small import make_tokenizer
+
+from kvcache_rag import Engine, FullRecompute, InvalidInputError
+from kvcache_rag_lab.evaluation.niah import (
+    ANSWER_TOKENS,
+    READER_VARIANTS,
+    VARIANTS,
+    key_words,
+    needle_question,
+    reader_needle_question,
+)
+from kvcache_rag_lab.evaluation.tasks import task_by_name
+from kvcache_rag_lab.reader import KINDS
+from kvcache_rag_lab.reader.language import RELATIONS, vocabulary
+from kvcache_rag_lab.reader.names import names
+
+if TYPE_CHECKING:
+    from kvcache_rag_lab.scoring.question import Question
+
+NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NUMBER = re.compile(r"[1-9]\d{6}")
+WORD = re.compile(r"[a-z]+-[a-z]+")
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def letters(text: str) -> int:
+    """By a tokenizer of one token per character."""
+    return len(make_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def whole(name: str, seed: int = 0, length: int = 1500) -> tuple[Question, str]:
+    """A question over one chunk, and its text."""
+    question = needle_question(name, seed, count=words, length=length, chunk_tokens=10**6)
+    (text,) = question.chunks
+    return question, text
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("count", "length"), [(words, 700), (words, 4096), (letters, 6000)])
+def test_lengths_are_rulers(name: str, count: object, length: int) -> None:
+    assert callable(count)
+    question = needle_question(name, 3, count=count, length=length, chunk_tokens=10**6)
+    (text,) = question.chunks
+    instruction = VARIANTS[name].instruction
+    used = count(instruction) + count(text) + count(question.question) + ANSWER_TOKENS
+    lines = text.split("\n") if "\n" in text else re.findall(r"[^.;]+[.;]", text)
+    assert used <= length
+    assert used + 1.5 * max(map(count, lines)) > length  # no room for a sentence more
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_seed_decides_everything(name: str) -> None:
+    assert whole(name, 5) == whole(name, 5)
+    first, second = whole(name, 5)[0], whole(name, 6)[0]
+    assert first.id != second.id
+    assert first.question != second.question
+    assert not set(first.answers) & set(second.answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "per_key", "asked", "key", "value"),
+    [
+        ("niah_single_1", 1, 1, 1, "words", "numbers"),
+        ("niah_single_2", 1, 1, 1, "words", "numbers"),
+        ("niah_single_3", 1, 1, 1, "words", "uuids"),
+        ("niah_multikey_1", 4, 1, 1, "words", "numbers"),
+        ("niah_multivalue", 1, 4, 1, "words", "numbers"),
+        ("niah_multiquery", 4, 1, 4, "words", "numbers"),
+    ],
+)
+def test_as_many_needles_as_rulers_settings_say(
+    name: str, keys: int, per_key: int, asked: int, key: str, value: str
+) -> None:
+    question, text = whole(name)
+    found = NEEDLE.findall(text)
+    assert Counter(Counter(one for _, one, _ in found).values()) == {per_key: keys}
+    assert {things for things, _, _ in found} == {value}
+    assert all(_is(key, one) and _is(value, said) for _, one, said in found)
+    named = [one for _, one, _ in found if one in question.question]
+    assert len(set(named)) == asked
+    # Wanted are all values of the keys that are asked for, and nothing else.
+    assert sorted(question.answers) == sorted(said for _, one, said in found if one in named)
+    assert len(set(question.answers)) == asked * per_key
+
+
+def _is(thing: str, text: str) -> bool:
+    if thing == "uuids":
+        return str(uuid.UUID(text)) == text and uuid.UUID(text).version == 4
+    return bool({"words": WORD, "numbers": NUMBER}[thing].fullmatch(text))
+
+
+def test_hay_is_noise_an_essay_or_other_needles() -> None:
+    noise = [line for line in whole("niah_single_1")[1].split("\n") if not NEEDLE.match(line)]
+    assert set(noise) == {NOISE}
+    essay = NEEDLE.sub("", whole("niah_multikey_1")[1])
+    assert not re.search(r"\d|magic", essay)
+    sentences = re.findall(r"[^.]+\.", essay)
+    assert len(set(sentences)) > 0.8 * len(sentences)
+    for name, key, value in (("2", "words", "numbers"), ("3", "uuids", "uuids")):
+        # So many that keys drawn blindly would repeat.
+        question, text = whole(f"niah_multikey_{name}", length=20_000)
+        needles = [NEEDLE.fullmatch(line) for line in text.split("\n")]
+        parts = [needle.groups() for needle in needles if needle is not None]
+        assert len(parts) == len(needles) > 1000
+        assert len({one for _, one, _ in parts}) == len({said for *_, said in parts}) == len(parts)
+        assert all(_is(key, one) and _is(value, said) for _, one, said in parts)
+        assert sum(one in question.question for _, one, _ in parts) == 1
+
+
+def test_wording_is_rulers() -> None:
+    assert VARIANTS["niah_single_1"].instruction == (
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards."
+    )
+    assert VARIANTS["niah_multivalue"].instruction == (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about the numbers afterwards."
+    )
+    assert VARIANTS["niah_single_3"].ask(["a-b"]) == (
+        "What is the special magic uuid for a-b mentioned in the provided text?"
+    )
+    assert VARIANTS["niah_multiquery"].ask(["a-b", "c-d", "e-f"]) == (
+        "What are all the special magic numbers for a-b, c-d, and e-f "
+        "mentioned in the provided text?"
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_chunks_hold_needles_whole_and_relevant_ones_are_named(name: str) -> None:
+    question = needle_question(name, 1, count=words, length=1200, chunk_tokens=100, overlap=15)
+    assert len(question.chunks) > 8
+    assert all(words(chunk) <= 100 for chunk in question.chunks)
+    for value in question.answers:
+        holding = [
+            index
+            for index, chunk in enumerate(question.chunks)
+            if any(said == value for _, _, said in NEEDLE.findall(chunk))
+        ]
+        assert holding
+        assert set(holding) <= set(question.relevant)
+    for index, chunk in enumerate(question.chunks):
+        told = any(said in question.answers for _, _, said in NEEDLE.findall(chunk))
+        assert told == (index in question.relevant)
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
+def test_needles_are_anywhere(name: str) -> None:
+    places = []
+    for seed in range(60):
+        question, text = whole(name, seed, 800)
+        places.append(text.index(f"is: {question.answers[0]}") / len(text))
+    assert Counter(int(5 * place) for place in places).keys() == {0, 1, 2, 3, 4}
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="does not fit into 150 tokens"):
+        needle_question("niah_single_1", 0, count=words, length=150)
+    with pytest.raises(InvalidInputError, match="no needle task 'niah_9'"):
+        needle_question("niah_9", 0, count=words)
+    with pytest.raises(InvalidInputError, match="key words run out"):
+        needle_question("niah_multikey_2", 0, count=words, length=10**6)
+
+
+def test_key_words_are_many_and_different() -> None:
+    assert len(set(key_words())) == len(key_words()) > 20_000
+    assert all(WORD.fullmatch(word) for word in key_words())
+
+
+def test_answers_are_scored_by_the_share_of_values_named() -> None:
+    task = task_by_name("niah_multivalue", count=words, length=700)
+    (question,) = task.questions(1)
+    first, second, third, fourth = question.answers
+    assert task.score(f"{first} and {fourth}, {second}.", question) == {"reference_coverage": 0.75}
+    assert task.score(third[:-1], question) == {"reference_coverage": 0}
+    assert (task.max_new_tokens, task.instruction) == (128, VARIANTS["niah_multivalue"].instruction)
+
+
+def stating(document: str) -> list[str]:
+    """The relation that each sentence states."""
+    found = []
+    for sentence in re.findall(r"[^.]+\.", document):
+        forms = [
+            relation.name
+            for relation in RELATIONS
+            for form in relation.statements
+            if re.fullmatch(
+                re.escape(form).replace(r"\{s\}", ".+").replace(r"\{v\}", ".+"), sentence.strip()
+            )
+        ]
+        assert len(set(forms)) == 1, sentence
+        found.append(forms[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "values"),
+    [
+        ("niah_reader_single", 1, 1),
+        ("niah_reader_multikey_1", 4, 1),
+        ("niah_reader_multikey_2", 24, 1),
+        ("niah_reader_multivalue", 24, 2),
+    ],
+)
+def test_readers_needles_are_facts_among_facts(name: str, stated: int, values: int) -> None:
+    known = vocabulary() | {word.lower() for word in names("held_out")}
+    for seed in range(20):
+        question = reader_needle_question(name, seed)
+        assert question == reader_needle_question(name, seed)
+        assert [len(stating(document)) for document in question.chunks] == [4] * 6
+        asked = next(
+            relation.name
+            for relation in RELATIONS
+            for form in relation.questions
+            if re.fullmatch(re.escape(form).replace(r"\{s\}", ".+"), question.question)
+        )
+        said = [one for document in question.chunks for one in stating(document)]
+        assert said.count(asked) == stated
+        assert len(question.answers) == values
+        for answer in question.answers:
+            places = [
+                i for i, text in enumerate(question.chunks) if re.search(rf"\b{answer}\b", text)
+            ]
+            assert set(places) & set(question.relevant)
+        text = " ".join((*question.chunks, question.question))
+        assert {word.lower() for word in re.findall(r"[A-Za-z]+", text)} <= known
+    found = {place for seed in range(60) for place in reader_needle_question(name, seed).relevant}
+    assert found == set(range(6))
+    with pytest.raises(InvalidInputError, match=r"does not fit into 1 documents of 1 facts"):
+        reader_needle_question("niah_reader_multikey_1", 0, documents=1, facts=1)
+    with pytest.raises(InvalidInputError, match="no needle task"):
+        reader_needle_question("niah_reader_multiquery", 0)
+
+
+def test_the_packaged_reader_finds_them() -> None:
+    engine = Engine.from_pretrained("tiny")
+    task = task_by_name("niah_reader_multikey_1")
+    asked = task.questions(16)
+    answers = engine.generate_batch(
+        [(one.question, one.chunks) for one in asked],
+        policy=FullRecompute(),
+        max_new_tokens=task.max_new_tokens,
+    )
+    scores = [task.score(one.text, question) for one, question in zip(answers, asked, strict=True)]
+    assert sum(score["reference_coverage"] for score in scores) >= 14
+
+
+def test_every_variant_is_a_task() -> None:
+    for name in (*READER_VARIANTS, *(f"reader_{kind}" for kind in KINDS)):
+        task = task_by_name(name)
+        few, more = task.questions(5), task.questions(9)
+        assert more[:5] == few
+        assert len({one.id for one in more}) == 9
+        gold = [task.score(", ".join(one.answers), one)[task.metric] for one in more]
+        assert gold == [1] * 9
+        assert task.questions(5, 1) != few
+        fewer = task.questions(9, k=2)
+        assert [one.id for one in fewer] == [one.id for one in more]
+        assert all(
+            set(one.chunks) <= set(all_.chunks) for one, all_ in zip(fewer, more, strict=True)
+        )
+        assert {len(one.chunks) for one in fewer} == {2}
+        assert {len(one.chunks) for one in task.questions(2, k=8)} == {8}

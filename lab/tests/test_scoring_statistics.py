@@ -1,0 +1,398 @@
+"""Intervals hold what they promise: on hand-worked cases, and as often as they say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from kvcache_rag import InvalidInputError
+from kvcache_rag_lab.scoring.statistics import (
+    LEAST_DIFFERING,
+    Interval,
+    Share,
+    Z,
+    few_losses,
+    kept_ratio,
+    least_kept,
+    macro_difference,
+    macro_interval,
+    mean_change,
+    mean_interval,
+    median_interval,
+    most_provable,
+    paired_bootstrap,
+    paired_ratio,
+    percentiles,
+    quotient,
+    trials_to_keep,
+    trials_without_loss,
+    wilson,
+)
+
+
+def test_six_questions_by_hand() -> None:
+    # Of the 64 equally likely halves of (+1, -1) drawn six times, one is -6, six are -4: the
+    # 2.5 % quantile is -4, and the other end is its mirror image.
+    found = paired_bootstrap([1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1])
+    assert (found.difference, found.n, found.differing) == (0, 6, 6)
+    assert (found.low, found.high) == pytest.approx((-4 / 6, 4 / 6))
+
+
+def test_equals_the_enumeration_of_all_resamples() -> None:
+    sums, sizes = np.array([3.0, -1.0, 0.5, 2.0, 1.0, 1.5]), np.array([3, 1, 2, 4, 1, 2])
+    draws = np.array(list(itertools.product(range(6), repeat=6)))
+    exact = np.quantile(sums[draws].sum(1) / sizes[draws].sum(1), (0.025, 0.975))
+    clusters = np.repeat(np.arange(6), sizes)
+    first = np.repeat(sums / sizes, sizes)
+    found = paired_bootstrap(first.tolist(), [0.0] * len(first), clusters.tolist())
+    assert found.difference == pytest.approx(7 / 13)
+    assert (found.low, found.high) == pytest.approx(tuple(exact), abs=0.02)
+
+
+def test_rows_are_drawn_within_their_sets() -> None:
+    # Means of the first: 0, 1/2, 1 in 1, 2, 1 of 4 draws; the second is 1 in all of them. Drawn
+    # from both together, the mean could be 0 or of one set alone.
+    found = macro_interval([[1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    assert (found.value, found.n) == (0.75, 6)
+    assert (found.low, found.high) == (0.5, 1.0)
+
+
+def test_sets_of_one_size_are_drawn_apart() -> None:
+    # If both drew the same rows, sums of a set and its mirror image would not vary at all.
+    found = macro_interval([[1.0, 0.0] * 50, [0.0, 1.0] * 50])
+    # Two independent means of 100 coins: 0.05 each, 0.05 / sqrt(2) of their mean.
+    assert (found.low, found.high) == pytest.approx(
+        (0.5 - 1.96 * 0.05 / math.sqrt(2), 0.5 + 1.96 * 0.05 / math.sqrt(2)), abs=0.01
+    )
+
+
+def test_a_difference_over_sets_is_paired_and_every_set_counts_alike() -> None:
+    first, second = [[1.0] * 8, [1.0, 0.0]], [[0.0] * 8, [1.0, 0.0]]
+    found = macro_difference(first, second)
+    assert (found.difference, found.n, found.differing) == (0.5, 10, 8)
+    assert found.ranked
+    same = macro_difference(second, second)
+    # Wilson's upper end for none of 10: 1.96² / (10 + 1.96²).
+    assert (same.low, same.high) == pytest.approx((-0.2775, 0.2775), abs=1e-3)
+    for wrong in ([], [[]], [[1.0], [1.0, 0.0]]):
+        with pytest.raises((InvalidInputError, ValueError)):
+            macro_difference(wrong, [[1.0]] * len(wrong))
+
+
+def test_rows_of_one_question_are_drawn_together_in_a_mean_over_sets() -> None:
+    # Fifty questions, each asked four times with the same outcome, tell as much as fifty.
+    once, often = [1.0, 0.0] * 25, [1.0] * 4 * 25 + [0.0] * 4 * 25
+    names = [number // 4 for number in range(200)]
+    apart, together = macro_interval([often, often]), macro_interval([often, often], [names] * 2)
+    expected = macro_interval([once, once])
+    assert (together.value, together.n) == (0.5, 400)
+    assert together.high - together.low == pytest.approx(expected.high - expected.low, rel=0.1)
+    assert apart.high - apart.low < 0.6 * (together.high - together.low)
+    # Four rows that went differently are one question that did; of the other set it is another.
+    lost = [[1.0] * 196 + [0.0] * 4] * 2
+    found = macro_difference(lost, [[1.0] * 200] * 2, [names] * 2)
+    assert found.differing == 2
+    assert found.low == pytest.approx(-wilson(2, 100)[1])
+
+
+def test_no_difference_among_few_is_not_none_among_all() -> None:
+    scores = [0.0, 1.0, 0.5, 1.0] * 25
+    found = paired_bootstrap(scores, scores)
+    assert (found.difference, found.differing) == (0, 0)
+    assert not found.ranked
+    # Wilson's upper end for none of 100: 1.96² / (100 + 1.96²).
+    assert (found.low, found.high) == pytest.approx((-0.0370, 0.0370), abs=1e-4)
+    shared = paired_bootstrap(scores, scores, [index // 4 for index in range(100)])
+    assert shared.high == pytest.approx(1.96**2 / (25 + 1.96**2))
+    one = paired_bootstrap([1.0, *scores], [0.0, *scores])
+    assert one.low == pytest.approx(-0.0367, abs=1e-4)
+    assert one.high == pytest.approx(0.054, abs=1e-3)
+
+
+def test_the_other_way_round_is_the_negative() -> None:
+    generator = np.random.default_rng(0)
+    first, second = generator.random((2, 50)).tolist()
+    one, other = paired_bootstrap(first, second), paired_bootstrap(second, first)
+    assert (one.difference, one.low, one.high) == pytest.approx(
+        (-other.difference, -other.high, -other.low)
+    )
+
+
+@pytest.mark.parametrize("shared", [1, 4])
+def test_the_interval_covers_the_truth_as_often_as_it_says(shared: int) -> None:
+    """95 % of the intervals of simulated studies hold the true difference of 0.1.
+
+    Four questions of a context fare alike; resampling single questions would cover 70 %.
+    """
+    generator = np.random.default_rng(1)
+    clusters = np.repeat(np.arange(60), shared).tolist()
+    covered, studies = 0, 400
+    for study in range(studies):
+        common = np.repeat(generator.normal(0.1, 0.4, 60), shared)
+        noise = generator.normal(0, 0.1, 60 * shared)
+        second = generator.random(60 * shared)
+        first = second + common + noise
+        found = paired_bootstrap(
+            first.tolist(), second.tolist(), clusters, seed=study % 3, resamples=1000
+        )
+        covered += found.low <= 0.1 <= found.high
+    assert 0.92 <= covered / studies <= 0.975
+
+
+def test_pairing_sees_what_two_separate_intervals_do_not() -> None:
+    generator = np.random.default_rng(2)
+    easy = generator.random(300)
+    second = (easy > 0.5).astype(float)
+    first = (easy > 0.44).astype(float)
+    compared = paired_bootstrap(first.tolist(), second.tolist())
+    assert compared.ranked
+    apart = mean_interval(first.tolist()), mean_interval(second.tolist())
+    assert apart[0].low < apart[1].high
+
+
+@pytest.mark.parametrize(("wins", "ranked"), [(LEAST_DIFFERING - 1, False), (8, True)])
+def test_a_few_wins_are_no_ranking(wins: int, ranked: bool) -> None:
+    first = [1.0] * wins + [0.0] * (200 - wins)
+    found = paired_bootstrap(first, [0.0] * 200)
+    assert (found.low > 0) is ranked
+    assert found.ranked is ranked
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    scores = np.random.default_rng(3).random((2, 40)).tolist()
+    assert paired_bootstrap(*scores, seed=5) == paired_bootstrap(*scores, seed=5)
+    assert paired_bootstrap(*scores, seed=5) != paired_bootstrap(*scores, seed=6)
+
+
+def test_shares_have_wilsons_interval() -> None:
+    found = mean_interval([1.0] * 8 + [0.0] * 2)
+    # Wilson by hand: (0.8 + 1.9208/10 ± 1.96 sqrt(0.016 + 0.9604/100)) / 1.38416
+    spread = 1.96 * math.sqrt(0.8 * 0.2 / 10 + 1.96**2 / 400)
+    centre, divisor = 0.8 + 1.96**2 / 20, 1 + 1.96**2 / 10
+    expected = ((centre - spread) / divisor, (centre + spread) / divisor)
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert (found.value, found.n) == (0.8, 10)
+    assert mean_interval([1.0] * 30).high == pytest.approx(1.0)
+    assert mean_interval([1.0] * 30).low < 0.9
+
+
+def test_questions_that_fare_alike_count_once() -> None:
+    single = mean_interval([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    clusters = [index // 4 for index in range(24)]
+    repeated = mean_interval([one for one in (1.0, 0.0, 1.0, 1.0, 0.0, 1.0) for _ in range(4)])
+    together = mean_interval(
+        [one for one in (1.0, 0.0, 1.0, 1.0, 0.0, 1.0) for _ in range(4)], clusters
+    )
+    assert together.high - together.low > single.high - single.low - 1e-9
+    assert repeated.high - repeated.low < single.high - single.low
+
+
+def test_scores_between_0_and_1_are_bootstrapped() -> None:
+    scores = np.random.default_rng(4).random(400)
+    found = mean_interval(scores.tolist())
+    error = 1.96 * scores.std() / math.sqrt(400)
+    assert (found.low, found.high) == pytest.approx(
+        (scores.mean() - error, scores.mean() + error), abs=0.004
+    )
+
+
+def test_ratios_and_medians() -> None:
+    first, second = [1.0, 0.0, 1.0, 1.0] * 50, [1.0] * 200
+    found = paired_ratio(first, second)
+    assert found.value == 0.75
+    assert 0.67 < found.low < 0.72 < 0.78 < found.high < 0.83
+    assert math.isnan(paired_ratio([1.0], [0.0]).value)
+    middle = median_interval([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert middle.value == 3
+    assert (middle.low, middle.high) == (1, 100)
+
+
+def test_one_z_is_that_of_95_per_cent() -> None:
+    assert statistics.NormalDist().cdf(Z) == pytest.approx(0.975, abs=1e-4)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 10), (10, 10), (81, 263)])
+def test_wilsons_bounds_are_the_shares_that_a_score_test_just_does_not_reject(
+    successes: int, trials: int
+) -> None:
+    found = successes / trials
+    for bound in wilson(successes, trials):
+        error = math.sqrt(bound * (1 - bound) / trials)
+        assert abs(found - bound) == pytest.approx(Z * error, abs=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+def test_wilsons_interval_covers_the_share_as_often_as_it_says(share: float) -> None:
+    """Summed over all counts of 60 trials, not drawn: at most 3 % less for any one share."""
+    held = [low <= share <= high for low, high in (wilson(count, 60) for count in range(61))]
+    chances = [math.comb(60, k) * share**k * (1 - share) ** (60 - k) for k in range(61)]
+    assert 0.92 <= sum(itertools.compress(chances, held)) <= 0.985
+
+
+def test_a_tally_is_a_share_with_wilsons_interval() -> None:
+    found = Share.of(score > 0.5 for score in (1.0, 0.0, 1.0, 1.0))
+    assert (found.successes, found.trials, found.value) == (3, 4, 0.75)
+    assert found.interval == wilson(3, 4)
+    assert str(found) == "75.0 % (30.1-95.4, n=4)"
+    assert (Share.of([]).value, Share.of([]).interval) == (0, (0, 1))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.3, 0.999])
+def test_trials_without_a_loss_are_the_fewest_that_prove_a_share(share: float) -> None:
+    found = trials_without_loss(share)
+    assert wilson(0, found)[1] <= share
+    assert found == 1 or wilson(0, found - 1)[1] > share
+    # Wilson's upper bound of none in n is z² / (n + z²).
+    assert found == max(1, math.ceil(Z**2 * (1 - share) / share))
+    assert trials_without_loss(0.0, most=50) == 50
+
+
+def test_a_change_by_hand() -> None:
+    found = mean_change([1.0, 2.0, 3.0], [1.5, 2.0, 2.5])  # changes 0.5, 0, -0.5
+    assert found.value == 0
+    assert (found.low, found.high) == pytest.approx((-Z * 0.5 / 3**0.5, Z * 0.5 / 3**0.5))
+    alone = mean_change([1.0], [2.0])
+    assert (alone.value, alone.low, alone.high) == (1, -math.inf, math.inf)
+    assert mean_change([], []).n == 0
+
+
+def test_a_change_covers_the_truth_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(5)
+    before = generator.random((400, 60))
+    after = before + generator.normal(0.1, 0.4, (400, 60))
+    pairs = zip(before.tolist(), after.tolist(), strict=True)
+    found = [mean_change(*pair) for pair in pairs]
+    covered = Share.of(one.low <= 0.1 <= one.high for one in found)
+    assert 0.92 <= covered.value <= 0.975
+
+
+def test_a_quotient_adds_errors_in_quadrature() -> None:
+    exact = Interval(4.0, 4.0, 4.0, 9)
+    found = quotient(Interval(2.0, 1.0, 3.0, 7), exact)  # the other one adds nothing
+    assert (found.value, found.low, found.high, found.n) == pytest.approx((0.5, 0.25, 0.75, 7))
+    one = Interval(1.0, math.exp(-3), math.exp(3), 7)
+    both = quotient(one, Interval(1.0, math.exp(-4), 2.0, 9))
+    assert math.log(both.high) == pytest.approx(5)  # 3 and 4
+
+
+def test_a_quotient_covers_the_truth_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(6)
+    estimates = np.exp(generator.normal([0.3, -0.2], [0.1, 0.2], (1000, 2)))
+    above, below = (
+        [Interval(one, one * math.exp(-Z * error), one * math.exp(Z * error), 1) for one in column]
+        for column, error in zip(estimates.T.tolist(), (0.1, 0.2), strict=True)
+    )
+    found = [quotient(*pair) for pair in zip(above, below, strict=True)]
+    covered = Share.of(one.low <= math.exp(0.5) <= one.high for one in found)
+    assert 0.935 <= covered.value <= 0.965
+
+
+def test_the_median_covers_the_truth_nearly_as_often_as_it_says() -> None:
+    """A percentile bootstrap of a median is a little too narrow: 93 to 94 % at 25 values."""
+    generator = np.random.default_rng(7)
+    studies = [generator.lognormal(0, 1, 25).tolist() for _ in range(1500)]
+    found = [median_interval(one, resamples=500) for one in studies]
+    covered = Share.of(one.low <= 1 <= one.high for one in found)
+    assert 0.91 <= covered.value <= 0.96
+
+
+def test_few_losses_bound_what_a_bootstrap_has_not_seen() -> None:
+    alike = [1.0] * 40
+    assert few_losses(alike, alike) == pytest.approx((-0.0876, 0.0876), abs=1e-4)
+    assert few_losses([0.0, *alike], [1.0, *alike]) == (-wilson(1, 41)[1], wilson(0, 41)[1])
+    assert few_losses(alike, alike, [0] * 20 + [1] * 20) == (-wilson(0, 2)[1], wilson(0, 2)[1])
+    assert few_losses([0.0] * 6 + [1.0] * 34, alike) is None
+    found = paired_bootstrap([0.0, *alike], [1.0, *alike])
+    assert (found.low, found.high) == (-wilson(1, 41)[1], wilson(0, 41)[1])
+
+
+def test_a_kept_share_is_no_surer_than_the_difference() -> None:
+    alike = [0.5] * 40
+    found = kept_ratio(alike, alike)
+    assert (found.value, found.high) == (1, pytest.approx(1 + 0.0876 / 0.5, abs=1e-3))
+    assert found.low == pytest.approx(least_kept(alike, alike)) == 1 - wilson(0, 40)[1] / 0.5
+    lost = [0.0] * 10 + [0.5] * 30
+    assert kept_ratio(lost, alike) == paired_ratio(lost, alike)  # a bootstrap has seen enough
+    assert least_kept(lost, alike) == 1
+    assert math.isnan(kept_ratio([0.0], [0.0]).value)
+    assert math.isnan(least_kept([0.0], [0.0]))
+
+
+@pytest.mark.parametrize("score", [1.0, 0.5, 0.18])
+@pytest.mark.parametrize("share", [0.9, 0.95])
+def test_the_fewest_questions_are_a_formula_of_score_and_share(score: float, share: float) -> None:
+    """n >= z² (1 / ((1 - share) score) - 1), and that is where the proof itself turns over."""
+    formula = Z**2 * (1 / ((1 - share) * score) - 1)
+    fewest = trials_without_loss((1 - share) * score)
+    assert fewest == math.ceil(formula)
+    assert most_provable(score, fewest) >= share > most_provable(score, fewest - 1)
+    known = least_kept([score] * fewest, [score] * fewest)
+    assert known == pytest.approx(most_provable(score, fewest))
+
+
+def test_the_formula_by_hand() -> None:
+    assert trials_without_loss(0.05 * 1.0) == 73
+    assert trials_without_loss(0.05 * 0.5) == 150  # 3.8416 x 39 = 149.8
+    assert trials_without_loss(0.1 * 1.0) == 35  # 3.8416 x 9 = 34.6
+    assert math.isnan(most_provable(0.0, 100))
+
+
+def scores(right: int, lost: int, won: int, total: int) -> tuple[list[float], list[float]]:
+    """Of a policy and of full prefill."""
+    full = [1.0] * right + [0.0] * (total - right)
+    mine = [0.0] * lost + [1.0] * (right - lost + won) + [0.0] * (total - right - won)
+    return mine, full
+
+
+@pytest.mark.parametrize(
+    ("right", "lost", "won", "share"),
+    [
+        (100, 0, 0, 0.99),
+        (30, 0, 0, 0.9),
+        (100, 2, 0, 0.95),
+        (100, 0, 2, 0.98),
+        (100, 8, 8, 0.95),
+        (40, 12, 14, 0.9),
+    ],
+)
+def test_as_many_questions_as_are_said_prove_what_is_kept(
+    right: int, lost: int, won: int, share: float
+) -> None:
+    """The same questions over and over: from the estimate on they prove it, well below not."""
+    mine, full = scores(right, lost, won, 120)
+    needed = trials_to_keep(mine, full, share)
+
+    def proved(times: int) -> float:
+        many = mine * times, full * times
+        return min(paired_ratio(*many).low, least_kept(*many))
+
+    assert proved(math.ceil(1.1 * needed / 120)) >= share
+    below = math.floor(0.8 * needed / 120)
+    assert below >= 1
+    assert proved(below) < share
+
+
+def test_what_is_not_kept_is_proved_by_no_number() -> None:
+    assert math.isnan(trials_to_keep(*scores(100, 10, 0, 120), share=0.95))
+    assert math.isnan(trials_to_keep(*scores(100, 0, 0, 120), share=1.0))
+    assert math.isnan(trials_to_keep([0.0], [0.0], 0.5))
+    assert math.isnan(trials_to_keep(*scores(100, 5, 0, 120), share=0.95)), "just as much"
+
+
+def test_percentiles_leave_a_fortieth_on_either_side() -> None:
+    assert percentiles(np.arange(41.0)) == (1, 39)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "clusters"),
+    [([], [], None), ([1.0], [1.0, 0.0], None), ([1.0, 0.0], [1.0, 0.0], [1])],
+)
+def test_what_cannot_be_compared_is_refused(
+    first: list[float], second: list[float], clusters: list[int] | None
+) -> None:
+    with pytest.raises(InvalidInputError):
+        paired_bootstrap(first, second, clusters)
