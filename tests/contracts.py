@@ -449,7 +449,6 @@ class StoreContract:
         chunk = make_chunk()
         key = key_of(chunk)
         store.put(key, chunk)
-        assert store.flush(60)
         stats = store.stats()
         least = self.stored(chunk)
         assert stats.bytes_written

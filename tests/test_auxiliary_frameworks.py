@@ -69,7 +69,6 @@ def test_ingestion_prefills_for_the_model_that_is_named(
     assert engine.auxiliary.engine.store is engine.store
     assert not {*engine.keys(TEXTS)} & {*engine.auxiliary.engine.keys(TEXTS)}
     assert held(engine) == [True] * len(TEXTS)
-    engine.store.flush()
     again = ingest(auxiliary="tiny", kv_dir=tmp_path / "kv")
 
     def computed(*_: Any) -> None:

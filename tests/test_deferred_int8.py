@@ -131,7 +131,7 @@ def test_every_tier_gives_the_same(tmp_path: Path, filled: Callable[[str], Path]
     stores: list[tuple[str, ChunkStore]] = [
         ("memory", MemoryStore(codec=Int8())),
         ("memory", TieredStore(MemoryStore(codec=Int8()), disk(tmp_path / "near"))),
-        ("disk", TieredStore(far, write_back=("disk",))),
+        ("disk", TieredStore(far)),
         ("memory", TieredStore(MemoryStore(codec=Int8()), far)),
     ]
     for tier, store in stores:

@@ -91,7 +91,7 @@ def disk(folder: Path) -> ChunkStore:
 
 def tiered(folder: Path) -> ChunkStore:
     slow = DiskStore(folder / "disk", durable=False)
-    return TieredStore(MemoryStore(120_000), slow, write_back=["disk"])
+    return TieredStore(MemoryStore(120_000), slow)
 
 
 def remote(folder: Path) -> ChunkStore:
@@ -126,7 +126,6 @@ def scene(store: ChunkStore, folder: Path) -> list[str]:
         path.write_bytes(path.read_bytes()[:-1])  # each is damaged now
     again = Engine(model, tokenizer, store=store, template=template, namespace=SECRET)
     answers.append(again.generate(QUESTION, TEXTS, max_new_tokens=4))
-    store.flush()
     engine.release(keys, SECRET)
     store.sweep()
     engine.delete_namespace()
@@ -248,36 +247,6 @@ def test_a_store_that_keeps_nothing_on_purpose_does_not_warn(
     reader(store=store).add(TEXTS[:1])
     assert store.stats().put_failures
     assert said(records, "could not be written") == []
-
-
-def test_a_write_that_failed_behind_the_caller_is_told_once(
-    records: list[logging.LogRecord], tmp_path: Path
-) -> None:
-    slow = DiskStore(tmp_path, durable=False, max_bytes=100)
-    store = TieredStore(MemoryStore(), slow, write_back=["disk"])
-    engine = reader(store=store)
-    engine.add(TEXTS[:1])
-    store.flush()
-    assert len(said(records, "could not be written")) == 2, "the instruction, and the chunk"
-    assert store.stats().put_failures == 2
-
-
-def test_a_writer_that_breaks_warns(
-    records: list[logging.LogRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = DiskStore(tmp_path, durable=False)
-    store = TieredStore(MemoryStore(), slow, write_back=["disk"])
-    engine = reader(store=store)
-    store.flush()
-
-    def broken(*_: Any) -> bool:
-        raise RuntimeError("the medium is gone")
-
-    monkeypatch.setattr(slow, "put", broken)
-    engine.add(TEXTS[:1])
-    store.flush()
-    failed = said(records, "disk: a chunk could not be written: RuntimeError: the medium is gone")
-    assert [one.levelno for one in failed] == [logging.WARNING, logging.DEBUG]
 
 
 def test_a_remote_that_fails_warns(records: list[logging.LogRecord], tmp_path: Path) -> None:

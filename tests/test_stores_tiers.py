@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from concurrent import futures
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import access
 import pytest
 
-from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, InvalidInputError
+from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import (
     ChunkStore,
     DiskStore,
     MemoryStore,
     RemoteStore,
     TieredStore,
-    writeback,
 )
-from kvcache_rag.stores.writeback import WriteBack
-from tests.contracts import LAYOUT, LAYOUTS, StoreContract, empty_chunk, key_of, make_chunk, same
+from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 
@@ -39,8 +34,6 @@ KEY = key_of(CHUNK, namespace="a")
 
 
 class TestThreeTiers(StoreContract):
-    write_back: tuple[str, ...] = ()
-
     def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
         if max_bytes is not None:
             pytest.skip("a remote has no limit on its bytes")
@@ -48,7 +41,6 @@ class TestThreeTiers(StoreContract):
             MemoryStore(release_grace=GRACE),
             DiskStore(path / "disk", durable=False, release_grace=GRACE),
             RemoteStore(f"file://{path}/remote", release_grace=GRACE),
-            write_back=self.write_back,
         )
 
     def age(self, store: ChunkStore, seconds: float) -> None:
@@ -66,42 +58,9 @@ class TestThreeTiers(StoreContract):
         return found | {key.digest for key in access.chunks(memory)}
 
 
-class TestThreeTiersWrittenBack(TestThreeTiers):
-    write_back = ("disk", "remote")
-
-
-class TestOneTierWrittenBack(TestThreeTiers):
-    """Nothing in front that would answer instead of the queue."""
-
-    def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
-        if max_bytes is not None:
-            pytest.skip("a remote has no limit on its bytes")
-        remote = RemoteStore(f"file://{path}/remote", release_grace=GRACE)
-        return TieredStore(remote, write_back=["remote"])
-
-    def age(self, store: ChunkStore, seconds: float) -> None:
-        assert store.flush(60)
-        assert isinstance(store, TieredStore)
-        for path in Path(access.objects(store.tiers[0]).root).rglob("*"):
-            status = path.stat()
-            os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
-
-    def held(self, store: ChunkStore) -> set[str]:
-        assert store.flush(60)
-        assert isinstance(store, TieredStore)
-        return {
-            path.stem for path in Path(access.objects(store.tiers[0]).root).rglob("*.safetensors")
-        }
-
-
 def parts(store: ChunkStore) -> tuple[MemoryStore, DiskStore, RemoteStore]:
-    """The three tiers, with nothing left to write."""
-    assert store.flush(60)
     assert isinstance(store, TieredStore)
     return store.tiers
-
-
-# Writing back.
 
 
 class Gate(MemoryStore):
@@ -124,164 +83,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.through.set()
-
-
-def test_a_put_does_not_wait_and_the_chunk_is_found_at_once(gate: Gate) -> None:
-    store = TieredStore(gate, write_back=["slow"])
-    chunk = make_chunk()
-    assert store.put(KEY, chunk)
-    chunk.tokens.zero_()  # the queue has a copy
-    assert gate.entered.wait(60)
-    assert not store.flush(0.05)
-    out = empty_chunk(16)
-    assert same(store.get(KEY, LAYOUT, out).chunk, CHUNK)
-    assert store.locate(KEY) == "slow"
-    assert not gate.contains(KEY)
-    with pytest.raises(CorruptChunkError):
-        store.get(KEY, LAYOUTS["fused-float16"])
-    gate.through.set()
-    assert store.flush(60)
-    assert same(gate.get(KEY, LAYOUT).chunk, CHUNK)
-    stats = store.stats()
-    assert (stats.puts, stats.put_failures, stats.hits) == (1, 0, {"slow": 2})
-
-
-def test_a_full_queue_writes_through_and_drops_nothing(gate: Gate) -> None:
-    size = CHUNK.nbytes + CHUNK.tokens.nbytes
-    store = TieredStore(gate, write_back=["slow"], queue_bytes=2 * size)
-    chunks = [make_chunk(seed) for seed in range(4)]
-    for chunk in chunks[:2]:
-        store.put(key_of(chunk), chunk)
-    with futures.ThreadPoolExecutor(1) as pool:
-        third = pool.submit(store.put, key_of(chunks[2]), chunks[2])
-        with pytest.raises(futures.TimeoutError):
-            third.result(timeout=0.1)
-        gate.through.set()
-        assert third.result(timeout=60)
-    assert store.flush(60)
-    assert store.put(key_of(chunks[3]), chunks[3])
-    store.close()
-    assert all(gate.contains(key_of(chunk)) for chunk in chunks)
-    assert store._stores[0]._nbytes == 0
-
-
-def test_the_newest_of_one_key_is_written(gate: Gate) -> None:
-    store = TieredStore(gate, write_back=["slow"])
-    other = make_chunk(9)
-    store.put(key_of(other), other)
-    assert gate.entered.wait(60)
-    first, second = make_chunk(1), make_chunk(2)
-    second.tokens.copy_(first.tokens)
-    store.put(key_of(first), first)
-    store.put(key_of(first), second)
-    gate.through.set()
-    assert store.flush(60)
-    assert same(gate.get(key_of(first), LAYOUT).chunk, second)
-    assert gate.written == [key_of(other), key_of(first)]
-
-
-def test_what_waits_can_be_deleted(gate: Gate) -> None:
-    store = TieredStore(gate, write_back=["slow"])
-    other = make_chunk(9)
-    store.put(key_of(other), other)
-    assert gate.entered.wait(60)
-    store.put(KEY, CHUNK)
-    assert store.delete(KEY)
-    assert not store.contains(KEY)
-    gate.through.set()
-    assert store.flush(60)
-    assert gate.written == [key_of(other)]
-
-
-def test_a_write_that_fails_in_the_background_is_counted(tmp_path: Path) -> None:
-    small = DiskStore(tmp_path, durable=False, max_bytes=1)
-    store = TieredStore(MemoryStore(), small, write_back=["disk"])
-    assert store.put(KEY, CHUNK)
-    assert store.flush(60)
-    assert store.stats().put_failures == 1
-    assert "max_bytes" in store.stats().last_failure
-
-
-def test_a_store_that_raises_does_not_stop_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = MemoryStore(tier="slow")
-    store = TieredStore(slow, write_back=["slow"])
-    with monkeypatch.context() as patch:
-        patch.setattr(slow, "put", lambda *_: 1 / 0)
-        store.put(KEY, CHUNK)
-        assert store.flush(60)
-    assert "ZeroDivisionError" in store.stats().last_failure
-    store.put(KEY, CHUNK)
-    assert store.flush(60)
-    assert slow.contains(KEY)
-
-
-def test_after_close_writes_go_through_and_claims_too(tmp_path: Path) -> None:
-    remote = RemoteStore(f"file://{tmp_path}", release_grace=-1)
-    store = TieredStore(remote, write_back=["remote"])
-    store.put(KEY, CHUNK)
-    store.close()
-    store.close()
-    assert remote.contains(KEY)
-    other = make_chunk(3)
-    assert store.put(key_of(other), other)
-    assert remote.contains(key_of(other))
-    store.claim(KEY, "a")
-    store.release(KEY, "a")
-    assert store.sweep() == 1
-    assert store._stores[0]._thread is None
-
-
-EXIT = """
-import sys, time
-from fsspec.implementations.local import LocalFileSystem
-from kvcache_rag import MemoryStore, RemoteStore, TieredStore
-from tests.chunks import key_of, make_chunk
-pipe = LocalFileSystem.pipe_file
-LocalFileSystem.pipe_file = lambda *args: (time.sleep(0.2), pipe(*args))
-store = TieredStore(MemoryStore(), RemoteStore(sys.argv[1]), write_back=["remote"])
-for seed in range(4):
-    chunk = make_chunk(seed)
-    store.put(key_of(chunk), chunk)
-"""
-
-
-def test_the_end_of_the_process_waits_for_uploads(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", EXIT, f"file://{tmp_path}"], check=True, timeout=200)
-    store = RemoteStore(f"file://{tmp_path}")
-    assert all(store.contains(key_of(make_chunk(seed))) for seed in range(4))
-
-
-def test_a_forked_child_begins_with_an_empty_queue(gate: Gate) -> None:
-    store = TieredStore(gate, write_back=["slow"])
-    store.put(KEY, CHUNK)
-    assert gate.entered.wait(60)
-    queue = store._stores[0]
-    assert isinstance(queue, WriteBack)
-    with queue._changed:  # as held by a thread of the parent
-        queue._forget()
-        assert queue.flush(1)
-
-
-def test_names_of_tiers_are_checked() -> None:
-    for wrong in (["disk"], "memory"):
-        with pytest.raises(InvalidInputError, match="write_back"):
-            TieredStore(MemoryStore(), write_back=wrong)
-
-
-def test_a_thread_without_work_ends_and_the_next_write_starts_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writeback, "_IDLE", 0.01)
-    disk = DiskStore(tmp_path, durable=False)
-    store = TieredStore(disk, write_back=["disk"])
-    queue = store._stores[0]
-    assert isinstance(queue, WriteBack)
-    for seed in range(3):
-        chunk = make_chunk(seed)
-        store.put(key_of(chunk), chunk)
-        with queue._changed:
-            assert queue._changed.wait_for(lambda: queue._thread is None, 60)
-        assert disk.contains(key_of(chunk))
 
 
 # Promotion.
@@ -406,48 +207,6 @@ def test_a_disk_that_missed_the_deletion_forgets_at_its_first_look_only(tmp_path
     assert not list(tmp_path.rglob("*.safetensors"))
     assert store.put(KEY, CHUNK)
     assert started().get(KEY, LAYOUT).tier == "disk"
-
-
-def test_a_deletion_takes_what_waits_and_what_is_under_way(gate: Gate) -> None:
-    memory = MemoryStore()
-    store = TieredStore(memory, gate, write_back=["slow"])
-    waiting = make_chunk(1)
-    store.put(KEY, CHUNK)
-    assert gate.entered.wait(60)
-    store.put(key_of(waiting, namespace="a"), waiting)
-    with futures.ThreadPoolExecutor(1) as pool:
-        deletion = pool.submit(store.delete_namespace, "a")
-        with pytest.raises(futures.TimeoutError):
-            deletion.result(timeout=0.1)
-        gate.through.set()
-        deletion.result(timeout=60)
-    assert store.flush(60)
-    assert gate.written == [KEY]
-    for key in (KEY, key_of(waiting, namespace="a")):
-        assert not store.contains(key)
-    assert store.put(KEY, CHUNK)
-    assert store.flush(60)
-    assert gate.contains(KEY)
-
-
-def test_a_queued_write_of_a_namespace_that_another_machine_deleted_is_dropped(
-    tmp_path: Path,
-) -> None:
-    url = f"file://{tmp_path}/remote"
-    gate = Gate()
-    store = TieredStore(gate, RemoteStore(url), write_back=["remote"])
-    gate.through.set()
-    queue = store._stores[1]
-    assert isinstance(queue, WriteBack)
-    store.put(key_of(CHUNK), CHUNK)
-    assert store.flush(60)
-    with queue._changed:  # the thread cannot take it before the deletion
-        store.put(KEY, CHUNK)
-        store.claim(KEY, "owner")
-        RemoteStore(url).delete_namespace("a")
-    assert store.flush(60)
-    left = [path.name for path in Path(tmp_path, "remote").rglob("*") if KEY.digest in path.name]
-    assert left == []
 
 
 def test_what_was_begun_before_a_deletion_is_kept_nowhere(tmp_path: Path) -> None:

@@ -165,43 +165,6 @@ def test_a_namespace_that_a_tier_refuses_does_not_stop_the_idle_looks(tmp_path: 
 
 
 # ---------------------------------------------------------------------- writing back
-def test_the_first_tier_written_back_sees_every_deletion(tmp_path: Path) -> None:
-    store = TieredStore(disk_at(tmp_path), write_back=["disk"], recheck=0.0)
-    store.delete_namespace("a")
-    disk_at(tmp_path).delete_namespace("a")
-    store.put(KEY, CHUNK)
-    store.flush()
-    assert disk_at(tmp_path).contains(KEY)
-
-
-def test_a_chunk_that_is_being_queued_during_a_deletion_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvcache_rag.stores import writeback
-
-    store = TieredStore(disk_at(tmp_path), write_back=["disk"])
-    called_after(monkeypatch, writeback, "private_copy", lambda: store.delete_namespace("a"))
-    store.put(KEY, CHUNK)
-    store.flush()
-    assert not disk_at(tmp_path).contains(KEY)
-
-
-def test_without_threads_writes_go_through_and_nothing_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    disk = disk_at(tmp_path, ttl=3600.0)
-    disk._due = 0.0
-    store = TieredStore(MemoryStore(), disk, write_back=["disk"])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        assert store.put(KEY, CHUNK)
-        store.claim(KEY, "owner")
-        assert store.get(KEY, LAYOUT).tier == "memory"
-    assert store.flush(10)
-    assert disk.contains(KEY)
 
 
 # ---------------------------------------------------------------------- looking after

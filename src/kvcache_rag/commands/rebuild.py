@@ -164,7 +164,6 @@ def _rebuild(arguments: argparse.Namespace, prefiller: RowPrefiller, name: str) 
         written = prefiller.fill(text_of, show_progress=True)
         took = duration(time.perf_counter() - started)
         print(f"  filled in {took}, {plural(written, 'row')} now refer to the new spec")
-        engine.store.flush()
         _check_kept(engine, prefiller, text_of)
     else:
         print(f"  {plural(outdated.stale, 'row')} would refer to the new spec")

@@ -264,13 +264,8 @@ class ChunkStore(ABC):
         """Note which model a spec belongs to, for people who look after the store; best effort."""
         del spec, namespace, description
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what was put is where it goes; False when `timeout` seconds did not do."""
-        del timeout
-        return True
-
     def close(self) -> None:  # noqa: B027 - most stores have nothing to stop
-        """Flush and stop background threads; the store may still be used, without them."""
+        """Stop background threads; the store may still be used, without them."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

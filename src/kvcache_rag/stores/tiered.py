@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,10 +21,9 @@ from kvcache_rag.stores.base import (
 from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 from kvcache_rag.stores.locks import HeldEpochs, in_a_hurry
 from kvcache_rag.stores.memory import MemoryStore
-from kvcache_rag.stores.writeback import WriteBack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvcache_rag.codecs import Codec, EncodedChunk, Room
     from kvcache_rag.kv.chunk import ChunkKey, ChunkLayout
@@ -50,35 +48,20 @@ class TieredStore(ChunkStore):
 
     Attributes:
         tiers: The stores, fastest first.
-        write_back: Names of the tiers that are written in the background.
         recheck: Seconds for which a faster tier is believed about a namespace.
-        queue_bytes: Limit on the chunks that wait for one such tier; above it `put` writes through.
     """
 
-    def __init__(
-        self,
-        *stores: ChunkStore,
-        write_back: Sequence[str] = (),
-        recheck: float = 5.0,
-        queue_bytes: int = 1 << 28,
-    ) -> None:
+    def __init__(self, *stores: ChunkStore, recheck: float = 5.0) -> None:
         """Join stores.
 
         Raises:
-            InvalidInputError: If there is none, or none of a name in `write_back`, or if two of
-                them write different codecs.
+            InvalidInputError: If there is none, or if two of them write different codecs.
         """
         check_settings(TieredStore.__init__, locals())
         if not stores:
             raise InvalidInputError("a TieredStore joins at least one store")
         for store in stores:
             check_store("a tier", store)
-        names = [store.tier for store in stores]
-        unknown = {write_back} if isinstance(write_back, str) else {*write_back} - {*names}
-        if unknown:
-            raise InvalidInputError(
-                f"write_back is a list of names out of {names}; {sorted(unknown)} is none"
-            )
         forms = {store.codec.name for store in stores if not isinstance(store, MemoryStore)}
         # Memory may hold what was decoded.
         forms |= {store.codec.name for store in stores if store.gives_encoded}
@@ -86,15 +69,9 @@ class TieredStore(ChunkStore):
             raise InvalidInputError(f"tiers must have one codec, not {', '.join(sorted(forms))}")
         self.tiers = stores
         self.tier = stores[-1].tier
-        self.write_back = tuple(write_back)
         self.recheck = recheck
-        self.queue_bytes = queue_bytes
         self.excludes_processes = any(store.excludes_processes for store in stores)
         self._watches = [EpochWatch(store, recheck) for store in stores]
-        self._stores: list[ChunkStore] = [
-            WriteBack(watch, queue_bytes) if watch.store.tier in write_back else watch.store
-            for watch in self._watches
-        ]
         self._locks = next((tier for tier in stores[::-1] if tier.excludes_processes), stores[-1])
         self._held: HeldEpochs[list[int]] = HeldEpochs()
         self._idle = IdleLooks(self._look_at_all, max(_IDLE_LOOK, recheck))
@@ -102,10 +79,7 @@ class TieredStore(ChunkStore):
 
     def __repr__(self) -> str:
         """The call that made it."""
-        return (
-            f"TieredStore({', '.join(map(repr, self.tiers))}, write_back={self.write_back}, "
-            f"recheck={self.recheck}, queue_bytes={self.queue_bytes})"
-        )
+        return f"TieredStore({', '.join(map(repr, self.tiers))}, recheck={self.recheck})"
 
     @property
     def codec(self) -> Codec:
@@ -129,7 +103,7 @@ class TieredStore(ChunkStore):
 
     def encoded(self, key: ChunkKey, layout: ChunkLayout, room: Room | None = None) -> EncodedHit:
         """Give back the chunk of the first tier that has it and promote it as it is."""
-        first = self._stores[0]
+        first = self.tiers[0]
 
         def ask(store: ChunkStore) -> EncodedHit:
             # What is promoted is kept, so it needs memory of its own.
@@ -140,7 +114,7 @@ class TieredStore(ChunkStore):
     def _first(self, key: ChunkKey, get: Callable[[ChunkStore], AnyHit]) -> AnyHit:
         self._look(check_key(key).namespace)
         worst: ChunkNotFoundError | None = None
-        for index, store in enumerate(self._stores):
+        for index, store in enumerate(self.tiers):
             epoch = self._watches[index].number(key.namespace) if index else 0
             try:
                 hit = get(store)
@@ -150,7 +124,7 @@ class TieredStore(ChunkStore):
                 continue
             if index:
                 self._promote(key, hit.chunk, index, epoch)
-            for slower in self._stores[index + 1 :]:
+            for slower in self.tiers[index + 1 :]:
                 slower.touch(key)
             return hit
         self._counters.add("misses")
@@ -159,18 +133,18 @@ class TieredStore(ChunkStore):
     def reader(self, key: ChunkKey, layout: ChunkLayout) -> ChunkReader | None:
         """The first tier's, when it holds the key; from the others `get` has to promote it."""
         self._look(check_key(key).namespace)
-        opened, first = None, self._stores[0]
+        opened, first = None, self.tiers[0]
         with suppress(ChunkNotFoundError):  # gone or damaged: `get` asks the other tiers too
             opened = first.reader(key, layout) if first.contains(key) else None
-        for slower in self._stores[1:] if opened else ():
+        for slower in self.tiers[1:] if opened else ():
             slower.touch(key)
         return opened
 
     def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Write to all tiers, now or in the background; True when any of them kept the chunk."""
+        """Write to all tiers; True when any of them kept the chunk."""
         self._look(check_key(key).namespace)
         expected = self._held.of(key.namespace, self._epochs_now)
-        kept = [store.put(key, chunk) for store in self._stores]
+        kept = [store.put(key, chunk) for store in self.tiers]
         if self._epochs_now(key.namespace) != expected:
             # The namespace was deleted since the chunk was begun: it is not to come back.
             self.delete(key)
@@ -187,20 +161,20 @@ class TieredStore(ChunkStore):
     def locate(self, key: ChunkKey) -> str | None:
         """Name of the fastest tier that holds the key now."""
         self._look(check_key(key).namespace)
-        return next(filter(None, (store.locate(key) for store in self._stores)), None)
+        return next(filter(None, (store.locate(key) for store in self.tiers)), None)
 
     def touch(self, key: ChunkKey) -> None:
         """Note the use in all tiers."""
-        for store in self._stores:
+        for store in self.tiers:
             store.touch(key)
 
     def delete(self, key: ChunkKey) -> bool:
         """Drop a chunk in all tiers, the slowest first: no faster one is filled again then."""
         self._refuse(check_key(key).namespace)
-        return sum(store.delete(key) for store in reversed(self._stores)) > 0
+        return sum(store.delete(key) for store in reversed(self.tiers)) > 0
 
     def delete_namespace(self, namespace: str) -> int:
-        """Drop a namespace in all tiers, also when one fails, and in what waits to be written.
+        """Drop a namespace in all tiers, also when one fails.
 
         Returns:
             How many chunks the tier dropped that held most.
@@ -208,7 +182,7 @@ class TieredStore(ChunkStore):
         self._refuse(namespace)
         failures: list[OSError] = []
         # The slowest first: then no faster tier is filled again from one that still holds it.
-        tiers = [*zip(self._stores, self._watches, strict=True)]
+        tiers = [*zip(self.tiers, self._watches, strict=True)]
         dropped = [_forget(*tier, namespace, failures) for tier in reversed(tiers)]
         if failures:
             raise failures[0]
@@ -236,35 +210,26 @@ class TieredStore(ChunkStore):
     def claim(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` uses the key, in all tiers."""
         self._look(check_key(key).namespace)
-        for store in self._stores:
+        for store in self.tiers:
             store.claim(key, owner)
 
     def release(self, key: ChunkKey, owner: str) -> None:
         """Note that `owner` no longer uses the key, in all tiers."""
         self._look(check_key(key).namespace)
-        for store in self._stores:
+        for store in self.tiers:
             store.release(key, owner)
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
-        for store in self._stores:
+        for store in self.tiers:
             store.describe(spec, namespace, description)
 
     def sweep(self) -> int:
         """Sweep all tiers; the sum of what they dropped."""
-        return sum(store.sweep() for store in reversed(self._stores))
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until nothing waits to be written; False when `timeout` seconds did not do."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        done = True
-        for store in self._stores:
-            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done = store.flush(seconds) and done
-        return done
+        return sum(store.sweep() for store in reversed(self.tiers))
 
     def close(self) -> None:
-        """Write what waits and stop the background threads."""
-        for store in self._stores:
+        """Close all tiers."""
+        for store in self.tiers:
             store.close()
 
     def stats(self) -> StoreStats:
@@ -275,11 +240,8 @@ class TieredStore(ChunkStore):
         chunks that the last tier did not keep; what each tier did for itself is in the stats of
         `tiers`.
         """
-        queues = [store for store in self._stores if isinstance(store, WriteBack)]
-        tiers = [store.stats() for store in (*self.tiers, *queues)]
         own = self._counters.stats()
-        late = [store.stats().put_failures for store in queues if store is self._stores[-1]]
-        return joined(own, tiers, own.put_failures + sum(late))
+        return joined(own, [store.stats() for store in self.tiers], own.put_failures)
 
     def _epochs_now(self, namespace: str) -> list[int]:
         """The epochs of the tiers, as last seen of those that have no locks and so are far away."""
@@ -300,7 +262,7 @@ class TieredStore(ChunkStore):
         self, key: ChunkKey, chunk: ChunkKV | EncodedChunk, source: int, epoch: int
     ) -> None:
         """Copy a chunk of tier `source` into the faster ones, unless its namespace went away."""
-        for faster in self._stores[:source]:
+        for faster in self.tiers[:source]:
             hurry = in_a_hurry() if faster.excludes_processes else _NOTHING
             with hurry, suppress(Exception):  # as out of memory: the chunk is served all the same
                 if isinstance(chunk, ChunkKV):
@@ -310,19 +272,19 @@ class TieredStore(ChunkStore):
                 else:
                     faster.put(key, chunk.decoded())
         if self.tiers[source].epoch(key.namespace) != epoch:
-            for faster in self._stores[:source]:
+            for faster in self.tiers[:source]:
                 faster.delete(key)
 
     def _look(self, namespace: str) -> None:
         """Forget a namespace in faster tiers that was deleted in a slower one."""
-        if len(self._stores) > 1:
+        if len(self.tiers) > 1:
             self._idle.start()
-        for index in range(len(self._stores) - 1, -1, -1):
+        for index in range(len(self.tiers) - 1, -1, -1):
             before, now = self._watches[index].look(namespace)
             if before == now:
                 continue
             failures: list[OSError] = []
-            for faster, watch in [*zip(self._stores[:index], self._watches, strict=False)][::-1]:
+            for faster, watch in [*zip(self.tiers[:index], self._watches, strict=False)][::-1]:
                 # Seen for the first time: was the slower one deleted after this one was?
                 if before or now > faster.epoch(namespace):
                     _forget(faster, watch, namespace, failures)
