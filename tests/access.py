@@ -30,11 +30,6 @@ def chunk_layout(engine: Engine) -> ChunkLayout:
     return adapter(engine).measured.chunk_layout
 
 
-def wide(model: TransformersModel) -> TransformersModel | None:
-    """The model in another dtype, while it is wanted."""
-    return model._wide
-
-
 def answerer(engine: Engine) -> Answerer:
     """What answers one question after the other."""
     return engine._answerer

@@ -240,7 +240,6 @@ PACKAGES: Final = (
     "kvcache_rag_lab.finetune",
     "kvcache_rag.integration",
     "kvcache_rag.policies",
-    "kvcache_rag.presses",
     "kvcache_rag_lab.reader",
     "kvcache_rag.stores",
     "llama_index.kvcache_rag",

@@ -22,8 +22,7 @@ from kvcache_rag import (
     ReusePolicy,
     UnsupportedModelError,
 )
-from kvcache_rag.kv.chunk import kept_places
-from kvcache_rag.kv.mask import MaskedSequence, block_mask, pruned_mask
+from kvcache_rag.kv.mask import MaskedSequence, block_mask
 from kvcache_rag.models.cache import CACHE_NAME, growing_cache
 
 if TYPE_CHECKING:
@@ -107,9 +106,6 @@ def sequence_logits(engine: Engine, sequence: MaskedSequence, cache: Any = None)
             ).logits
         return found[0, -sequence.query_tokens :].float()
     mask = adapter.mask_argument(sequence.allowed, sequence.indices)
-    if sequence.held is not None:
-        seen = adapter.mask_argument(sequence.allowed, sequence.held)
-        mask = _rows_of(mask, seen, len(sequence.ids) - sequence.query_tokens)
     logits = adapter.forward(sequence.ids[None], cache, sequence.positions, mask=mask)
     return logits[0, -sequence.query_tokens :].float()
 
@@ -128,27 +124,6 @@ def refused(engine: Engine, policy: ReusePolicy) -> bool:
     with pytest.raises(UnsupportedModelError, match=r"counts a token's place .*use Reuse\(\)"):
         engine.generate_batch([(QUESTION, TEXTS)], policy=policy, max_new_tokens=1)
     return True
-
-
-def _rows_of(first: Any, second: Any, count: int) -> Any:
-    """The first `count` rows of one mask, the others of another; or of one per kind of layer."""
-    if isinstance(first, dict):
-        return {name: _rows_of(first[name], second[name], count) for name in first}
-    return torch.cat([first[..., :count, :], second[..., count:, :]], dim=-2)
-
-
-def kept_of(engine: Engine, texts: list[str]) -> list[list[int]]:
-    """Of each text the places of the tokens whose keys and values the engine's store holds."""
-    prefiller = access.prefiller(engine)
-    chunks = [engine.store.get(key, prefiller.layout).chunk for key in engine.add(texts)]
-    return [kept_places(chunk.tokens).tolist() for chunk in chunks]
-
-
-def pruned_logits(engine: Engine, texts: list[str], scheme: Any) -> Tensor:
-    """Logits of the query from one forward pass in which it does not see the pruned tokens."""
-    ids, kept = engine.tokenize(QUESTION, texts), kept_of(engine, texts)
-    sequence = pruned_mask(ids.prefix, ids.chunks, ids.query, kept, scheme)
-    return sequence_logits(engine, sequence)
 
 
 def over_stored(

@@ -202,15 +202,3 @@ def test_quantised_chunks_answer_nearly_the_same(name: str, tmp_path: Path) -> N
         errors.append(rms(found, reference))
     assert 0 < errors[0] < 0.05
     assert 5 * errors[0] < errors[1] < 0.5
-
-
-def test_float32_prefill_is_turned_before_it_is_rounded() -> None:
-    model = build("qwen2", dtype=torch.bfloat16)
-    wide = engine_over(model, RawMemory(), prefill_dtype=torch.float32)
-    exact = engine_over(build("qwen2", dtype=torch.bfloat16).float(), RawMemory())
-    found, reference = (
-        engine.store.get(engine.add(TEXTS[:1])[0], access.chunk_layout(engine)).chunk
-        for engine in (wide, exact)
-    )
-    for mine, theirs in zip(flat(found), flat(reference), strict=True):
-        assert torch.allclose(mine.float(), theirs, rtol=2.0**-8, atol=1e-4)

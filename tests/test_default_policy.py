@@ -13,13 +13,10 @@ from laws import (
     TEXTS,
     TOLERANCE,
     error,
-    kept_of,
-    pruned_logits,
-    sequence_logits,
 )
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from zoo import FAMILIES, build, byte_tokenizer
+from zoo import build, byte_tokenizer
 
 from kvcache_rag import (
     BestLast,
@@ -27,13 +24,11 @@ from kvcache_rag import (
     Combination,
     Engine,
     FullRecompute,
-    Knorm,
     LegoLink,
     MemoryStore,
     Reuse,
 )
 from kvcache_rag.engine import like, unwarned
-from kvcache_rag.kv.mask import pruned_mask
 from kvcache_rag.models.adapters import (
     BLOCKS,
     TRAINING,
@@ -223,28 +218,6 @@ def test_a_single_chunk_of_the_best_last_is_reused_in_place(scheme: Any) -> None
         policy = BestLast(positions=scheme)
         metrics = engine.generate(QUESTION, texts, policy=policy, max_new_tokens=1).metrics
         assert (metrics.rotation, metrics.not_deferred) == ("deferred", "")
-
-
-@pytest.mark.parametrize("name", list(FAMILIES)[:4])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_law_with_a_press_the_others_are_pruned_and_the_best_chunk_is_whole(
-    name: str, count: int
-) -> None:
-    engine, texts = untrained(name, press=Knorm(0.5)), TEXTS[:count]
-    assert engine.policy == UNTRAINED
-    found = engine.logits(QUESTION, texts)
-    if count == 1:
-        assert error(found, pruned_logits(engine, texts, "reordered")) < TOLERANCE
-        return
-    others = texts[1:]
-    ids = engine.tokenize(QUESTION, [*others, texts[0]])
-    behind = (*ids.chunks[-1], *ids.query)
-    sequence = pruned_mask(ids.prefix, ids.chunks[:-1], behind, kept_of(engine, others))
-    expected = sequence_logits(engine, sequence)[-len(ids.query) :]
-    assert error(found, expected) < TOLERANCE
-    metrics = engine.generate(QUESTION, texts, max_new_tokens=1).metrics
-    assert metrics.pruned_tokens > 0
-    assert metrics.fresh_tokens == engine.keys(texts)[0].tokens
 
 
 def test_a_model_that_cannot_stitch_answers_by_full_prefill_with_one_warning() -> None:

@@ -373,25 +373,6 @@ def test_a_file_that_lies_about_its_tokens_is_a_miss() -> None:
     assert (again.metrics.misses, again.token_ids) == (1, expected.token_ids)
 
 
-def test_prefills_of_another_dtype_are_held_in_the_models() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = build("qwen2", dtype=dtype)
-        engines = [
-            Engine(
-                model,
-                byte_tokenizer(),
-                template=TEMPLATE,
-                rotation=mode,
-                prefill_dtype=torch.float32,
-            )
-            for mode in ("deferred", "copied")
-        ]
-        found, expected = (one.logits(QUESTION, TEXTS) for one in engines)
-        assert error(found, expected) < 0.2
-        answer = engines[0].generate(QUESTION, TEXTS, max_new_tokens=2)
-        assert answer.metrics.rotation == "deferred"
-
-
 class TestAuto:
     """The sooner way by what was measured, copying until something was."""
 

@@ -214,27 +214,6 @@ def test_a_declined_reference_whose_text_is_another_is_loaded(
     assert declined.metrics.declined == {"slow": 3}
 
 
-def test_a_prefill_that_fails_keeps_no_wide_copy_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(
-        build("qwen2", dtype=torch.bfloat16),
-        byte_tokenizer(),
-        template=TEMPLATE,
-        rotation="deferred",
-        prefill_dtype=torch.float32,
-    )
-
-    def full(*_: Any) -> bool:
-        raise OSError("no space")
-
-    engine.add(TEXTS[:1])
-    monkeypatch.setattr(engine.store, "put", full)
-    with pytest.raises(OSError, match="no space"):
-        engine.generate(QUESTION, TEXTS, max_new_tokens=1)
-    assert access.wide(access.adapter(engine)) is None
-
-
 def test_beams_that_only_the_model_asks_for_are_none() -> None:
     answers = []
     for mode in ("deferred", "copied"):

@@ -161,9 +161,7 @@ def test_keys_of_another_engine(other: str) -> None:
     if other == "wrapper":  # other tokens behind the same prefix: just another chunk
         assert mine.generate(QUESTION, [key], max_new_tokens=1).metrics.misses == 0
         return
-    with pytest.raises(
-        FingerprintMismatchError, match="another model, dtype, codec, press, prefix"
-    ):
+    with pytest.raises(FingerprintMismatchError, match="another model, dtype, codec, prefix"):
         mine.generate(QUESTION, [key])
     if other == "model":
         with pytest.raises(FingerprintMismatchError):

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import access
 import pytest
 import torch
 from laws import (
     QUESTION,
-    TEMPLATE,
     TEXTS,
     TOLERANCE,
     error,
@@ -24,7 +22,6 @@ from laws import (
     refused,
     sequence_logits,
 )
-from torch import Tensor
 from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
@@ -124,26 +121,3 @@ def test_law_3_with_an_empty_prefix_is_turborags_mask() -> None:
     assert engine.prefix_text == ""
     found = engine.logits(QUESTION, TEXTS)
     assert error(found, masked_logits(engine, TEXTS, "reordered")) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "deepseek_v3"])
-def test_prefilling_in_float32_stores_what_is_closer_to_exact(name: str) -> None:
-    rounded = build(name, dtype=torch.bfloat16).float()  # the same weights, computed exactly
-    options = {"tokenizer": byte_tokenizer(), "template": TEMPLATE}
-    exact = Engine(rounded, **options)
-    narrow = Engine(build(name, dtype=torch.bfloat16), **options)
-    wide = Engine(build(name, dtype=torch.bfloat16), prefill_dtype=torch.float32, **options)
-    assert wide.spec != narrow.spec
-
-    def values(engine: Engine) -> Tensor:
-        (key,) = engine.add(TEXTS[2:])
-        chunk = engine.store.get(key, access.chunk_layout(engine)).chunk
-        last = len(chunk.tensors) - 1
-        return chunk.values(last)[-1].float()
-
-    reference = values(exact)
-
-    def rms(found: Tensor) -> float:
-        return float((found - reference).pow(2).mean().sqrt())
-
-    assert rms(values(wide)) < 0.5 * rms(values(narrow))

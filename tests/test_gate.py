@@ -212,8 +212,6 @@ def test_a_verdict_of_something_else_is_refused_with_what_differs(
             Engine(model, tokenizer, template=TEMPLATE, gate=low)
     with pytest.raises(FingerprintMismatchError, match="chunks stored as native, not as int8"):
         make_engine(gate=low, store=DiskStore(tmp_path, codec=Int8()))
-    with pytest.raises(FingerprintMismatchError, match="dtype float32, not float64, kept as"):
-        make_engine(gate=low, prefill_dtype=torch.float64)
     changes = {
         "another instruction": {"system": "Look.\n"},
         "another form of chunks": {"chunk_start": "<e>"},

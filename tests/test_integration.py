@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import access
 import chromadb
 import pytest
-import torch
 from small import make_model, make_tokenizer
 from verdicts import REUSE, make_verdict
 from zoo import build, byte_tokenizer
@@ -25,7 +24,6 @@ from kvcache_rag import (
     FingerprintMismatchError,
     FullRecompute,
     InvalidInputError,
-    Knorm,
     MemoryStore,
     PromptTemplate,
     RemoteStore,
@@ -591,14 +589,12 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
         "template": PromptTemplate(system="Read.\n"),
         "policy": FullRecompute(),
         "namespace": "tenant",
-        "prefill_dtype": torch.float32,
         "context_window": 100,
         "packed_attention": False,
         "cost_aware": False,
         "auxiliary": None,
         "gate": None,
         "rotation": "copied",
-        "press": Knorm(0.5),
     }
     assert options.keys() == signature(Engine).parameters.keys() - {"model", "tokenizer"}
     engine = Engine(make_model(), make_tokenizer(), **options)

@@ -6,7 +6,6 @@ import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import access
 import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, TOLERANCE, error, masked_logits, plain_logits
@@ -260,22 +259,6 @@ def test_stitched_answers_in_bfloat16_are_within_its_rounding(name: Any) -> None
     assert (
         error(engine.logits(QUESTION, TEXTS), masked_logits(engine, TEXTS, "reordered")) <= 2 * own
     )
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_chunks_can_be_computed_in_float32(name: Any) -> None:
-    model = pack_weights(make(), name)
-    engine = make_engine(model, prefill_dtype=FP32)
-    exact = make_engine(unpack_weights(copy.deepcopy(model)).float())
-    (key,), (other,) = engine.add(TEXTS[2:]), exact.add(TEXTS[2:])
-    found = engine.store.get(key, access.chunk_layout(engine)).chunk
-    wanted = exact.store.get(other, access.chunk_layout(exact)).chunk
-    last = len(found.tensors) - 1
-    values = found.values(last)[-1]
-    assert torch.equal(values, wanted.values(last)[-1].to(BF16)), (
-        "one rounding, of the same numbers"
-    )
-    assert packed_layers(engine.model) == packed_layers(model)
 
 
 @pytest.mark.parametrize("name", ALL)

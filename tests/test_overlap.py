@@ -354,19 +354,6 @@ def test_loading_ahead_pays_where_it_takes_long_and_disturbs_nobody(
     assert loader.pays_ahead(opened(32 << 20))
 
 
-@pytest.mark.usefixtures("always")
-def test_loading_ahead_keeps_no_wide_copy_of_the_model(started: list[PlacingAhead]) -> None:
-    store = MemoryStore()
-    options: dict[str, Any] = {"template": TEMPLATE, "store": store, "rotation": "copied"}
-    options["prefill_dtype"] = torch.float64
-    Engine(build("llama"), byte_tokenizer(), **options).add(TEXTS)
-    engine = Engine(build("llama"), byte_tokenizer(), **options)
-    access.adapter(engine).widened(torch.float64)  # as after a trial
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
-    assert started
-    assert access.wide(access.adapter(engine)) is None
-
-
 class Streamer:
     """What `generate()` hands on: the prompt, then tokens."""
 

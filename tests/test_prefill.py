@@ -204,22 +204,6 @@ def test_the_prefix_is_computed_once_and_found_by_the_next_engine(
     assert later.add(["text"]) == later.keys(["text"])
 
 
-def test_prefill_dtype_stores_in_the_models_dtype_and_leaves_the_model_alone() -> None:
-    model = build("qwen2", dtype=torch.bfloat16)
-    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
-    (key,) = engine.add(["some text to keep"])
-    layout = access.chunk_layout(engine)
-    chunk = engine.store.get(key, layout).chunk
-    assert layout.dtype == torch.bfloat16
-    assert {tensor.dtype for group in chunk.tensors for tensor in group} == {torch.bfloat16}
-    assert next(model.parameters()).dtype == torch.bfloat16
-    assert access.wide(access.adapter(engine)) is None, "the wide copy is let go of after adding"
-    narrow = Engine(model, byte_tokenizer(), template=TEMPLATE)
-    assert narrow.keys(["some text to keep"]) != [key]
-    same = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.bfloat16)
-    assert same.keys(["x"]) == narrow.keys(["x"])
-
-
 def test_a_cached_question_runs_the_model_over_the_question_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -420,21 +404,6 @@ def test_progress_counts_tokens_and_says_how_many_chunks(
     shown = capfd.readouterr().err
     tokens = sum(key.tokens for key in keys)
     assert f"{tokens / 1000:.1f}k/{tokens / 1000:.1f}k tokens, 3/3 chunks" in shown
-
-
-def test_a_question_keeps_no_wide_copy_of_the_model() -> None:
-    store = MemoryStore()
-    model = build("qwen2").to(torch.bfloat16)
-    options: dict[str, Any] = {"template": TEMPLATE, "store": store}
-    options["prefill_dtype"] = torch.float32
-    Engine(model, byte_tokenizer(), **options).add(TEXTS)
-    engine = Engine(model, byte_tokenizer(), **options)
-    prefiller: Any = access.prefiller(engine)
-    prefix = chunk_key(prefiller.prefix_ids, prefix_ids=(), spec=prefiller.spec, namespace="")
-    assert store.delete(prefix)
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
-    assert store.contains(prefix)
-    assert access.wide(access.adapter(engine)) is None
 
 
 def test_the_prefix_is_kept_where_the_model_is() -> None:

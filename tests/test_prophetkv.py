@@ -43,8 +43,6 @@ from kvcache_rag import (
     CacheBlend,
     DiskStore,
     Engine,
-    InvalidInputError,
-    Knorm,
     LegoLink,
     MemoryStore,
     Message,
@@ -475,11 +473,6 @@ def test_beams_and_chunks_that_were_not_cached() -> None:
     assert first.metrics.misses == len(TEXTS)
     again = engine.generate(QUESTION, TEXTS, **settings)
     assert (again.metrics.misses, again.token_ids) == (0, first.token_ids)
-
-
-def test_pruned_chunks_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="pruned chunks have not all of them"):
-        make_engine("llama", press=Knorm(0.5), policy=ProphetKV())
 
 
 # ---------------------------------------------------------------------- with other policies

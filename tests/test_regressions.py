@@ -287,23 +287,6 @@ def test_weights_kept_in_buffers_are_part_of_the_identity() -> None:
     assert len(specs) == 2
 
 
-def test_the_wide_copy_is_let_go_of_after_a_partial_hit() -> None:
-    model = build("qwen2", dtype=torch.bfloat16)
-    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
-    engine.generate(QUESTION, TEXTS, max_new_tokens=1)
-    assert access.wide(access.adapter(engine)) is None
-
-
-def test_the_wide_copy_is_let_go_of_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("qwen2", dtype=torch.bfloat16)
-    engine = Engine(model, byte_tokenizer(), template=TEMPLATE, prefill_dtype=torch.float32)
-    access.prefiller(engine).prefix()  # type: ignore[union-attr]  # it has one
-    monkeypatch.setattr(engine.store, "put", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.add(TEXTS)
-    assert access.wide(access.adapter(engine)) is None
-
-
 def test_ttft_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     encode = access.renderer(engine).chunk_ids

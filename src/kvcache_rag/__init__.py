@@ -57,11 +57,6 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import Union as Union
     from kvcache_rag.policies import auto as auto
     from kvcache_rag.policies import policy_by_name as policy_by_name
-    from kvcache_rag.presses import ExpectedAttention as ExpectedAttention
-    from kvcache_rag.presses import Knorm as Knorm
-    from kvcache_rag.presses import Press as Press
-    from kvcache_rag.presses import SnapKV as SnapKV
-    from kvcache_rag.presses import press_by_name as press_by_name
     from kvcache_rag.prompt.renderer import PromptIds as PromptIds
     from kvcache_rag.prompt.template import Message as Message
     from kvcache_rag.prompt.template import PromptTemplate as PromptTemplate

@@ -19,13 +19,12 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     FingerprintMismatchError,
     InvalidInputError,
-    UnsupportedModelError,
     check_name,
     check_settings,
 )
 from kvcache_rag.generation import telemetry
 from kvcache_rag.generation.answer import Answerer, Asked
-from kvcache_rag.generation.context import check_pruned, checked_mode
+from kvcache_rag.generation.context import checked_mode
 from kvcache_rag.generation.explain import FEWEST_NEW, explained
 from kvcache_rag.generation.gate import BoundGate, identity
 from kvcache_rag.generation.joint import COMBINATION_BYTES, Combinations
@@ -36,13 +35,11 @@ from kvcache_rag.kv.rotary import forget_scratch
 from kvcache_rag.models.adapters import trained_for_blocks
 from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.models.pressing import press_refusal
 from kvcache_rag.models.pretrained import chosen_adapter, load
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.auto import with_auxiliary
 from kvcache_rag.policies.default import default_policy, reuse_warning
 from kvcache_rag.prefill import ContextChunk, Prefiller
-from kvcache_rag.presses import Press, press_by_name
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
@@ -85,7 +82,6 @@ class Engine:
         auxiliary: Scores chunks for policies that bring no scorer of their own, or None.
         namespace: Tenant; other namespaces never see its chunks.
         context_window: Longest prompt plus answer, in tokens.
-        press: What keeps a share of each chunk's tokens; None for all of them.
     """
 
     def __init__(
@@ -98,14 +94,12 @@ class Engine:
         template: PromptTemplate | None = None,
         policy: ReusePolicy | None = None,
         namespace: str = "",
-        prefill_dtype: torch.dtype | None = None,
         context_window: int | None = None,
         packed_attention: bool = True,
         cost_aware: bool = True,
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
-        press: Press | str | None = None,
     ) -> None:
         """Measure the model and bind the template.
 
@@ -122,9 +116,6 @@ class Engine:
                 that it was fine-tuned for blocks, else `BestLast()`; chunks of a model that cannot
                 stitch them (`refusal`) are then answered by full prefill, with one warning.
             namespace: Tenant.
-            prefill_dtype: Compute chunks in this dtype (offline cost only); `torch.float32` stores
-                keys and values of a bfloat16 model more than twice as close to exact, at the same
-                size.
             context_window: Lower it to keep prompts short; None for the model's own. More than the
                 original length of a model with longrope gives it the frequencies of long prompts at
                 every length (docs/models.md).
@@ -140,9 +131,6 @@ class Engine:
                 answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
                 not; "copied" never does; "auto" where it is measured sooner, and on a CPU with
                 chunks of `Int8`, which are read as they are.
-            press: Keeps a share of each chunk's tokens, chosen when it is prefilled, such as
-                `Knorm(0.5)` or "knorm:0.5"; None for all of them.  Policies that compute tokens
-                again are refused.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -178,9 +166,8 @@ class Engine:
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = lock_of(self._adapter.model)
         self._costs = Costs(enabled=cost_aware)
-        self.press = self._checked_press(press)
-        joint = self._loader(self.combinations, prefill_dtype, None)
-        loader = self._loader(self.store, prefill_dtype, joint)
+        joint = self._loader(self.combinations, None)
+        loader = self._loader(self.store, joint)
         self._prefiller = loader.prefiller if loader else None
         self._joint = Combinations(loader, joint, self.context_window) if loader and joint else None
         self._planner = Planner(
@@ -262,36 +249,12 @@ class Engine:
         return cls(model, tokenizer, store=store, template=template or brought, **options)
 
     def _loader(
-        self, store: ChunkStore, dtype: torch.dtype | None, combinations: ContextLoader | None
+        self, store: ChunkStore, combinations: ContextLoader | None
     ) -> ContextLoader | None:
-        ids = self._renderer.prefix_ids
-        prefiller = Prefiller.of(self._adapter, store, ids, self.namespace, dtype, self.press)
+        prefiller = Prefiller.of(self._adapter, store, self._renderer.prefix_ids, self.namespace)
         if prefiller is None:
             return None
         return ContextLoader(prefiller, self._renderer, self._costs, combinations)
-
-    def _checked_press(self, press: Press | str | None) -> Press | None:
-        """The press, if it prunes anything; one that keeps all is none.
-
-        Raises:
-            InvalidInputError: If it is none.
-            UnsupportedModelError: If chunks of this model cannot be pruned.
-        """
-        given = press_by_name(press) if isinstance(press, str) else press
-        if given is None:
-            return None
-        if not isinstance(given, Press):
-            raise InvalidInputError(
-                f'press must be such as Knorm(0.5) or "knorm:0.5", not {given!r}'
-            )
-        if given.keep == 1:
-            return None
-        check_pruned(self.policy)
-        with self._lock:
-            why = press_refusal(self._adapter, given)
-        if why:
-            raise UnsupportedModelError(f"{why}; leave press out")
-        return given
 
     def in_namespace(self, namespace: str) -> Self:
         """An engine for another tenant: the same model, stores and settings, other chunks.
@@ -371,11 +334,6 @@ class Engine:
         if self.policy is self._default:
             self.policy = self._default = default_policy(trained=self._trained)
             self._yielding = self._default if self._refusal else None
-
-    @property
-    def prefill_dtype(self) -> torch.dtype | None:
-        """What chunks are computed in; None for the model's own."""
-        return None if self._prefiller is None else self._prefiller.dtype
 
     @property
     def gate(self) -> Gate | None:

@@ -60,8 +60,6 @@ class Metrics:
             context of the others (`BestLast`); neither loaded nor stored.
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
             loading them was declined.
-        pruned_tokens: Tokens of these chunks whose keys and values a press dropped: they are in
-            the prompt, and not in the cache that the model attends to.
         query_tokens: Tokens of history, question and everything behind the chunks.
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
@@ -108,7 +106,6 @@ class Metrics:
     gate: str = ""
     rotation: str = ""
     not_deferred: str = ""
-    pruned_tokens: int = 0
     fresh_tokens: int = 0
 
     @property
@@ -352,7 +349,7 @@ _RULES: Final[tuple[_Rule, ...]] = (
     ),
     _Rule(
         lambda m: m.reused_tokens > 0 and _leads(m, "load", "stitch"),
-        "Copying chunks out of memory is most of it: retrieve fewer, prune them (press=), or keep"
+        "Copying chunks out of memory is most of it: retrieve fewer, or keep"
         " them with Int8(), which a CPU attends to as they lie.",
     ),
     _Rule(
@@ -403,7 +400,6 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
             "reused_tokens",
             "recomputed_tokens",
             "prefilled_tokens",
-            "pruned_tokens",
             "fresh_tokens",
         ),
         "query_tokens",

@@ -21,8 +21,6 @@ import torch
 from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, spec_digest
-from kvcache_rag.models.hf import TransformersModel, converted
-from kvcache_rag.models.pressing import pressed
 from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores.device import moved
@@ -30,14 +28,14 @@ from kvcache_rag.stores.disk.folders import manifest_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import TypeAlias
 
     from kvcache_rag.kv.chunk import ChunkLayout
     from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.metrics import MissReason
-    from kvcache_rag.presses import Press
+    from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.stores import ChunkStore
 
 # Padded tokens of one batch, prefix included: what bounds the memory of a batch.
@@ -88,10 +86,6 @@ class Prefiller:
         prefix_ids: The shared prefix, may be empty.
         spec: Digest of the spec.
         namespace: Tenant.
-        dtype: Dtype to compute in, None for the model's own; chunks are stored in the model's dtype
-            either way.
-        press: Chooses the tokens of a chunk that are stored; None for all.
-        layout: Shapes of the chunks as they are stored; the prefix is whole.
         description: What of the spec a person wants to know.
         weights: Identity of the weights that the spec is about; None for the model's as they are.
         key: Gives the address of token ids behind the prefix.
@@ -104,11 +98,8 @@ class Prefiller:
     prefix_ids: tuple[int, ...]
     spec: str
     namespace: str
-    dtype: torch.dtype | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Any] | None = None
-    press: Press | None = None
-    layout: ChunkLayout = field(init=False, repr=False)
     key: Callable[[Sequence[int]], ChunkKey] = field(init=False, repr=False)
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
@@ -121,9 +112,6 @@ class Prefiller:
         self._writing = set()
         if self.weights is None:
             self.weights = self.model.weights.identity
-        self.layout = self.model.measured.chunk_layout
-        if self.press is not None:
-            self.layout = replace(self.layout, keep=self.press.keep)
         self.key = partial(
             chunk_key, prefix_ids=self.prefix_ids, spec=self.spec, namespace=self.namespace
         )
@@ -135,20 +123,13 @@ class Prefiller:
         store: ChunkStore,
         prefix_ids: tuple[int, ...],
         namespace: str,
-        dtype: torch.dtype | None,
-        press: Press | None = None,
     ) -> Prefiller | None:
-        """A prefiller whose spec covers model, codec, dtype and press.
-
-        None if nothing can be captured.
-        """
+        """A prefiller whose spec covers model and codec; None if nothing can be captured."""
         if model.layout is None:
             return None
-        fingerprint, description = _fingerprint(model, store, prefix_ids, dtype, press)
+        fingerprint, description = _fingerprint(model, store, prefix_ids)
         store.describe(fingerprint, namespace, description)
-        return cls(
-            model, store, prefix_ids, fingerprint, namespace, dtype, description, press=press
-        )
+        return cls(model, store, prefix_ids, fingerprint, namespace, description)
 
     def follow_weights(self) -> None:
         """Address chunks by the weights as they are now; for whoever holds the model.
@@ -162,12 +143,9 @@ class Prefiller:
                 with suppress(OSError):  # by others, who have another identity, it is not found
                     self.store.delete(key)
         self.weights = self.model.weights.identity
-        self.spec, self.description = _fingerprint(
-            self.model, self.store, self.prefix_ids, self.dtype, self.press
-        )
+        self.spec, self.description = _fingerprint(self.model, self.store, self.prefix_ids)
         self.store.describe(self.spec, self.namespace, self.description)
         self.forget_prefix()
-        self.model.narrow()
         self.__post_init__()
 
     def in_namespace(self, namespace: str) -> Prefiller:
@@ -178,22 +156,18 @@ class Prefiller:
         return other
 
     @property
+    def layout(self) -> ChunkLayout:
+        """Shapes of the chunks."""
+        return self.model.measured.chunk_layout
+
+    @property
     def position(self) -> StoredPosition:
         """Where the keys of the store's chunks stand, and of all that this hands out."""
         return _position(self.model, self.store)
 
     def stored_form(self, chunk: ChunkKV) -> ChunkKV:
-        """A chunk as the model computed it, in the form and dtype in which the store keeps it."""
-        layout = self.model.measured
-        # Rotated before it is rounded, so that there is one rounding.
-        rotated = unrotated(layout, chunk) if self.position == "raw" else chunk
-        return converted(rotated, layout.dtype)
-
-    def held_tokens(self, chunks: Iterable[ContextChunk]) -> list[int]:
-        """Per chunk how many of its tokens have keys and values, and so a place in a prompt."""
-        if self.press is None:
-            return [chunk.key.tokens for chunk in chunks]
-        return [self.layout.kept(chunk.key.tokens) for chunk in chunks]
+        """A chunk as the model computed it, in the form in which the store keeps it."""
+        return unrotated(self.model.measured, chunk) if self.position == "raw" else chunk
 
     def prefix(self) -> ChunkKV | None:
         """The prefix's own cache as the store keeps it, computed once, on the model's device.
@@ -216,8 +190,7 @@ class Prefiller:
             with torch.inference_mode():
                 prefix = self._load_prefix()  # stored by that, if need be
             try:
-                layout = self.model.measured.chunk_layout
-                self._encoded_prefix = self.store.encoded(self._prefix_key, layout).chunk
+                self._encoded_prefix = self.store.encoded(self._prefix_key, self.layout).chunk
             except ChunkNotFoundError:
                 self._encoded_prefix = EncodedChunk.of(self.store.codec, prefix)
         return self._encoded_prefix
@@ -226,7 +199,7 @@ class Prefiller:
         if self._stored_prefix is None:
             key = self._prefix_key
             try:
-                stored = self.store.get(key, self.model.measured.chunk_layout).chunk
+                stored = self.store.get(key, self.layout).chunk
             except ChunkNotFoundError:
                 with self.store.locked([key]):  # others may miss it at the same moment
                     stored = self._fill_prefix(key)
@@ -237,29 +210,27 @@ class Prefiller:
     def _fill_prefix(self, key: ChunkKey) -> ChunkKV:
         """`fill_batch` of the prefix, whose lock is held."""
         with suppress(ChunkNotFoundError):
-            return self.store.get(key, self.model.measured.chunk_layout).chunk
-        stored = self.stored_form(self._wide_prefix())
+            return self.store.get(key, self.layout).chunk
+        stored = self.stored_form(self._unrounded_prefix())
         weights = self.model.weights
         if weights.identity is self.weights and weights.are_unchanged():
             self.store.put(key, stored)
             self.stored.append((weights.turn, key))
         return stored
 
-    def _wide_prefix(self) -> ChunkKV:
+    def _unrounded_prefix(self) -> ChunkKV:
         # Chunks attend to the prefix as it was computed, not as it was rounded for the store.
         if self._computed_prefix is None:
             if self._stored_prefix is not None and self._stores_as_computed:
                 self._computed_prefix = self._stored_prefix
             else:
-                wide = self.model.widened(self.dtype)
-                self._computed_prefix = wide.prefill(None, [self.prefix_ids])[0]  # a batch of one
+                self._computed_prefix = self.model.prefill(None, [self.prefix_ids])[0]
         return self._computed_prefix
 
     @property
     def _stores_as_computed(self) -> bool:
         """Whether what the store gives back is, bit for bit, what the model computed."""
-        is_same_dtype = self.dtype in (None, self.model.measured.dtype)
-        return is_same_dtype and self.position == "local" and isinstance(self.store.codec, Native)
+        return self.position == "local" and isinstance(self.store.codec, Native)
 
     def forget_prefix(self) -> None:
         """Keep nothing of the prefix in memory; it is computed again when it is needed."""
@@ -267,13 +238,8 @@ class Prefiller:
 
     def compute(self, ids: Sequence[Sequence[int]]) -> list[ChunkKV]:
         """Prefill one batch of chunks, in the store's form, without looking at the store."""
-        prefix = self._wide_prefix() if self.prefix_ids else None
-        wide = self.model.widened(self.dtype)
-        if self.press is None:
-            computed = wide.prefill(prefix, ids)  # in `dtype`, on the CPU
-        else:
-            computed = pressed(wide, prefix, ids, self.press)
-        return [self.stored_form(chunk) for chunk in computed]
+        prefix = self._unrounded_prefix() if self.prefix_ids else None
+        return [self.stored_form(chunk) for chunk in self.model.prefill(prefix, ids)]
 
     def fill(
         self,
@@ -302,29 +268,26 @@ class Prefiller:
         started = time.perf_counter()
         writing: deque[Future[None]] = deque()
         done = computed = tokens = 0
-        try:
-            with ExitStack() as stack:
-                bar = stack.enter_context(_bar(missing)) if show_progress else None
-                # A single batch has no other beside which it could be written.
-                pool = stack.enter_context(_writers()) if len(work) > 1 else None
-                for batch in work:
-                    if cancelled is not None and cancelled.is_set():
-                        raise CancelledError("prefilling was cancelled")
-                    if len(writing) == WRITERS:
-                        writing.popleft().result()  # not under the guard
-                    with guard:
-                        filled = self._fill_behind(pool, batch, writing)
-                    computed += len(filled)
-                    tokens += sum(map(attrgetter("tokens"), filled))
-                    done += len(batch)
-                    if bar is not None:
-                        bar.set_postfix_str(f"{done}/{len(missing)} chunks", refresh=False)
-                        bar.update(sum(map(len, batch)))
-                    time.sleep(YIELD)
-            for one in writing:
-                one.result()
-        finally:
-            self.model.narrow()
+        with ExitStack() as stack:
+            bar = stack.enter_context(_bar(missing)) if show_progress else None
+            # A single batch has no other beside which it could be written.
+            pool = stack.enter_context(_writers()) if len(work) > 1 else None
+            for batch in work:
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError("prefilling was cancelled")
+                if len(writing) == WRITERS:
+                    writing.popleft().result()  # not under the guard
+                with guard:
+                    filled = self._fill_behind(pool, batch, writing)
+                computed += len(filled)
+                tokens += sum(map(attrgetter("tokens"), filled))
+                done += len(batch)
+                if bar is not None:
+                    bar.set_postfix_str(f"{done}/{len(missing)} chunks", refresh=False)
+                    bar.update(sum(map(len, batch)))
+                time.sleep(YIELD)
+        for one in writing:
+            one.result()
         if _LOG.isEnabledFor(logging.INFO):
             nbytes, seconds = (
                 self.store.codec.nbytes(self.layout, tokens),
@@ -421,20 +384,16 @@ def _fingerprint(
     model: TransformersModel,
     store: ChunkStore,
     prefix_ids: tuple[int, ...],
-    dtype: torch.dtype | None,
-    press: Press | None,
 ) -> tuple[str, Mapping[str, Any]]:
     """Digest of the spec, and what of it a person wants to know."""
     spec = {
-        **model.spec(dtype),
+        **model.spec(),
         "format": FORMAT_VERSION,
         "codec": store.codec.name,
         "position": _position(model, store),
         # In the key anyway; here it lets a reference behind another prefix be told by its spec.
         "prefix": list(prefix_ids),
     }
-    if press is not None:  # whole chunks keep the addresses that they had before there were any
-        spec["press"] = repr(press)
     return spec_digest(spec), manifest_of(spec, str(getattr(model.config, "_name_or_path", "")))
 
 

@@ -193,7 +193,6 @@ class Explanation(BaseModel):
     prefilled_tokens: int
     query_tokens: int
     choose: float = Field(description="Seconds for choosing tokens, where the policy does.")
-    pruned_tokens: int = Field(description="Of these, those that a press dropped.")
     fresh_tokens: int = Field(description="Of chunks that are computed with the question.")
 
 

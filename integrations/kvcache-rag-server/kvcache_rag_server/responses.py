@@ -101,9 +101,6 @@ class KVCacheReport(BaseModel):
     recomputed_tokens: int = Field(description="Context tokens that the policy computed again.")
     fresh_tokens: int = Field(description="Chunk tokens that were computed with the question.")
     prefilled_tokens: int = Field(description="Chunk tokens that were computed.")
-    pruned_tokens: int = Field(
-        description="Chunk tokens that a press dropped: in the prompt, not in its cache."
-    )
     query_tokens: int
     generated_tokens: int
     hits: dict[str, int] = Field(description="Chunks found, by tier.")

@@ -126,7 +126,6 @@ class ServerSettings:
         adapter: As for `EngineSettings`.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
             numbers), "plain", "int8" or "int4".
-        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         engine: What computes: "transformers" in this process, or "vllm" at `urls`.
         urls: Servers of vLLM with the connector of `vllm-kvcache-rag`, all of one model and store.
         engine_key: File of the key that they have, too; None for that of the environment.
@@ -174,7 +173,6 @@ class ServerSettings:
     adapter: str | None = None
     signing_key: str | None = None
     weight_format: WeightFormat = "auto"
-    press: str | None = None
     engine: str = TRANSFORMERS
     urls: tuple[str, ...] = ()
     engine_key: str | None = None
@@ -195,10 +193,6 @@ class ServerSettings:
             raise InvalidInputError(f"grace must be a number of seconds ≥ 0, not {self.grace}")
         if self.policy:
             policy_by_name(self.policy)
-        if self.press:
-            from kvcache_rag.presses import press_by_name  # which loads torch
-
-            press_by_name(self.press)
         if not (is_loopback(self.host) or self.api_keys or self.allow_anonymous):
             raise InvalidInputError(
                 f"{self.host} can be reached from other machines and there are no API keys; give "
@@ -235,11 +229,6 @@ class ServerSettings:
                 )
         if self.prefetch != "off":
             raise InvalidInputError("--prefetch is for a model in this process; leave it out")
-        if self.press:
-            raise InvalidInputError(
-                "--press is for a model in this process; vLLM stitches whole chunks, so leave it "
-                "out"
-            )
 
     @property
     def name(self) -> str:

@@ -46,14 +46,13 @@ _OF_THE_ENGINE: Final = (
     "kv_max_bytes",
     "kv_ttl",
     "model_kwargs",
-    "press",
     "rotation",
     "weight_format",
 )
 _OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
-_OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "press", "template")
+_OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "template")
 # What of the settings changes an answer, and is plain.
 _NAMED: Final = (
     "model",
@@ -70,7 +69,6 @@ _NAMED: Final = (
     "context_window",
     "system_prompt",
     "gate",
-    "press",
 )
 
 
@@ -134,7 +132,6 @@ class ChatSettings(BaseChatModel):
             works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
             of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
             none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
@@ -176,7 +173,6 @@ class ChatSettings(BaseChatModel):
     gate: Annotated[str, BeforeValidator(_path)] | None = None
     auxiliary: Annotated[str, BeforeValidator(_path)] | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
-    press: str | None = None
     adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     system_prompt: str | None = None

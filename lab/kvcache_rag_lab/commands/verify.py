@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, add_press, add_weight_format
+from kvcache_rag.commands.listing import ADAPTER, MODEL, add_weight_format
 from kvcache_rag.progress import plural, table
 from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
 
@@ -40,7 +40,7 @@ KEY = "KVCACHE_RAG_API_KEY"
 OF_SERVERS = ("reordered", "composite")
 
 # Of a model in this process.
-_OF_MODELS = ("adapter", "auxiliary", "device", "press", "system_prompt")
+_OF_MODELS = ("adapter", "auxiliary", "device", "system_prompt")
 
 # Questions of a task; a file is asked as a whole.
 QUESTIONS = 200
@@ -102,7 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
     parser.add_argument("--system-prompt", metavar="TEXT", help="instruction before the documents")
     parser.add_argument("--codec", choices=CODECS, default="native", help="form of stored chunks")
-    add_press(parser)
     parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
     parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     parser.add_argument(

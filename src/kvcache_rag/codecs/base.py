@@ -120,9 +120,8 @@ class EncodedChunk:
             return cls(codec, chunk.layout, chunk.tokens.cpu().clone(), chunk.start, stored)
 
     def __len__(self) -> int:
-        """Number of tokens whose keys and values it holds."""
-        tokens = self.tokens.shape[0]
-        return tokens if self.layout.keep >= 1 else self.layout.kept(tokens)
+        """Number of tokens."""
+        return self.tokens.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -214,10 +213,9 @@ class QuantisedCodec(Codec):
                 "use Native()"
             )
         specs: dict[str, TensorSpec] = {}
-        kept = layout.kept(tokens)
         for group, tail in zip(layout.groups, _tails(layout), strict=True):
             for slot, (heads, width) in (("k", group.key_shape), ("v", group.value_shape)):
-                shape = (len(group.layers), heads, kept, width)
+                shape = (len(group.layers), heads, tokens, width)
                 for part, spec in self.parts(shape, AXES[slot], layout.dtype).items():
                     # "kq", or "vs.1" in the second of several groups
                     specs[f"{slot}{part}{tail}"] = spec

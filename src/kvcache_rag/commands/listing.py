@@ -27,17 +27,10 @@ WEIGHT_FORMAT: Final = (
     "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"
 )
 
-PRESS: Final = "keep a share of each chunk's tokens: knorm:0.5, expected-attention:..., snapkv:..."
-
 
 def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
     """Declare how linear layers keep their weights; unsaid is None, which means "auto"."""
     parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, help=help_)
-
-
-def add_press(parser: Any) -> None:
-    """Declare what keeps a share of each chunk's tokens."""
-    parser.add_argument("--press", metavar="NAME:SHARE", help=PRESS)
 
 
 def add_signing_key(parser: Any) -> None:

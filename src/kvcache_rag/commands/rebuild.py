@@ -17,7 +17,6 @@ from kvcache_rag.commands.collections import add_place, open_client, open_collec
 from kvcache_rag.commands.listing import (
     ADAPTER,
     MODEL,
-    add_press,
     add_signing_key,
     add_weight_format,
     duration,
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codec", choices=("native", "int8", "int4"), default="native", help="form on disk"
     )
-    add_press(parser)
     parser.add_argument("--system-prompt", help="instruction, instead of the template's own")
     parser.add_argument("--ttl", type=float, help="the one that the store is opened with, if any")
     parser.add_argument("--namespace", default="", metavar="NAME", help="tenant (default: '')")

@@ -191,7 +191,6 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
         "spec": spec.name,
         **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
         "codec": str(spec.manifest.get("codec") or _codec_of(found.sample)),
-        "press": spec.manifest.get("press"),
         "prefix_tokens": spec.manifest.get("prefix_tokens"),
         "created": spec.manifest.get("created"),
         **{name: getattr(found, name) for name in fields},
@@ -199,11 +198,6 @@ def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) 
         "unfinished_bytes": found.unfinished_bytes,
         "owners": {names.get(mark, mark): count for mark, count in found.owners.most_common()},
     }
-
-
-def _form(spec: Mapping[str, Any]) -> str:
-    """In which form chunks are stored, for a column."""
-    return f"{spec['codec']} {spec['press']}" if spec["press"] else str(spec["codec"])
 
 
 def _codec_of(sample: StoredFile | None) -> str:
@@ -232,7 +226,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             (
                 spec["spec"],
                 model_name(spec),
-                _form(spec),
+                spec["codec"],
                 str(spec["chunks"]),
                 size(spec["nbytes"]),
                 moment(spec["used"]),
@@ -306,7 +300,7 @@ def _parts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     name = found["namespace"]
     for spec in found["specs"]:
         place = f"{name}/{spec['spec']}"
-        yield f"{place}  {model_name(spec)} {_form(spec)}", spec["nbytes"], spec["chunks"]
+        yield f"{place}  {model_name(spec)} {spec['codec']}", spec["nbytes"], spec["chunks"]
         if spec["unfinished"]:
             yield f"{place}  unfinished files", spec["unfinished_bytes"], spec["unfinished"]
     for part in ("quarantined", "deleted"):

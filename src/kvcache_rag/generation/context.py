@@ -72,7 +72,7 @@ SMALLEST = 32 << 20
 
 # What a loaded context adds to `Metrics` by the same names.
 _COSTS = (
-    *("stitch", "reused_tokens", "prefilled_tokens", "pruned_tokens"),
+    *("stitch", "reused_tokens", "prefilled_tokens"),
     *("hits", "misses", "missed", "declined"),
 )
 
@@ -536,7 +536,7 @@ class Deferral:
 
     def _nbytes(self, prompt: Prompt) -> int:
         prefiller = self.loader.prefiller
-        tokens = len(prefiller.prefix_ids) + sum(prefiller.held_tokens(prompt.chunks))
+        tokens = len(prefiller.prefix_ids) + sum(chunk.key.tokens for chunk in prompt.chunks)
         return prefiller.model.measured.chunk_layout.nbytes(tokens)
 
     def _why_sooner(self, prompts: Sequence[Prompt]) -> str:
@@ -565,15 +565,6 @@ class Deferral:
         return (
             f"copying {megabytes} is sooner here: {copying:.2g} s against {calls:.2g} s more for "
             f"{tokens} tokens over {segments} chunks"
-        )
-
-
-def check_pruned(policy: ReusePolicy) -> None:
-    """Raise `InvalidInputError` for a policy that pruned chunks are not for."""
-    if not (policy.is_reuse or policy.is_full or policy.computes_chunks):
-        raise InvalidInputError(
-            f"{policy!r} computes tokens of chunks again, and pruned chunks have not all of them; "
-            "use Reuse(), or an engine without a press"
         )
 
 
@@ -677,17 +668,11 @@ class ContextFiller:
     def _tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that have a place in its buffer."""
         prefiller = self.loader.prefiller
-        chunks = sum(prefiller.held_tokens(prompt.chunks))
+        chunks = sum(chunk.key.tokens for chunk in prompt.chunks)
         return len(prefiller.prefix_ids) + chunks + len(prompt.query)
 
     def _chosen(self, prompt: Prompt, place: KVBuffer, *, ahead: bool) -> CopiedRow:
-        """Load and stitch a context into a buffer of one row, and choose tokens.
-
-        Raises:
-            InvalidInputError: If tokens were to be computed again that pruned chunks have not.
-        """
-        if self.loader.prefiller.press is not None:
-            check_pruned(prompt.policy)
+        """Load and stitch a context into a buffer of one row, and choose tokens."""
         policy, loader = prompt.policy, self.loader.of(prompt.chunks)
         scores = self._scoring(policy, prompt.request.question, prompt.chunks)
         loaded = loader.load(
@@ -716,7 +701,7 @@ class ContextFiller:
         )
 
     def _joined(self, prompt: Prompt, loaded: LoadedContext) -> tuple[Tensor, StitchedPrompt]:
-        chunks = self.loader.prefiller.held_tokens(prompt.chunks)
+        chunks = [chunk.key.tokens for chunk in prompt.chunks]
         shape = StitchedPrompt.of(len(loaded.ids) - sum(chunks), chunks, len(prompt.query))
         return torch.tensor([*loaded.ids, *prompt.query]), shape  # (tokens,) int64
 
@@ -817,6 +802,5 @@ def _first_positions(
     members: Sequence[ChunkKV] | Sequence[EncodedChunk], policy: ReusePolicy
 ) -> list[int]:
     """At which position each part of a context begins, as the policy wants it."""
-    extents = [(member.start, member.tokens.shape[0]) for member in members]
-    pruned = sum(tokens for _, tokens in extents) - sum(map(len, members))
-    return first_positions(extents, policy.positions, adjacent=policy.adjacent_query, pruned=pruned)
+    extents = [(member.start, len(member)) for member in members]
+    return first_positions(extents, policy.positions, adjacent=policy.adjacent_query)

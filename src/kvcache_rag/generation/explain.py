@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvcache_rag.stitching.stitch import SpanKind
 
 
-TokenState: TypeAlias = Literal["reused", "pruned", "prefilled", "recomputed", "computed"]
-"""`reused`: keys and values are cached; `pruned`: of a cached chunk, whose press dropped them;
-`prefilled`: of a chunk that is computed by itself first, because it is not cached or loading it
-would take longer; `recomputed`: computed again in the context of the whole prompt; `computed`: the
-query, chunks that are computed together with it, and everything in a full prefill."""
+TokenState: TypeAlias = Literal["reused", "prefilled", "recomputed", "computed"]
+"""`reused`: keys and values are cached; `prefilled`: of a chunk that is computed by itself first,
+because it is not cached or loading it would take longer; `recomputed`: computed again in the
+context of the whole prompt; `computed`: the query, chunks that are computed together with it, and
+everything in a full prefill."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class ExplainedToken:
         id: In the vocabulary.
         text: What it adds to the prompt's text; "" where several tokens write one character, for
             all but the last of them, and for a token that stands for no text.
-        position: At which its keys stand when the model answers (of pruned prompts, with the prefix
-            at 0: only distances count); of a pruned token, at which they would.
+        position: At which its keys stand when the model answers.
         state: What becomes of it.
     """
 
@@ -88,8 +87,6 @@ class Explained:
         prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
         query_tokens: Tokens of history, question and everything behind the chunks.
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).
-        pruned_tokens: Of these tokens of cached chunks, those that a press dropped.  Of a chunk
-            that is not cached, that is not known before it is computed.
         fresh_tokens: Tokens of chunks that the policy computes together with the query.
     """
 
@@ -104,7 +101,6 @@ class Explained:
     prefilled_tokens: int
     query_tokens: int
     choose: float = field(default=0.0, compare=False)
-    pruned_tokens: int = 0
     fresh_tokens: int = 0
 
     @property
@@ -157,9 +153,6 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
     chunks = prompt.chunks if joint else tuple(b if a.key != b.key else a for a, b in named)
     choice = _choice(runner, prompt, chunks)
     states, places = _states(held, choice, joint=joint), _positions(held, choice)
-    if runner.loader is not None and choice.prefilled is not None:
-        for place in runner.loader.of(chunks).pruned_places(chunks, choice.tiers):
-            states[shape.spans[0].stop + place] = "pruned"
     pieces = _texts(runner, asked, members)
     found = choice.tiers * len(members) if joint else choice.tiers
     tiers = ("", *found, *[""] * len(prompt.fresh), "")
@@ -183,7 +176,6 @@ def explained(runner: Answerer, asked: Request, request: Request) -> Explained:
         prefilled_tokens=prefilled,
         query_tokens=len(asked.query),
         choose=choice.seconds,
-        pruned_tokens=states.count("pruned"),
         fresh_tokens=prompt.fresh_tokens,
     )
 

@@ -333,7 +333,7 @@ class Planner:
         if (key.spec, key.namespace, key.start) == expected:
             return ""
         return (
-            f"chunk {key.digest[:12]} was made by another model, dtype, codec, press, prefix or "
+            f"chunk {key.digest[:12]} was made by another model, dtype, codec, prefix or "
             "namespace; pass its text, or add it again with this engine"
         )
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.policies.base import Scorer
-    from kvcache_rag.presses import Press
     from kvcache_rag.prompt.template import PromptTemplate
     from kvcache_rag.stores import ChunkStore, MemoryStore
     from kvcache_rag.stores.signing import KeySource
@@ -74,7 +73,6 @@ class EngineSettings:
     auxiliary: Scorer | str | os.PathLike[str] | None = None
     gate: Gate | Verdict | str | os.PathLike[str] | None = None
     rotation: RotationMode | None = None
-    press: Press | str | None = None
 
     def __post_init__(self) -> None:
         check_settings(EngineSettings, vars(self))
@@ -290,7 +288,6 @@ def open_engine(
     adapter: str | os.PathLike[str] | None = None,
     weight_format: WeightFormat = "auto",
     auxiliary: Scorer | str | os.PathLike[str] | None = None,
-    press: Press | str | None = None,
 ) -> Engine:
     """Load what the settings describe.
 
@@ -315,7 +312,6 @@ def open_engine(
         adapter: As for `EngineSettings`.
         weight_format: As for `EngineSettings`.
         auxiliary: As for `EngineSettings`.
-        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
 
     Raises:
         InvalidInputError: If a model or tokenizer cannot be loaded, a loaded model comes without
@@ -346,7 +342,6 @@ def open_engine(
         adapter=adapter,
         weight_format=weight_format,
         auxiliary=auxiliary,
-        press=press,
     )
     codec = kv_codec or "native"
     store = open_store(

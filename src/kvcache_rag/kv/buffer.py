@@ -90,7 +90,6 @@ class KVBuffer:
         *,
         local_start: int,
         tokens: Tensor,
-        layout: ChunkLayout | None = None,
     ) -> ChunkKV:
         """The places `start..stop` of a row, as a chunk that can be loaded into.
 
@@ -99,11 +98,9 @@ class KVBuffer:
             start: First place.
             stop: One behind the last place.
             local_start: Position at which the chunk's keys were computed.
-            tokens: `(tokens,)` int32, where the ids go; of a chunk that is not pruned, as many as
-                there are places.
-            layout: Of a pruned chunk; None for the buffer's own.
+            tokens: `(tokens,)` int32, where the ids go.
         """
         views = tuple(
             tuple(tensor[..., row, :, start:stop, :] for tensor in group) for group in self.tensors
         )
-        return ChunkKV(layout or self.layout, tokens, local_start, views)
+        return ChunkKV(self.layout, tokens, local_start, views)

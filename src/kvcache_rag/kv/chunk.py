@@ -64,22 +64,14 @@ class ChunkLayout:
     Attributes:
         groups: Layers by shape.
         dtype: Of keys and values.
-        keep: Share of a chunk's tokens whose keys and values are held; below 1 where a press prunes
-            the others (`presses`).
     """
 
     groups: tuple[GroupLayout, ...]
     dtype: torch.dtype
-    keep: float = 1.0
-
-    def kept(self, tokens: int) -> int:
-        """Of how many of a chunk's tokens keys and values are held."""
-        return tokens if self.keep >= 1 else kept_tokens(tokens, self.keep)
 
     def shapes(self, tokens: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Shapes of the tensors of a chunk of `tokens` tokens, one tuple per group."""
-        kept = tokens if self.keep >= 1 else kept_tokens(tokens, self.keep)
-        return tuple(map(methodcaller("shapes", kept), self.groups))
+        return tuple(map(methodcaller("shapes", tokens), self.groups))
 
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Names per group: `kv`, or `k` and `v`; with `.index` when there are several."""
@@ -102,9 +94,8 @@ class ChunkLayout:
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of the K and V of a chunk of `tokens` tokens."""
-        kept = tokens if self.keep >= 1 else kept_tokens(tokens, self.keep)
         elements = sum(
-            torch.Size(shape).numel() for group in self.groups for shape in group.shapes(kept)
+            torch.Size(shape).numel() for group in self.groups for shape in group.shapes(tokens)
         )
         return elements * self.dtype.itemsize
 
@@ -115,10 +106,9 @@ class ChunkKV:
 
     Attributes:
         layout: Shapes and dtype of the tensors.
-        tokens: Token ids, `(tokens,)` int32 on the CPU; that of a pruned token is inverted, so
-            below zero (`with_pruned`).
+        tokens: Token ids, `(tokens,)` int32 on the CPU.
         start: Position of the first token when the keys were computed (the length of the prefix).
-        tensors: Per group one fused tensor `[layers, 2, heads, kept tokens, width]`, or K and V
+        tensors: Per group one fused tensor `[layers, 2, heads, tokens, width]`, or K and V
             apart.  They may be strided views into a larger buffer; a stored chunk is never written
             to.
     """
@@ -129,7 +119,7 @@ class ChunkKV:
     tensors: tuple[tuple[Tensor, ...], ...]
 
     def __len__(self) -> int:
-        """Number of tokens whose keys and values it holds."""
+        """Number of tokens."""
         return self.tensors[0][0].shape[-2]
 
     @property
@@ -154,36 +144,6 @@ class ChunkKV:
                 target.copy_(source)
 
 
-# ---------------------------------------------------------------------- pruned tokens
-# A pruned chunk still has all of its ids: they are what it is addressed by, and what a full prefill
-# reads.  The ids of pruned tokens are inverted; no id is below zero otherwise.
-def kept_tokens(tokens: int, keep: float) -> int:
-    """Of how many of `tokens` tokens keys and values are held: a share, and one at least."""
-    return min(tokens, max(1, round(keep * tokens)))
-
-
-def with_pruned(ids: Tensor, kept: Tensor) -> Tensor:
-    """The ids `(tokens,)` int32 of a chunk of which the places `kept` are held, ascending."""
-    tokens = ~ids
-    tokens[kept] = ids[kept]
-    return tokens
-
-
-def all_ids(tokens: Tensor) -> Tensor:
-    """The ids of a chunk, `(tokens,)`, those of pruned tokens as they are."""
-    return torch.where(tokens < 0, ~tokens, tokens)
-
-
-def kept_ids(tokens: Tensor) -> Tensor:
-    """The ids of the tokens whose keys and values are held, `(kept,)`."""
-    return tokens[tokens >= 0]
-
-
-def kept_places(tokens: Tensor) -> Tensor:
-    """Places in a chunk of the tokens whose keys and values are held, `(kept,)` int64."""
-    return (tokens >= 0).nonzero()[:, 0]
-
-
 @dataclass(frozen=True)
 class ChunkKey:
     """Content address of a chunk: equal exactly when tokens, spec, prefix and namespace are equal.
@@ -192,7 +152,7 @@ class ChunkKey:
         digest: SHA-256, 64 hexadecimal digits.
         spec: SHA-256 of everything about model and storage that the tensors depend on.
         namespace: Tenant; another namespace never finds the chunk.
-        tokens: Number of tokens of the chunk, those that a press prunes included.
+        tokens: Number of tokens of the chunk.
         start: Position of its first token, the length of the prefix attended to.
     """
 

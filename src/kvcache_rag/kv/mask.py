@@ -8,7 +8,7 @@ every chunk and itself. With an empty prefix it is TurboRAG's mask (arXiv 2410.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,8 +32,6 @@ class MaskedSequence:
         indices: `(n,)` int64 places in the stitched prompt; sliding windows count these.
         allowed: `(n, n)` bool, row sees column.
         query_tokens: How many of the last tokens are the query.
-        held: `(n,)` int64 places among the tokens that are held, which windows of the query count;
-            None where nothing is pruned, so that they are `indices`.
     """
 
     ids: Tensor
@@ -41,7 +39,6 @@ class MaskedSequence:
     indices: Tensor
     allowed: Tensor
     query_tokens: int
-    held: Tensor | None = None
 
 
 def block_mask(
@@ -90,39 +87,6 @@ def block_mask(
     return MaskedSequence(
         torch.tensor(ids), torch.tensor(positions), torch.tensor(indices), allowed, len(query)
     )
-
-
-def pruned_mask(
-    prefix: Sequence[int],
-    chunks: Sequence[Sequence[int]],
-    query: Sequence[int],
-    kept: Sequence[Sequence[int]],
-    scheme: PositionScheme = "reordered",
-) -> MaskedSequence:
-    """The one forward pass that a stitched prompt of pruned chunks must equal.
-
-    That of `block_mask`, in which the query does not see the pruned tokens.  All tokens stand where
-    they would stand if nothing was pruned, and a chunk's own tokens see each other.
-
-    Args:
-        prefix: Ids of the shared prefix, may be empty.
-        chunks: Ids of each chunk, in prompt order.
-        query: Ids of the query.
-        kept: Per chunk the places in it of the tokens that are kept.
-        scheme: Where the chunks stand.
-    """
-    plain = block_mask(prefix, chunks, query, scheme)
-    columns = iter(chunk_columns(len(prefix), [len(chunk) for chunk in chunks]))
-    hidden = [
-        column
-        for chunk, places in zip(chunks, kept, strict=True)
-        for place, column in zip(range(len(chunk)), columns, strict=False)
-        if place not in {*places}
-    ]
-    allowed = plain.allowed.clone()
-    allowed[len(plain.ids) - len(query) :, hidden] = False
-    held = allowed[-1].cumsum(0) - 1  # counts what the query sees
-    return replace(plain, allowed=allowed, held=held)
 
 
 def chunk_columns(prefix: int, chunks: Sequence[int]) -> list[int]:

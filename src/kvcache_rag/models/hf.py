@@ -6,10 +6,8 @@ model family is named; what differs between families is measured (`models/probe.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout
+from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.models.attention.packed import use_packed_attention
 from kvcache_rag.models.attention.placed import PlacedMask
 from kvcache_rag.models.cache import (
@@ -30,7 +28,6 @@ from kvcache_rag.models.cache import (
     layer_tensors,
 )
 from kvcache_rag.models.drafts import ROW_COST
-from kvcache_rag.models.linears import unpack_weights
 from kvcache_rag.models.probe import LayerCache, ProbeSubject, frequency_sets, measure_layout
 from kvcache_rag.models.regimes import settle_frequencies
 from kvcache_rag.models.weights import PACKED, Packed, Weights, unwrapped
@@ -87,7 +84,6 @@ class TransformersModel:
         self.takes_positions = "position_ids" in parameters
         self._takes_keep = "logits_to_keep" in parameters
         self._cache_name = cache_name(model.forward)
-        self._wide: TransformersModel | None = None
         self.layout: ModelLayout | None = None
         self.refusal = ""
         try:
@@ -225,12 +221,12 @@ class TransformersModel:
                 f"{name}: attention counts a token's place in the prompt (ALiBi), so {so}"
             )
 
-    def spec(self, prefill_dtype: torch.dtype | None) -> dict[str, Any]:
+    def spec(self) -> dict[str, Any]:
         """Everything about the model that the tensors of a chunk depend on, as plain values."""
         layout = self.measured
         return {
             "model": self.weights.identity,
-            "compute_dtype": str(prefill_dtype or self.dtype),
+            "compute_dtype": str(self.dtype),
             "stored_dtype": str(layout.dtype),
             "groups": [_describe(group) for group in layout.groups],
             "inv_freq": [
@@ -348,8 +344,7 @@ class TransformersModel:
             One `ChunkKV` per chunk on the CPU, its keys standing behind the prefix.  There they may
             be views into the memory of the batch: stores make copies of their own.
         """
-        # Not the dtype that was measured: a widened copy computes in another one.
-        layout = ChunkLayout(self.measured.chunk_layout.groups, self.dtype)
+        layout = self.measured.chunk_layout
         start = 0 if prefix is None else len(prefix)
         longest = max(map(len, chunks))
         # Per group [layers, 2, chunks, heads, start + longest, width], or K and V apart.
@@ -372,20 +367,6 @@ class TransformersModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def widened(self, dtype: torch.dtype | None) -> TransformersModel:
-        """This model, or a copy of it that computes in `dtype` (kept until `narrow`)."""
-        if dtype is None or dtype == self.dtype:
-            return self
-        if self._wide is None or self._wide.dtype != dtype:
-            self._wide = copy.copy(self)  # the same layout; nothing is measured again
-            self._wide.model = unpack_weights(copy.deepcopy(self.model)).to(dtype)
-            self._wide.dtype = dtype
-        return self._wide
-
-    def narrow(self) -> None:
-        """Let go of the copy made by `widened`."""
-        self._wide = None
-
 
 def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> ChunkKV:
     tokens = torch.tensor(chunk, dtype=torch.int32)  # (tokens,)
@@ -393,14 +374,6 @@ def _extract(buffer: KVBuffer, row: int, start: int, chunk: Sequence[int]) -> Ch
     # On the CPU already they stay views of the buffer, [layers, 2, heads, tokens, width].
     tensors = tuple(tuple(part.cpu() for part in group) for group in view.tensors)
     return ChunkKV(buffer.layout, tokens, start, tensors)
-
-
-def converted(chunk: ChunkKV, dtype: torch.dtype) -> ChunkKV:
-    """The chunk with tensors of `dtype`, one rounding."""
-    if chunk.layout.dtype == dtype:
-        return chunk
-    tensors = tuple(tuple(tensor.to(dtype) for tensor in group) for group in chunk.tensors)
-    return ChunkKV(replace(chunk.layout, dtype=dtype), chunk.tokens, chunk.start, tensors)
 
 
 def _describe(group: LayerGroup) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.errors import UnsupportedModelError
-from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout, kept_places
+from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout
 from kvcache_rag.kv.rotary import RotaryTable, angle_table
 
 if TYPE_CHECKING:
@@ -233,9 +233,7 @@ def unrotated(layout: ModelLayout, chunk: ChunkKV) -> ChunkKV:
     """
     tensors = tuple(tuple(tensor.clone() for tensor in group) for group in chunk.tensors)
     copy = ChunkKV(chunk.layout, chunk.tokens, chunk.start, tensors)
-    tokens = len(copy)
-    # (kept tokens,)
-    steps = torch.arange(tokens) if tokens == len(copy.tokens) else kept_places(copy.tokens)
+    steps = torch.arange(len(copy))
     device = tensors[0][0].device
     Move.of(layout, copy.start + steps, torch.zeros_like(steps), device).rotate(copy)
     return copy

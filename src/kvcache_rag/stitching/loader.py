@@ -12,7 +12,7 @@ import copy
 import os
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,6 @@ import torch
 
 from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError, UntrustedChunkError
-from kvcache_rag.kv.chunk import all_ids, kept_ids, kept_places
 from kvcache_rag.metrics import Miss
 from kvcache_rag.prefill import ContextChunk, Prefiller, batches
 from kvcache_rag.stitching.costs import Costs
@@ -76,7 +75,7 @@ class LoadedContext:
     """What bringing the context of one prompt gave and cost.
 
     Attributes:
-        ids: Ids of prefix and chunks, of those tokens whose keys and values are held.
+        ids: Ids of prefix and chunks.
         load: Seconds for reading and computing.
         stitch: Seconds for rotating keys.
         hits: Chunks found, per tier.
@@ -87,7 +86,6 @@ class LoadedContext:
         ahead: Brings what is not there yet; whoever asked for that closes it.  None when everything
             lies in its place.
         missed: The chunks computed because they were not cached, and why.
-        pruned_tokens: Tokens of the chunks whose keys and values a press dropped.
         begun: `time.perf_counter()` when it began; `load` and then `stitch` follow.
     """
 
@@ -101,7 +99,6 @@ class LoadedContext:
     declined: Mapping[str, int] = field(default_factory=dict)
     ahead: Loading | None = None
     missed: tuple[Miss, ...] = ()
-    pruned_tokens: int = 0
     begun: float = 0.0
 
 
@@ -210,26 +207,18 @@ class ContextLoader:
         stored = self.prefiller.store.get(key, self.prefiller.layout).chunk
         if not self._is(key, stored.tokens):
             raise ChunkNotFoundError(f"chunk {key.digest[:12]} is not what it should be")
-        return tuple(all_ids(stored.tokens).tolist())
+        return tuple(stored.tokens.tolist())
 
     def _is(self, key: ChunkKey, tokens: Tensor) -> bool:
         """Whether ids are those of a key; if not, what the store holds is dropped.
 
         The key is the hash of the ids, so this holds even for a file that lies about itself.
         """
-        if self._says(key, tokens):
+        if self.prefiller.key(tokens.tolist()) == key:
             return True
         self.prefiller.store.delete(key)
         self.unusable[key] = CorruptChunkError
         return False
-
-    def _says(self, key: ChunkKey, tokens: Tensor) -> bool:
-        """Whether the ids of a chunk, as many marked as its press prunes, hash to a key."""
-        if self.prefiller.press is not None:
-            if len(kept_places(tokens)) != self.prefiller.layout.kept(len(tokens)):
-                return False
-            tokens = all_ids(tokens)
-        return self.prefiller.key(tokens.tolist()) == key
 
     # ------------------------------------------------------------------ where the chunks go
 
@@ -355,7 +344,6 @@ class ContextLoader:
         if missing:
             missed = self._missed_of(missing, declined)
             self._fill(missing, target, declined)
-        self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
         # (tokens,) int32 each
         tokens = [target.tokens(index, chunk) for index, chunk in enumerate(chunks)]
         return self._context(tokens, hits, missing, declined, missed)
@@ -367,29 +355,26 @@ class ContextLoader:
         declined: Mapping[ContextChunk, tuple[str, str]],
     ) -> None:
         """Compute chunks, store those that are not held, and bring them to where they go."""
-        try:
-            chunks: dict[ChunkKey, ContextChunk] = {}
-            for chunk in missing:
-                computable = self._computable(chunk)
-                if computable is None:
-                    raise _gone(chunk)
-                chunks[chunk.key] = computable
-            cached = {chunk.key: tier for chunk, (tier, _) in declined.items()}
-            absent = [chunk for key, chunk in chunks.items() if key not in cached]
-            computed = self._compute(absent, self.prefiller.fill_batch)
-            computed |= self._compute([chunks[key] for key in cached], self._without_storing)
-            for key, tier in cached.items():  # as after a load from there
-                self.prefiller.store.promote(key, computed[key], tier)
-            for chunk, indices in missing.items():
-                for index in indices:
-                    if chunk.key in computed:
-                        target.take(index, chunk, computed[chunk.key])
-                    elif target.load(index, chunk) is None:
-                        # Another process stored it; it is gone again.
-                        lost = self.prefiller.compute([chunks[chunk.key].ids])[0]
-                        target.take(index, chunk, lost)
-        finally:
-            self.prefiller.model.narrow()
+        chunks: dict[ChunkKey, ContextChunk] = {}
+        for chunk in missing:
+            computable = self._computable(chunk)
+            if computable is None:
+                raise _gone(chunk)
+            chunks[chunk.key] = computable
+        cached = {chunk.key: tier for chunk, (tier, _) in declined.items()}
+        absent = [chunk for key, chunk in chunks.items() if key not in cached]
+        computed = self._compute(absent, self.prefiller.fill_batch)
+        computed |= self._compute([chunks[key] for key in cached], self._without_storing)
+        for key, tier in cached.items():  # as after a load from there
+            self.prefiller.store.promote(key, computed[key], tier)
+        for chunk, indices in missing.items():
+            for index in indices:
+                if chunk.key in computed:
+                    target.take(index, chunk, computed[chunk.key])
+                elif target.load(index, chunk) is None:
+                    # Another process stored it; it is gone again.
+                    lost = self.prefiller.compute([chunks[chunk.key].ids])[0]
+                    target.take(index, chunk, lost)
 
     def _compute(self, chunks: Sequence[ContextChunk], fill: Fill) -> dict[ChunkKey, ChunkKV]:
         computed: dict[ChunkKey, ChunkKV] = {}
@@ -419,8 +404,7 @@ class ContextLoader:
     ) -> LoadedContext:
         reasons = declined or {}
         prefilled = sum(map(attrgetter("tokens"), set(map(attrgetter("key"), missing))))
-        held = tokens if self.prefiller.press is None else [*map(kept_ids, tokens)]
-        ids = chain.from_iterable(part.tolist() for part in held)
+        ids = chain.from_iterable(part.tolist() for part in tokens)
         return LoadedContext(
             ids=(*self.prefiller.prefix_ids, *ids),
             load=0.0,
@@ -431,7 +415,6 @@ class ContextLoader:
             prefilled_tokens=prefilled,
             declined=dict(Counter(why for _, why in reasons.values())),
             missed=tuple(missed),
-            pruned_tokens=sum(map(len, tokens)) - sum(map(len, held)),
         )
 
     def _missed_of(
@@ -455,11 +438,10 @@ class ContextLoader:
         behind = place = len(self.prefiller.prefix_ids)
         tokens = torch.tensor(self.prefiller.prefix_ids, dtype=torch.int32)  # (prefix,)
         views = [buffer.view(0, 0, place, local_start=0, tokens=tokens)]  # empty without a prefix
-        layout = self.prefiller.layout
-        for chunk, held in zip(chunks, self.prefiller.held_tokens(chunks), strict=True):
-            stop = place + held
+        for chunk in chunks:
+            stop = place + chunk.key.tokens
             ids = torch.empty(chunk.key.tokens, dtype=torch.int32)  # (tokens,)
-            views.append(buffer.view(0, place, stop, local_start=behind, tokens=ids, layout=layout))
+            views.append(buffer.view(0, place, stop, local_start=behind, tokens=ids))
             place = stop
         return views
 
@@ -467,9 +449,7 @@ class ContextLoader:
 
     def passed(self, tokens: int, seconds: float) -> None:
         """Note that the model read `tokens` tokens of a question in at most `seconds`."""
-        # A wider copy, in which chunks are prefilled, is slower than the model that answers.
-        if self.prefiller.dtype in (None, self.prefiller.model.dtype):
-            self.costs.passed(tokens, seconds)
+        self.costs.passed(tokens, seconds)
 
     def foreseen(self, chunks: Sequence[ContextChunk]) -> tuple[str, ...]:
         """Per chunk the tier from which it would be loaded, "" for one that would be computed.
@@ -484,25 +464,6 @@ class ContextLoader:
                 tier = None if is_declined else self.prefiller.store.locate(chunk.key)
                 tiers[chunk.key] = tier or ""
         return tuple(tiers[chunk.key] for chunk in chunks)
-
-    def pruned_places(self, chunks: Sequence[ContextChunk], tiers: Sequence[str]) -> list[int]:
-        """Which tokens of chunks a press dropped, counted over all of their tokens.
-
-        Args:
-            chunks: In prompt order.
-            tiers: Per chunk the tier that holds it, "" for one that is not cached.
-        """
-        if self.prefiller.press is None:
-            return []
-        places: list[int] = []
-        first = 0
-        for chunk, tier in zip(chunks, tiers, strict=True):
-            if tier:
-                with suppress(ChunkNotFoundError):  # gone, or damaged: the answer finds out
-                    tokens = self.prefiller.store.get(chunk.key, self.prefiller.layout).chunk.tokens
-                    places += (first + (tokens < 0).nonzero()[:, 0]).tolist()
-            first += len(chunk)
-        return places
 
     def _declined(self, chunks: Iterable[ContextChunk]) -> dict[ContextChunk, tuple[str, str]]:
         """Cached chunks that are rather prefilled: the slow tier that holds each, and why."""
@@ -575,7 +536,7 @@ class ContextLoader:
             raise
         if reader is None:
             return None
-        if not self._says(key, reader.tokens):
+        if self.prefiller.key(reader.tokens.tolist()) != key:
             reader.close()  # `get` finds out what is wrong with it
             return None
         return OpenChunk(key, reader, self.costs.clock() - started)
@@ -702,7 +663,6 @@ class ContextLoader:
             arriving = cross(self._layout, kept, places, scheme, position, adjacent=adjacent)
             if not ahead:
                 arriving.close()
-        self.prefiller.model.narrow()  # after a trial, or a prefix that was not stored
         hits = Counter(chunk.reader.tier for chunk in chunks)
         context = self._context([chunk.reader.tokens for chunk in chunks], hits)
         load = time.perf_counter() - started

@@ -9,13 +9,11 @@ section 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.chunk import kept_places
 from kvcache_rag.models.rotation import Move
 
 if TYPE_CHECKING:
@@ -113,7 +111,6 @@ def first_positions(
     scheme: PositionScheme,
     *,
     adjacent: bool = False,
-    pruned: int = 0,
 ) -> list[int]:
     """At which position each part of a context begins: the prefix, if any, and the chunks.
 
@@ -121,16 +118,12 @@ def first_positions(
     these numbers is tested against.
 
     Args:
-        parts: Per part the position at which its first key was computed, and its tokens, those
-            that were pruned included.
+        parts: Per part the position at which its first key was computed, and its tokens.
         scheme: Where the chunks stand.
         adjacent: Whether the highest position is the one before the query, which stands behind as
             many positions as there are tokens.  Composite chunks overlap, so a gap would be left;
             prefix and chunks all move up by it.  The rotation knows only distances, so this is the
             query standing right behind them.
-        pruned: Tokens of all parts that were pruned.  Every token keeps its distance to every
-            other, and the query stands at its place in the buffer, which is that much lower: so
-            prefix and chunks all move down by it, the prefix below zero.
     """
     places = []
     place = highest = 0
@@ -139,9 +132,9 @@ def first_positions(
         place += tokens
         highest = max(highest, start + tokens)
     if scheme == "reordered":
-        return [first - pruned for first in places] if pruned else places
+        return places
     gap = place - highest if adjacent else 0
-    return [start + gap - pruned for start, _ in parts]
+    return [start + gap for start, _ in parts]
 
 
 def distances(
@@ -156,13 +149,10 @@ def distances(
     The arguments are those of `stitch`.
     """
     ways: list[tuple[Tensor, Tensor] | None] = []
-    sizes = [(part.start, part.tokens.shape[0]) for part in parts]
-    held = [*map(len, parts)]
-    pruned = sum(map(itemgetter(1), sizes)) - sum(held)
-    firsts = first_positions(sizes, scheme, adjacent=adjacent, pruned=pruned)
-    for part, (start, length), tokens, first in zip(parts, sizes, held, firsts, strict=True):
-        # (tokens,)
-        steps = torch.arange(tokens) if tokens == length else kept_places(part.tokens)
+    sizes = [(part.start, len(part)) for part in parts]
+    firsts = first_positions(sizes, scheme, adjacent=adjacent)
+    for (start, tokens), first in zip(sizes, firsts, strict=True):
+        steps = torch.arange(tokens)
         # Raw keys all stand at position 0, whatever their token's place in the chunk.
         here = torch.zeros_like(steps) if stored == "raw" else start + steps
         there = first + steps  # (tokens,) positions in the prompt

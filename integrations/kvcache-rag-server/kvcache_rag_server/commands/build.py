@@ -17,7 +17,6 @@ from kvcache_rag.commands.listing import (
     ADAPTER,
     FOLDER,
     MODEL,
-    add_press,
     add_signing_key,
     add_weight_format,
     check_file,
@@ -101,7 +100,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what the chunks belong to; the same as where they are used")
     group.add_argument("--codec", choices=CODECS, default="native", help="form in the store")
-    add_press(group)
     group.add_argument("--namespace", default="", metavar="NAME", help="tenant (default: '')")
     group.add_argument(
         "--template", metavar="DIR", help="folder with a prompt_template.json, not the model's"
@@ -176,7 +174,6 @@ def _settings(arguments: argparse.Namespace) -> BuildSettings:
         # Workers may stand in another folder.
         store=store if is_url(store) else os.path.abspath(store),
         codec=arguments.codec,
-        press=arguments.press,
         namespace=arguments.namespace,
         template=template_in(arguments.template) if arguments.template else None,
         system_prompt=arguments.system_prompt,
@@ -289,7 +286,6 @@ def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
         "engine": _engine(arguments),
         "workers": arguments.workers or 1,
         "codec": arguments.codec,
-        "press": arguments.press,
         "namespace": arguments.namespace,
         "spec": tally.spec,
         "is_complete": reading.is_complete and tally.done == reading.texts_found,

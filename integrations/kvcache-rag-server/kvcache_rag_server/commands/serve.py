@@ -13,7 +13,6 @@ from kvcache_rag.commands.listing import (
     ADAPTER,
     DEFAULT_POLICY,
     MODEL,
-    add_press,
     add_signing_key,
     add_weight_format,
 )
@@ -76,7 +75,6 @@ def add_model_arguments(group: Any) -> None:
     group.add_argument("--store-bytes", type=int, metavar="N", help="limit of the folder")
     group.add_argument("--memory-bytes", type=int, metavar="N", help="limit of the memory before")
     group.add_argument("--codec", metavar="NAME", help="native, int8 or int4: chunks in the store")
-    add_press(group)
     add_signing_key(group)
     group.add_argument("--context-window", type=int, metavar="N", help="longest prompt and answer")
     group.add_argument("--revision", help="commit, branch or tag of a model on the hub")

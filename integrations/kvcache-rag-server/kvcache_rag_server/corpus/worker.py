@@ -42,7 +42,6 @@ class BuildSettings:
         model: Hub id, folder, GGUF file, "tiny" or "smollm2".
         store: A folder that all workers see, or a URL such as `s3://bucket/folder`.
         codec: Form of the chunks: "native", "int8" or "int4".
-        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         namespace: Tenant.
         template: How prompts are written; None for the one the model brings, else the default.
         system_prompt: Instruction, instead of the template's own; None for that.
@@ -68,15 +67,10 @@ class BuildSettings:
     adapter: str | None = None
     signing_key: str | None = None
     weight_format: WeightFormat = "auto"
-    press: str | None = None
 
     def __post_init__(self) -> None:
         check_settings(BuildSettings, vars(self))
         check_name("namespace", self.namespace)
-        if self.press:
-            from kvcache_rag.presses import press_by_name  # which loads torch
-
-            press_by_name(self.press)
 
     @property
     def is_remote(self) -> bool:

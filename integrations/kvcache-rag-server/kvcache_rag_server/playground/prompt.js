@@ -6,7 +6,6 @@ export const STATES = {
   reused: { label: "reused", note: "keys and values come from the cache" },
   prefilled: { label: "prefilled", note: "its chunk is not cached: an answer computes it by itself and keeps it" },
   recomputed: { label: "recomputed", note: "cached, and computed again among the other chunks" },
-  pruned: { label: "pruned", note: "its keys and values were dropped when its chunk was kept" },
   computed: { label: "computed", note: "the question, and chunks that are computed with it; everything in a full prefill" },
 };
 const SPANS = { prefix: "Instruction", chunk: "Document", query: "Question" };

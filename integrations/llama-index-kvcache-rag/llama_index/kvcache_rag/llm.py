@@ -136,7 +136,6 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
             of your own give `policy=CacheClip(auxiliary)`.
         rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        press: Keeps a share of each chunk's tokens, such as "knorm:0.5"; None for all of them.
         adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
             none, and for "smollm2" for "block" where that is installed.
         weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
@@ -168,7 +167,6 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     gate: PathText | None = None
     auxiliary: PathText | None = None
     rotation: Literal["auto", "copied", "deferred"] | None = None
-    press: str | None = None
     adapter: AdapterText | None = None
     weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     match_chunks: bool = True

@@ -18,7 +18,7 @@ _HARMLESS: Final = ("context_window", "device_map", "model_kwargs", "tokenizer_k
 
 # Changes answers, and a server has its own.  Where keys and values lie, and on which device they
 # are computed, is taken beside `base_url=` and means nothing, so that an app can move by it alone.
-_OF_THE_MODEL: Final = ("adapter", "auxiliary", "gate", "press", "stopping_ids", "tokenizer_name")
+_OF_THE_MODEL: Final = ("adapter", "auxiliary", "gate", "stopping_ids", "tokenizer_name")
 
 
 def load_engine(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcache_rag.kv.chunk import kept_places
 from kvcache_rag.kv.rotary import angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
@@ -84,7 +83,7 @@ class PlacedChunk:
     Attributes:
         chunk: Shared with the store, never written.
         column: Of its first token, left padding included.
-        position: Of its first token; below zero where later chunks are pruned (`first_positions`).
+        position: Of its first token.
     """
 
     chunk: EncodedChunk
@@ -105,18 +104,9 @@ class PlacedChunk:
     def _angles(self, layout: ModelLayout, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
         if rotation.style == "none":
             return None
-        tokens = self.chunk.tokens
-        stop = self.position + tokens.shape[0]
-        tables = _ANGLES.setdefault(layout, _Angles())
-        if self.position >= 0 and len(self.chunk) == tokens.shape[0]:
-            cos, sin = tables.of(layout, rotation, stop)
-            return cos[self.position : stop], sin[self.position : stop]
-        places = self.position + kept_places(
-            tokens
-        )  # (kept tokens,), below zero before pruned ones
-        far = places.abs()
-        cos, sin = tables.of(layout, rotation, max(stop, 1 - self.position))
-        return cos[far], sin[far] * places.sign()[:, None]
+        stop = self.position + len(self.chunk)
+        cos, sin = _ANGLES.setdefault(layout, _Angles()).of(layout, rotation, stop)
+        return cos[self.position : stop], sin[self.position : stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +188,7 @@ class Int8Segments:
                 keys[row, :, there] = decoded.keys(group)[place]
                 values[row, :, there] = decoded.values(group)[place]
                 if rotation.style != "none":
-                    places = placed.position + kept_places(decoded.tokens)
+                    places = placed.position + torch.arange(len(decoded))
                     frequencies = self.layout.frequencies[rotation.frequency].at_rest()
                     angles = angle_table(frequencies, torch.zeros_like(places), places)
                     rotate_(keys[row, :, there], rotation, *angles)

@@ -787,7 +787,7 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     model = spec.get("model", {})
     prefix = spec.get("prefix", [])
     folder = "/".join(name.replace("\\", "/").split("/")[-2:])
-    kept = ("codec", "press", "compute_dtype", "stored_dtype", "format")
+    kept = ("codec", "compute_dtype", "stored_dtype", "format")
     return {
         **{field: spec[field] for field in kept if field in spec},
         "model": model.get("id") or folder or model.get("type"),
