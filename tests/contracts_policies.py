@@ -29,9 +29,7 @@ PROMPTS = {
 
 
 class FixedSignals:
-    """The same noise however often it is asked for; every token takes a millisecond."""
-
-    layers = 4
+    """The same noise however often it is asked for."""
 
     def __init__(self, prompt: StitchedPrompt) -> None:
         self._tokens = prompt.context_tokens
@@ -40,20 +38,11 @@ class FixedSignals:
     def deviation(self, layer: int) -> Tensor:
         return self._noise
 
-    def deviation_tokens(self, layer: int) -> int:
-        return 0
-
     def relevance(self) -> Tensor:
         return self._noise
 
     def attention(self) -> Tensor:
         return self._noise
-
-    def attention_tokens(self) -> int:
-        return 0
-
-    def affordable(self, seconds: float) -> int:
-        return min(int(seconds * 1000), self._tokens)
 
 
 class PolicyContract:
@@ -147,11 +136,3 @@ class PolicyContract:
                 self.made(code)
             assert "\n" not in str(caught.value)
             assert ". " not in str(caught.value)
-
-    def test_the_union_with_itself_is_itself(self, policies: list[ReusePolicy]) -> None:
-        for policy in policies:
-            union = policy | policy
-            assert (union.is_full, union.is_reuse) == (policy.is_full, policy.is_reuse)
-            assert (union.positions, union.scaling) == (policy.positions, policy.scaling)
-            for prompt in PROMPTS.values():
-                assert torch.equal(self.selected(union, prompt), self.selected(policy, prompt))

@@ -171,11 +171,6 @@ POLICIES: Final = (
     "ProphetKV(ratio=0.3, positions='composite')",
     "Reuse()",
     "Reuse(positions='composite')",
-    "Union(LegoLink(tokens=4), CacheBlend(ratio=0.1))",
-    "LegoLink(4) | CacheBlend(0.1) | Reuse()",
-    "auto(0.5)",
-    "auto(budget=1, policy=CacheClip(ratio=0.5))",
-    "auto(0.25, LegoLink(2) | CacheBlend(0.1))",
 )
 """As a user writes them."""
 NAMED: Final = (
@@ -198,9 +193,6 @@ NAMED: Final = (
     "ape",
     "ape:0.8,0.7",
     "combination",
-    "auto:0.5",
-    "auto:0.5,cacheclip:0.3",
-    "legolink:4|cacheblend:0.1",
 )
 
 

@@ -20,12 +20,10 @@ from kvcache_rag import (
     Engine,
     FullRecompute,
     InvalidInputError,
-    LegoLink,
     MemoryStore,
     PromptTemplate,
     Reuse,
     StoredChunk,
-    auto,
 )
 from kvcache_rag.auxiliary import ChunkAttention
 from kvcache_rag.models.attention.last_layer import QueryAttention
@@ -154,14 +152,14 @@ def test_ingestion_prefills_for_both_models(monkeypatch: pytest.MonkeyPatch) -> 
     assert main.generate(QUESTIONS[0], DOCUMENTS, policy=CLIP, max_new_tokens=4).metrics.misses == 0
 
 
-@pytest.mark.parametrize("where", ["engine", "policy", "both", "union"])
+@pytest.mark.parametrize("where", ["engine", "policy", "both"])
 def test_whoever_scores_has_its_chunks_by_ingestion(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = PromptTemplate(system="Documents:\n")
     scorer = Auxiliary(Engine(build("llama"), word_pieces(), template=template))
     own = CacheClip(scorer, ratio=0.5)
-    policy = {"policy": own, "both": own, "union": LegoLink(2) | own}.get(where)
+    policy = {"policy": own, "both": own}.get(where)
     given = scorer if where in ("engine", "both") else None
     main = Engine.from_pretrained("tiny", device="cpu", auxiliary=given, policy=policy)
     sizes: list[int] = []
@@ -239,28 +237,6 @@ def test_cancelling_stops_both_models() -> None:
     with pytest.raises(CancelledError):
         main.add(DOCUMENTS, cancelled=stop)
     assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
-
-
-def test_it_joins_other_policies(engine: Engine) -> None:
-    clip = CacheClip(ratio=0.2, threshold=None)
-    both = engine.generate(QUESTIONS[0], DOCUMENTS, policy=LegoLink(2) | clip, max_new_tokens=8)
-    parts = [
-        engine.generate(QUESTIONS[0], DOCUMENTS, policy=policy, max_new_tokens=8)
-        for policy in (LegoLink(2), clip)
-    ]
-    counts = [part.metrics.recomputed_tokens for part in parts]
-    assert max(counts) < both.metrics.recomputed_tokens <= sum(counts)
-
-
-def test_a_budget_turns_its_ratio(engine: Engine) -> None:
-    full = engine.generate(QUESTIONS[0], DOCUMENTS, policy=auto(100.0, CLIP), max_new_tokens=4)
-    assert full.metrics.policy == repr(CacheClip(ratio=1.0))
-    first = len(engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks[0])
-    whole = sum(map(len, engine.tokenize(QUESTIONS[0], DOCUMENTS).chunks))
-    assert full.metrics.recomputed_tokens == whole - first
-    none = engine.generate(QUESTIONS[0], DOCUMENTS, policy=auto(1e-6, CLIP), max_new_tokens=4)
-    assert none.metrics.policy == repr(Reuse())
-    assert none.metrics.recomputed_tokens == 0
 
 
 def test_without_an_auxiliary_model_there_is_one_sentence() -> None:

@@ -32,18 +32,14 @@ from zoo import FAMILIES, build, byte_tokenizer
 
 from kvcache_rag import (
     BestLast,
-    CacheBlend,
-    CacheClip,
     DiskStore,
     Engine,
-    LegoLink,
-    ProphetKV,
     Reuse,
     ReusePolicy,
     StoredChunk,
 )
 from kvcache_rag.codecs import Int8
-from kvcache_rag.kv.mask import block_mask, recompute_mask
+from kvcache_rag.kv.mask import block_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -243,72 +239,6 @@ class Alone(ReusePolicy):
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         self.picked.append(self.of.select(prompt, signals))
         return self.picked[-1]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        LegoLink(4),
-        CacheBlend(0.2),
-        ProphetKV(0.2),
-        CacheClip(ratio=0.2, threshold=None),
-        LegoLink(2) | ProphetKV(0.1),
-        LegoLink(2, positions="composite"),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("family", SOME)
-def test_law_a_union_computes_the_best_last_and_what_another_chooses_again(
-    family: str, other: ReusePolicy
-) -> None:
-    engine, best = make_engine(family, auxiliary=Letters()), BestLast(0.2, other.positions)
-    if refused(engine, best):
-        return
-    # TEXTS stand best first; so say the scores of the same in another order.
-    moved, shuffled, scores = [*TEXTS[1:], TEXTS[0]], [TEXTS[1], TEXTS[0], TEXTS[2]], (-2, 0.7, 0.1)
-    alone = Alone(other, other.positions)
-    engine.logits(QUESTION, moved, policy=alone)
-    ids, (chosen,) = engine.tokenize(QUESTION, moved), alone.picked
-    both = chosen.clone()
-    both[len(ids.context) - len(ids.chunks[-1]) :] = True
-
-    def again(selected: Tensor) -> Tensor:
-        sequence = recompute_mask(ids.prefix, ids.chunks, ids.query, selected, other.positions)
-        return sequence_logits(engine, sequence)
-
-    expected = again(both)
-    asked = [(question, shuffled, (), scores) for question in (QUESTION, LONG_QUESTION)]
-    for union in (best | other, other | best):
-        assert error(engine.logits(QUESTION, TEXTS, policy=union), expected) < TOLERANCE
-        options: dict[str, Any] = {"policy": union, "max_new_tokens": 2}
-        together, piecewise = Recorder(), Recorder()
-        batch = engine.generate_batch(asked, **options, logits_processor=[together])
-        options |= {"scores": scores}
-        answer = engine.generate(QUESTION, shuffled, **options)
-        stream = engine.stream(QUESTION, shuffled, **options, logits_processor=[piecewise])
-        assert "".join(stream) == answer.text
-        assert batch[0].token_ids == answer.token_ids
-        for seen in (together, piecewise):
-            assert error(seen.steps[0][0], expected[-1]) < TOLERANCE
-        counts = answer.metrics.recomputed_tokens, answer.metrics.fresh_tokens
-        assert counts == (int(both.sum()), 0)
-    # The law can fail: neither alone is the answer.
-    assert error(again(chosen), expected) > 10 * TOLERANCE
-    assert error(again(both & ~chosen), expected) > 10 * TOLERANCE
-
-
-@pytest.mark.parametrize("scores", [None, (0.0, 5.0, 1.0, 4.0, 3.0)])
-def test_in_a_union_of_shares_the_larger_one_is_computed(scores: Any) -> None:
-    engine, texts = make_engine("llama"), [*TEXTS, TEXTS[0][::-1], TEXTS[1][::-1]]
-    options: dict[str, Any] = {"max_new_tokens": 4, "scores": scores}
-    expected, smaller = Recorder(), Recorder()
-    engine.generate(QUESTION, texts, policy=BestLast(0.6), **options, logits_processor=[expected])
-    engine.generate(QUESTION, texts, policy=BestLast(0.2), **options, logits_processor=[smaller])
-    for union in (BestLast(0.6) | BestLast(0.2), BestLast(0.2) | BestLast(0.6)):
-        found = Recorder()
-        engine.generate(QUESTION, texts, policy=union, **options, logits_processor=[found])
-        assert error(found.steps[0], expected.steps[0]) < TOLERANCE
-    assert error(smaller.steps[0], expected.steps[0]) > 10 * TOLERANCE, "it must be able to fail"
 
 
 # ---------------------------------------------------------------------- how many, and of what

@@ -69,7 +69,6 @@ POLICIES: dict[str, ReusePolicy] = {
     "cacheblend": CacheBlend(0.3),
     "cacheblend 1": CacheBlend(1.0),
     "cacheclip": CacheClip(Scorer(), ratio=0.3),
-    "union": LegoLink(3) | CacheBlend(0.1),
     "ape": Ape(),
     "combination": Combination(),
 }

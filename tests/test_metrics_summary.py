@@ -196,7 +196,7 @@ SCENES: dict[str, tuple[Callable[[], Metrics], str]] = {
     ),
     "auxiliary misses": (scored_first_by_an_auxiliary, "had to prefill chunks of its own (3)"),
     "choosing": (
-        lambda: asked(engine(), policy=CacheBlend(0.01, check_layers=(3,))),
+        lambda: asked(engine(), policy=CacheBlend(0.01, check_layer=3)),
         "Choosing tokens is most of it",
     ),
     "recomputing": (lambda: asked(engine(), policy=CacheBlend(0.9)), "lower the ratio of CacheB"),

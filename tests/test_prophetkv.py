@@ -43,7 +43,6 @@ from kvcache_rag import (
     CacheBlend,
     DiskStore,
     Engine,
-    LegoLink,
     MemoryStore,
     Message,
     PromptTemplate,
@@ -51,7 +50,6 @@ from kvcache_rag import (
     Reuse,
     ReusePolicy,
     UnsupportedModelError,
-    auto,
 )
 from kvcache_rag.codecs import Int8
 from kvcache_rag.kv.mask import PositionScheme, block_mask, recompute_mask
@@ -476,51 +474,6 @@ def test_beams_and_chunks_that_were_not_cached() -> None:
 
 
 # ---------------------------------------------------------------------- with other policies
-def test_a_union_computes_what_either_wants() -> None:
-    engine, prompt = make_engine("llama"), shape_of(make_engine("llama"), TEXTS)
-    chosen = top(attention_of(engine, TEXTS, "reordered"), share(0.1, prompt), candidates(prompt))
-    heads = torch.zeros_like(chosen)
-    for chunk in prompt.chunks[1:]:
-        heads[chunk.start : chunk.start + 4] = True
-    expected = engine.logits(
-        QUESTION, TEXTS, policy=Looking(selected=tuple((chosen | heads).tolist()))
-    )
-    for union in (ProphetKV(0.1) | LegoLink(4), LegoLink(4) | ProphetKV(0.1) | CacheBlend(0)):
-        assert torch.equal(engine.logits(QUESTION, TEXTS, policy=union), expected)
-    asked = [(QUESTION, TEXTS), (LONG_QUESTION, TEXTS)]
-    settings: dict[str, Any] = {"policy": ProphetKV(0.1) | LegoLink(4), "max_new_tokens": 6}
-    batch = engine.generate_batch(asked, **settings)
-    singles = [engine.generate(*each, **settings) for each in asked]
-    assert [one.token_ids for one in batch] == [one.token_ids for one in singles]
-
-
-def passes(engine: Engine, policy: ReusePolicy, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many forward passes are made until the first token is known."""
-    model, calls = access.adapter(engine), []
-    own = type(model).forward
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(1)
-        return own(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(model), "forward", counted)
-        engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
-    return len(calls)
-
-
-def test_a_budget_turns_its_ratio_and_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine("llama")
-    engine.generate(QUESTION, TEXTS, policy=CacheBlend(0.5), max_new_tokens=1)  # rates are known
-    engine.generate(QUESTION, TEXTS, policy=ProphetKV(), max_new_tokens=1)  # so is the model
-    one = passes(engine, ProphetKV(), monkeypatch)
-    assert passes(engine, ProphetKV(1e-6), monkeypatch) < one, "nothing is chosen by nothing"
-    # Several signals of one prompt cost one look.
-    assert passes(engine, ProphetKV(0.2) | ProphetKV(0.3), monkeypatch) == one
-    full = engine.generate(QUESTION, TEXTS, policy=auto(1e6, ProphetKV()), max_new_tokens=1)
-    assert full.metrics.policy == repr(ProphetKV(1.0))
-    none = engine.generate(QUESTION, TEXTS, policy=auto(1e-9, ProphetKV()), max_new_tokens=1)
-    assert none.metrics.policy == repr(Reuse())
 
 
 # ---------------------------------------------------------------------- what is kept of them

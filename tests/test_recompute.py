@@ -29,7 +29,6 @@ from kvcache_rag.policies import ReusePolicy
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 from kvcache_rag.policies.selection import candidates, share, top
-from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.stitch import StitchedPrompt
 
 if TYPE_CHECKING:
@@ -389,36 +388,3 @@ def test_what_goes_wrong_in_a_scorer_is_raised() -> None:
 
 
 # ---------------------------------------------------------------------- what can be afforded
-def test_rates_are_learned_from_what_was_computed_again() -> None:
-    costs = Costs()
-    assert costs.affordable(1.0) is None
-    costs.passed(100, 1.0)
-    before = costs.affordable(1.5)
-    assert before is not None
-    assert 90 <= before < 150  # a prefill's tokens are cheaper
-    costs.recomputed(100, 1.0)
-    assert costs.affordable(1.5) == 150
-    costs.recomputed(200, 1.5)  # 0.5 s for a pass, 5 ms per token
-    assert costs.affordable(1.5) == 200
-    assert costs.affordable(0.1) == 0
-
-
-def test_answers_teach_the_rate_and_an_unknown_one_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fresh = make_engine("qwen2")
-    fresh.add(TEXTS)
-    Costs.__init__(access.costs(fresh))  # as in a process that has prefilled nothing
-    found: list[int] = []
-    asked = Asking(lambda signals: found.append(signals.affordable(1e6)))
-    asked.needs_scorer = False
-    fresh.generate(QUESTION, TEXTS, policy=asked, max_new_tokens=1)
-    assert found == [len(fresh.tokenize(QUESTION, TEXTS).context)]  # never more than there are
-    noted: list[int] = []
-
-    def note(costs: Costs, tokens: int, seconds: float) -> None:
-        noted.append(tokens)
-
-    monkeypatch.setattr(Costs, "recomputed", note)
-    metrics = fresh.generate(QUESTION, TEXTS, policy=LegoLink(8), max_new_tokens=1).metrics
-    assert noted == [16 + metrics.query_tokens - 1]

@@ -20,7 +20,6 @@ from kvcache_rag import (
     InvalidInputError,
     LegoLink,
     Reuse,
-    policy_by_name,
 )
 from kvcache_rag.prompt.scores import scores_by_step, whole_scores
 from kvcache_rag_server.backend import RetrievedText
@@ -42,8 +41,6 @@ OTHERS: list[ReusePolicy] = [
     LegoLink(2),
     CacheBlend(0.3),
     Ape(0.9, 1.0),
-    policy_by_name("auto:1000"),
-    LegoLink(2) | CacheBlend(0.2),
 ]
 
 

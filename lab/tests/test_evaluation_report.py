@@ -258,13 +258,3 @@ def test_a_plot_that_cannot_be_drawn_says_why(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"kvcache-rag\[eval\]"):
         check_plot(tmp_path / "plot.png")
-
-
-def test_the_name_of_a_union_stays_in_its_cell() -> None:
-    rows = (*answered(GOOD, "full", share=1.0), *answered(WORSE, "legolink:4|cacheblend:0.2"))
-    policies = {"full": "FullRecompute()", "legolink:4|cacheblend:0.2": "Union(...)"}
-    records = Records(rows, {"kind": "right"}, policies, "full")
-    lines = to_markdown(summarise(records)).splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
-    assert any("legolink:4\\|cacheblend:0.2" in line for line in table)

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from kvcache_rag.policies import Reuse as Reuse
     from kvcache_rag.policies import ReusePolicy as ReusePolicy
     from kvcache_rag.policies import Scorer as Scorer
-    from kvcache_rag.policies import Union as Union
-    from kvcache_rag.policies import auto as auto
     from kvcache_rag.policies import policy_by_name as policy_by_name
     from kvcache_rag.prompt.renderer import PromptIds as PromptIds
     from kvcache_rag.prompt.template import Message as Message

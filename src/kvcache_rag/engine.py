@@ -37,7 +37,7 @@ from kvcache_rag.models.attention.support import lock_of
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag.models.pretrained import chosen_adapter, load
 from kvcache_rag.policies import FullRecompute
-from kvcache_rag.policies.auto import with_auxiliary
+from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.default import default_policy, reuse_warning
 from kvcache_rag.prefill import ContextChunk, Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer

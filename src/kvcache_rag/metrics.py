@@ -54,8 +54,7 @@ class Metrics:
         total: From the call to the last token.
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Chunk tokens whose keys and values came from the store.
-        recomputed_tokens: Context tokens that a policy computed again (their mean over the layers,
-            where it drops some on the way).
+        recomputed_tokens: Context tokens that a policy computed again.
         fresh_tokens: Chunk tokens that the policy had computed together with the query, in the
             context of the others (`BestLast`); neither loaded nor stored.
         prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or

@@ -7,14 +7,11 @@ whatever else was chosen; published implementations let a chosen token see keys 
 (YaoJiayi/CacheBlend issue 21).  It also stands at its true position.  With composite positions the
 chosen tokens therefore leave their chunk's local positions for those of the prompt, at which the
 query stands too, and the others keep theirs.
-
-A policy may drop tokens on the way (`ReusePolicy.narrow`): these leave the pass before the
-attention of a layer, and the keys and values that they were given up to there stay.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +19,6 @@ from torch import Tensor
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.models.cache import HaltedError, recompute_cache
-from kvcache_rag.models.narrowing import narrowing
-from kvcache_rag.policies.base import LayerCheck
 
 if TYPE_CHECKING:
     from kvcache_rag.policies import ReusePolicy
@@ -41,7 +36,7 @@ def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) 
         InvalidInputError: If it is no such tensor, or the policy moves the query next to the chunks
             and selects tokens all the same.
     """
-    selected = _checked(policy, "select", policy.select(shape, signals), shape)
+    selected = _checked(policy, policy.select(shape, signals), shape)
     if policy.adjacent_query and bool(selected.any()):
         raise InvalidInputError(
             f"{policy} wants the query next to the chunks and tokens computed again, which stand "
@@ -50,34 +45,23 @@ def chosen_tokens(policy: ReusePolicy, shape: StitchedPrompt, signals: Signals) 
     return selected
 
 
-def _checked(
-    policy: ReusePolicy,
-    hook: str,
-    selected: Any,
-    shape: StitchedPrompt,
-    among: Tensor | None = None,
-) -> Tensor:
-    """What a hook of a policy gave, on the CPU, if it is what it must be."""
+def _checked(policy: ReusePolicy, selected: Any, shape: StitchedPrompt) -> Tensor:
+    """What `select` gave, on the CPU, if it is what it must be."""
     wanted = (shape.context_tokens,)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool:
         kind = selected.dtype if isinstance(selected, Tensor) else type(selected).__name__
         raise InvalidInputError(
-            f"{policy} selects tokens by {kind}; {hook} must return a bool tensor of shape {wanted}"
+            f"{policy} selects tokens by {kind}; select must return a bool tensor of shape {wanted}"
         )
     if tuple(selected.shape) != wanted:
         raise InvalidInputError(
-            f"{policy} selects from shape {tuple(selected.shape)}; {hook} must return a bool "
+            f"{policy} selects from shape {tuple(selected.shape)}; select must return a bool "
             f"tensor of shape {wanted}, one per context token"
         )
-    checked: Tensor = selected.cpu()
-    if among is not None and bool((checked & ~among).any()):
-        raise InvalidInputError(
-            f"{policy} wants tokens computed on that were dropped before; {hook} can only drop more"
-        )
-    return checked
+    return selected.cpu()
 
 
-def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> int:
+def recompute(row: StitchedRow, selected: Tensor) -> None:
     """Compute chosen tokens again, and the query but its last token, writing both into the buffer.
 
     The pass ends once the last layer has its keys and values.
@@ -85,16 +69,9 @@ def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> int:
     Args:
         row: A stitched prompt.
         selected: `(context_tokens,)` bool.
-        policy: Says which of these are dropped on the way.
-
-    Returns:
-        How many context tokens were computed again: the mean of the layers, rounded.
 
     Raises:
-        UnsupportedModelError: If the model takes no positions, its attention no mask, or tokens
-            cannot leave between its layers.
-        InvalidInputError: If the policy narrows at a layer that there is not, or to tokens that
-            were not chosen.
+        UnsupportedModelError: If the model takes no positions, or its attention no mask.
     """
     model, query = row.model, row.shape.spans[-1]
     context, stop = query.start, query.stop - 1
@@ -104,24 +81,6 @@ def recompute(row: StitchedRow, selected: Tensor, policy: ReusePolicy) -> int:
     mask = model.causal_mask(places, stop)  # over what the buffer will hold, place by place
     kinds = model.measured.kinds
     cache = recompute_cache(row.buffer, kinds, context, chosen.to(model.device), halts=True)
-    choices = [(0, selected)]  # from which layer on, and what
-
-    def keep(layer: int, deviation: Tensor) -> Tensor:
-        before = choices[-1][1]
-        everywhere = torch.zeros(context)  # (context,), 0 where nothing is computed again
-        everywhere[before] = deviation
-        check = LayerCheck(layer, len(kinds), before, everywhere)
-        left = _checked(policy, "narrow", policy.narrow(row.shape, check), row.shape, before)
-        choices.append((layer, left))
-        return left[before]  # (tokens computed up to here,)
-
-    layers = policy.narrowing_layers
-    leaving = narrowing(model, cache, len(places), layers, keep) if layers else nullcontext()
-    with suppress(HaltedError), leaving:
+    with suppress(HaltedError):
         # (1, chosen + query - 1) ids; the pass halts before any logits.
         model.forward(row.ids[None, places], cache, places, mask=mask, keep=1)
-    stops = [*(start for start, _ in choices[1:]), len(kinds)]
-    done = [
-        (stop - start) * int(left.sum()) for (start, left), stop in zip(choices, stops, strict=True)
-    ]
-    return round(sum(done) / len(kinds))

@@ -154,7 +154,6 @@ def test_a_title_is_no_part_of_a_chunk() -> None:
         ({}, None),
         ({"policy": "legolink"}, "legolink"),
         ({"policy": " legolink "}, "legolink"),
-        ({"policy": "legolink:4|cacheblend:0.1"}, "legolink:4|cacheblend:0.1"),
         ({"policy": "cacheblend", "ratio": 0.2}, "cacheblend:0.2"),
         ({"policy": "CacheClip", "ratio": 1}, "CacheClip:1.0"),
     ],

@@ -57,7 +57,6 @@ POLICIES = [
     "cacheblend:0.3",
     "ape:0.9,1.0",
     "combination",
-    "legolink:2|cacheblend:0.2",
 ]
 
 

@@ -29,8 +29,7 @@ HELP = "measure how well models answer with cached chunks and with full prefill"
 CODECS = ("native", "int8", "int4")
 POLICIES = (
     "full, reordered, bestlast, composite, legolink:16, cacheblend:0.15, prophetkv:0.2, "
-    "cacheclip:0.2, ape:0.9,0.9, combination, auto:SECONDS; joined by | their union, in quotes "
-    "(default: full reordered)"
+    "cacheclip:0.2, ape:0.9,0.9, combination (default: full reordered)"
 )
 TASKS = (
     "reader (all its kinds), reader_KIND, niah_single_1, niah_reader_single, rgb_en_noise40, "

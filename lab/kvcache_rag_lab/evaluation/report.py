@@ -300,7 +300,7 @@ def _columns(group: Group) -> list[str]:
 def _cells(group: Group, row: PolicyRow) -> dict[str, str]:
     divergence = row.divergence
     return {
-        "policy": row.policy.replace("|", "\\|"),  # a union; bare it would end the cell
+        "policy": row.policy,
         "codec": row.codec or "none",
         "quality %": _percent(row.quality),
         "minus full": _difference(group, row.difference),

@@ -150,7 +150,7 @@ class CopiedRow(ContextRow):
         selected: `(context_tokens,)` bool, tokens to be computed again; None for none.
         choosing: Seconds for choosing them.
         recomputing: Seconds for computing them again, 0 before that.
-        recomputed_tokens: How many were, the mean of the layers; 0 before that.
+        recomputed_tokens: How many were; 0 before that.
         scorer_misses: Chunks that a scorer had to prefill first.
         heard_query: Whether the choice was made by what the query asks (`RowSignals.heard_query`).
         is_copy: Whether all that was done for another row of the batch.
@@ -688,8 +688,7 @@ class ContextFiller:
             return CopiedRow(ids, shape, loaded, policy, stitched)
         started = time.perf_counter()
         answer = prompt.request.answer_tokens
-        signals = RowSignals(stitched, self.loader.costs, scores, answer)
-        policy = policy.resolved(shape, signals)
+        signals = RowSignals(stitched, scores, answer)
         selected = chosen_tokens(policy, shape, signals)  # (context_tokens,) bool
         choosing = time.perf_counter() - started
         kept = selected if bool(selected.any()) else None
@@ -710,12 +709,10 @@ class ContextFiller:
         if row.selected is None:
             return row
         started = time.perf_counter()
-        tokens = recompute(row.stitched, row.selected, row.policy)
+        recompute(row.stitched, row.selected)
         self.model.wait()
         seconds = time.perf_counter() - started
-        query = row.shape.tokens - row.shape.context_tokens - 1
-        self.loader.costs.recomputed(tokens + query, seconds)
-        return replace(row, recomputing=seconds, recomputed_tokens=tokens)
+        return replace(row, recomputing=seconds, recomputed_tokens=int(row.selected.sum()))
 
     def _copy(self, source: CopiedRow, place: KVBuffer, prompt: Prompt) -> CopiedRow:
         """Fill a row with what another one holds whose chunks are the same.

@@ -82,8 +82,7 @@ class Explained:
         gate: Why the engine's gate lets `FullRecompute()` answer instead, or "".
         prefix_tokens: Tokens of the shared prefix.
         reused_tokens: Tokens of chunks whose keys and values come from the store.
-        recomputed_tokens: Context tokens that the policy computes again, at least in the first
-            layers.
+        recomputed_tokens: Context tokens that the policy computes again.
         prefilled_tokens: Chunk tokens that are not cached, or that it would take longer to load.
         query_tokens: Tokens of history, question and everything behind the chunks.
         choose: Seconds that choosing tokens took (nothing is recomputed, so that takes none).

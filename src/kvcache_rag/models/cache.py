@@ -335,13 +335,7 @@ class RecomputeLayer(BufferLayer):
 
     Attributes:
         places: `(n,)` int64 places of the first `n` tokens of the update; the others are appended.
-        compared: Slot (0 is K, 1 is V) whose deviation from what is held the next update measures,
-            which then ends the pass (by `HaltedError`) and appends nothing; None for none.
-        deviation: `(n,)` float32, squared L2 distance over rows, heads and width that it measured.
     """
-
-    compared: int | None = None
-    deviation: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, length: int, places: Tensor) -> None:
         """Hold `length` tokens of `keys` and `values`, some of which come anew."""
@@ -353,16 +347,9 @@ class RecomputeLayer(BufferLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write in place, append the rest and return everything held, as views."""
         count = self.places.shape[0]
-        slot, self.compared = self.compared, None
-        if slot is not None:
-            fresh = (key_states, value_states)[slot][:, :, :count]  # (rows, heads, n, width)
-            held = (self.key_buffer, self.value_buffer)[slot][:, :, self.places]
-            self.deviation = (fresh.float() - held.float()).pow(2).sum((0, 1, 3))
         for buffer, states in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
             # (rows, heads, n, width) into places that may lie anywhere among those held
             buffer.index_copy_(2, self.places, states[:, :, :count].to(buffer.dtype))
-        if slot is not None:
-            raise HaltedError
         # The rest, perhaps no token at all, goes behind those held.
         return super().update(key_states[:, :, count:], value_states[:, :, count:])
 

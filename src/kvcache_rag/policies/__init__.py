@@ -1,8 +1,7 @@
 """What to reuse and what to compute again."""
 
 from kvcache_rag.policies.ape import Ape
-from kvcache_rag.policies.auto import Auto, auto
-from kvcache_rag.policies.base import ReusePolicy, Scorer, Union
+from kvcache_rag.policies.base import ReusePolicy, Scorer
 from kvcache_rag.policies.bestlast import BestLast
 from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.cacheclip import CacheClip
@@ -14,7 +13,6 @@ from kvcache_rag.policies.prophetkv import ProphetKV
 __all__ = [
     "POLICY_NAMES",
     "Ape",
-    "Auto",
     "BestLast",
     "CacheBlend",
     "CacheClip",
@@ -25,13 +23,11 @@ __all__ = [
     "Reuse",
     "ReusePolicy",
     "Scorer",
-    "Union",
-    "auto",
     "policy_by_name",
 ]
 
 POLICY_NAMES = listed(
     *(FullRecompute, Reuse, BestLast, ProphetKV, LegoLink, CacheBlend, CacheClip, Ape),
-    *(Combination, Auto),
+    Combination,
 )
 """The names that `policy_by_name` knows, in the order in which messages list them."""

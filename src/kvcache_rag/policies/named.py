@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import InvalidInputError, close_to
-from kvcache_rag.policies.base import MOST_PARTS, ReusePolicy, Union
+from kvcache_rag.policies.base import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,10 +77,6 @@ class Words:
                 f"{value!r} is not {what}, which {self.form.name} takes: {self.form.usage}"
             ) from error
 
-    def policy(self, text: str) -> ReusePolicy:
-        """A policy that is written within this one."""
-        return _one(text, self.auxiliary)
-
     def refusal(self) -> InvalidInputError:
         """That so many values are none."""
         return InvalidInputError(
@@ -113,8 +109,7 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
 
     Args:
         text: One of `POLICY_NAMES`, and behind a colon its numbers: what a wrong one is answered
-            with lists them all.  They may be left out (not the seconds of "auto:SECONDS,POLICY").
-            Several policies, joined by "|", are their union.
+            with lists them all.  They may be left out.
         auxiliary: Scores chunks for those policies that are given a scorer; None for the engine's
             own.
 
@@ -123,10 +118,17 @@ def policy_by_name(text: str, auxiliary: Scorer | None = None) -> ReusePolicy:
     """
     if not isinstance(text, str):
         raise InvalidInputError(f'a policy\'s name is a text such as "cacheblend", not {text!r}')
-    if text.count("|") >= MOST_PARTS:
-        raise InvalidInputError(f"at most {MOST_PARTS} policies can be joined; name fewer")
-    parts = [_one(part.strip(), auxiliary) for part in text.split("|")]
-    return parts[0] if len(parts) == 1 else Union(*parts)
+    name, colon, rest = (part.strip() for part in text.lower().partition(":"))
+    form = _FORMS.get(name)
+    if form is None:
+        close = close_to(name, _FORMS)
+        hint = f"did you mean {close}? It" if close else "it"
+        usages = ", ".join(known.usage for known in _FORMS.values())
+        raise InvalidInputError(f"there is no policy {name!r}; {hint} is one of {usages}")
+    if colon and not rest:
+        raise InvalidInputError(f"nothing stands behind the colon of {text!r}; write {form.usage}")
+    values = tuple(value.strip() for value in rest.split(",")) if rest else ()
+    return form.make(Words(form, values, auxiliary))
 
 
 def given_policy(policy: ReusePolicy | str | None) -> ReusePolicy | None:
@@ -156,15 +158,8 @@ def name_of(policy: ReusePolicy) -> str:
     Raises:
         InvalidInputError: If it has settings that no name says, such as a scorer.
     """
-    if isinstance(policy, Union):
-        return "|".join(map(name_of, policy.policies))
     settings = [getattr(policy, one.name) for one in fields(policy) if one.init]  # type: ignore[arg-type]  # a dataclass
-    plain = [part for one in settings for part in (one if isinstance(one, tuple) else (one,))]
-    words = [
-        name_of(one) if hasattr(one, "_forms") else repr(one)
-        for one in plain
-        if hasattr(one, "_forms") or type(one) in (int, float)
-    ]
+    words = [repr(one) for one in settings if type(one) in (int, float)]
     for form in vars(type(policy)).get("_forms", ()):
         for count in range(len(words) + 1):
             for chosen in combinations(words, count):
@@ -175,17 +170,3 @@ def name_of(policy: ReusePolicy) -> str:
     raise InvalidInputError(
         f"{policy!r} has settings that cannot be written down; a server takes policies by name"
     )
-
-
-def _one(text: str, auxiliary: Scorer | None) -> ReusePolicy:
-    name, colon, rest = (part.strip() for part in text.lower().partition(":"))
-    form = _FORMS.get(name)
-    if form is None:
-        close = close_to(name, _FORMS)
-        hint = f"did you mean {close}? It" if close else "it"
-        usages = ", ".join(known.usage for known in _FORMS.values())
-        raise InvalidInputError(f"there is no policy {name!r}; {hint} is one of {usages}")
-    if colon and not rest:
-        raise InvalidInputError(f"nothing stands behind the colon of {text!r}; write {form.usage}")
-    values = tuple(value.strip() for value in rest.split(",")) if rest else ()
-    return form.make(Words(form, values, auxiliary))

@@ -50,10 +50,6 @@ class ProphetKV(ReusePolicy):
         """At ratio 0."""
         return self.ratio == 0
 
-    def signal_tokens(self, signals: Signals) -> int:
-        """Those of the question."""
-        return 0 if self.is_reuse else signals.attention_tokens()
-
     def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
         """The most attended tokens, of equal ones those that stand first."""
         from kvcache_rag.policies.selection import candidates, nothing, share, top  # loads torch

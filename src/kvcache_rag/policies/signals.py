@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,12 +21,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.policies.base import Scorer
     from kvcache_rag.prompt.template import PromptTemplate
-    from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stitching.stitch import StitchedRow
-
-
-# Tokens of the pass that is timed where no rate is known yet.
-TRIAL_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,24 +97,17 @@ class RowSignals:
 
     Attributes:
         row: The prompt.
-        costs: Measured rates.
         scores: What a scorer works out; None without one.
         answer_tokens: Tokens at the end of the query that are an answer being read, which whoever
             answers does not know.
     """
 
     row: StitchedRow
-    costs: Costs
     scores: ChunkScores | None = None
     answer_tokens: int = 0
     _relevance: list[Tensor] = field(default_factory=list, init=False, repr=False)
     _deviations: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _attention: list[Tensor] = field(default_factory=list, init=False, repr=False)
-
-    @property
-    def layers(self) -> int:
-        """How many layers the model has."""
-        return len(self.row.model.measured.kinds)
 
     def deviation(self, layer: int) -> Tensor:
         """How far stitched values are from those of a full prefill at one layer.
@@ -161,16 +148,6 @@ class RowSignals:
         # (heads, context_tokens, width): as stitched, and as a full prefill has them
         stitched, fresh = slots[layer][slot][0, :, :context], tapped.found[slot][0]
         return (fresh.float() - stitched.float()).pow(2).sum((0, 2)).cpu()  # (context_tokens,)
-
-    def deviation_tokens(self, layer: int) -> int:
-        """As many tokens computed again take about the time of `deviation(layer)`; 0 once known.
-
-        All context tokens run through the layers below and half of `layer` itself, whose keys and
-        values are computed and whose attention is not.
-        """
-        if layer in self._deviations:
-            return 0
-        return math.ceil(self.row.shape.context_tokens * (layer + 0.5) / self.layers)
 
     def relevance(self) -> Tensor:
         """Scores of the context tokens by the policy's scorer, aligned by character offsets.
@@ -229,26 +206,7 @@ class RowSignals:
             model.forward(self.row.ids[None, places], cache, places, mask=mask)
         return columns[:context].cpu()
 
-    def attention_tokens(self) -> int:
-        """As many tokens computed again take about the time of `attention()`; 0 once known."""
-        return 0 if self._attention else len(self.row.shape.spans[-1])
-
     @property
     def heard_query(self) -> bool:
         """Whether anything was asked that another query would have answered otherwise."""
         return bool(self._attention or self._relevance)
-
-    def affordable(self, seconds: float) -> int:
-        """How many context tokens can be computed again in `seconds`, by measured rates.
-
-        The first time in a process, when no rate is known, a short pass is timed.
-        """
-        tokens = self.costs.affordable(seconds)
-        if tokens is None:
-            started = self.costs.clock()
-            ids = self.row.ids[None, :TRIAL_TOKENS]
-            self.row.model.forward(ids, None, torch.arange(ids.shape[1]), keep=1)
-            self.costs.passed(ids.shape[1], self.costs.clock() - started)
-            tokens = self.costs.affordable(seconds) or 0
-        query = self.row.shape.tokens - self.row.shape.context_tokens - 1
-        return min(max(tokens - query, 0), self.row.shape.context_tokens)

@@ -12,7 +12,6 @@ together (`serve.scheduler`).
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -136,13 +135,6 @@ SAVING = 0.2
 
 SMALLEST_SAVING = 0.02
 
-# Tokens computed again in one pass with the query that are looked back at.
-RECOMPUTES = 7
-
-# What such a token costs more than one of a prefill, until it is measured: it attends over the
-# whole prompt, and so on average over more.
-DEARER = 1.5
-
 # Of so many chunks of a tier to be declined, one is loaded all the same, to see whether it is still
 # slow; after so many slow loads, one old prefill is forgotten, which may have been held up.
 RETRY = 16
@@ -171,7 +163,6 @@ class Costs:
         self._prefills: dict[int, Timings] = defaultdict(partial(Timings, PREFILLS))
         self._passes: dict[int, Timings] = defaultdict(partial(Timings, PREFILLS))
         self._turns = Timings(LOADS)
-        self._recomputes = Timings(RECOMPUTES)
         self._longest = 0
         self._slow_loads, self._declined = Retry(RETRY), Retry(RETRY)
         self._retried: set[str] = set()
@@ -235,27 +226,6 @@ class Costs:
     def rotation_seconds(self, nbytes: int) -> float:
         """How long rotating chunks of `nbytes` will take; 0 if unknown."""
         return self._turns.seconds(nbytes) or 0.0
-
-    def recomputed(self, tokens: int, seconds: float) -> None:
-        """Note that `tokens` tokens of a stitched prompt, query included, took `seconds` again."""
-        self._recomputes.note(tokens, seconds)
-
-    def affordable(self, seconds: float) -> int | None:
-        """How many tokens of a stitched prompt can be computed again in `seconds`.
-
-        By the last such passes, which were over prompts as long as they were; before the first one,
-        by what prefills took.  None if nothing is known.
-        """
-        line = self._recomputes.line()
-        if line is None:
-            # A pass of few tokens takes as long as one of many, so the best rate counts.
-            known = [*self._prefills.values(), *self._passes.values()]
-            rates = [rate for timings in known for rate in timings.rates]
-            if not rates:
-                return None
-            line = 0.0, DEARER * min(rates)
-        latency, slope = line
-        return max(int(min((seconds - latency) / max(slope, 1e-12), sys.maxsize)), 0)
 
     def trial(self, nbytes: int, tokens: int) -> int:
         """How many tokens to prefill for the measurement alone; 0 for no trial.
