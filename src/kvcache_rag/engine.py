@@ -292,9 +292,8 @@ class Engine:
         """Say that weights of the model were written through `.data`, which nothing else tells.
 
         PEFT's switching and merging, `load_state_dict`, optimisers and in-place operations are
-        noticed by themselves, before every question.  A write through `.data` that is not told of
-        is found by a sample, within 16 questions, if it changed at least a 64th of a tensor or
-        every row of it; until then answers mix the old and the new weights.
+        noticed by themselves, before every question.  After a write through `.data` that is not
+        told of, answers mix the old and the new weights.
         """
         if self._weights is not None:
             self._adapter.weights.written()

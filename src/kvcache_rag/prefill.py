@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2048
 # Seconds in which a waiting question can take the model between two batches; locks are not fair.
 YIELD = 0.001
-# Chunks of which is remembered when they were stored, in case their weights are mistrusted later.
+# Chunks of which is remembered that they were stored: one that is missing was evicted.
 REMEMBERED = 4096
 # Batches between their locks and their files: one that is computed, and one that is written.
 WRITERS = 2
@@ -89,8 +89,7 @@ class Prefiller:
         description: What of the spec a person wants to know.
         weights: Identity of the weights that the spec is about; None for the model's as they are.
         key: Gives the address of token ids behind the prefix.
-        stored: The last chunks that were stored, and at which turn of the weights; they may have
-            been dropped since.
+        stored: The last chunks that were stored; they may have been dropped since.
     """
 
     model: TransformersModel
@@ -104,12 +103,10 @@ class Prefiller:
     _computed_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _stored_prefix: ChunkKV | None = field(default=None, init=False, repr=False)
     _encoded_prefix: EncodedChunk | None = field(default=None, init=False, repr=False)
-    stored: deque[tuple[int, ChunkKey]] = field(init=False, repr=False)
-    _writing: set[Future[None]] = field(init=False, repr=False)
+    stored: deque[ChunkKey] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stored = deque(maxlen=REMEMBERED)
-        self._writing = set()
         if self.weights is None:
             self.weights = self.model.weights.identity
         self.key = partial(
@@ -132,16 +129,7 @@ class Prefiller:
         return cls(model, store, prefix_ids, fingerprint, namespace, description)
 
     def follow_weights(self) -> None:
-        """Address chunks by the weights as they are now; for whoever holds the model.
-
-        Those that were stored while a write went unnoticed are dropped.
-        """
-        mistrusted = self.model.weights.mistrusted
-        wait(list(self._writing))  # what is on its way to the store counts as stored
-        for turn, key in self.stored:
-            if mistrusted and turn >= mistrusted:
-                with suppress(OSError):  # by others, who have another identity, it is not found
-                    self.store.delete(key)
+        """Address chunks by the weights as they are now; for whoever holds the model."""
         self.weights = self.model.weights.identity
         self.spec, self.description = _fingerprint(self.model, self.store, self.prefix_ids)
         self.store.describe(self.spec, self.namespace, self.description)
@@ -215,7 +203,7 @@ class Prefiller:
         weights = self.model.weights
         if weights.identity is self.weights and weights.are_unchanged():
             self.store.put(key, stored)
-            self.stored.append((weights.turn, key))
+            self.stored.append(key)
         return stored
 
     def _unrounded_prefix(self) -> ChunkKV:
@@ -343,8 +331,6 @@ class Prefiller:
             given.set_result({})  # a thread that there is may find it in its queue
             return self.fill_batch(batch)
         pending.append(writing)
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
         kept: _Computed = {}
         try:
             with torch.inference_mode():
@@ -366,7 +352,7 @@ class Prefiller:
         # Weights may have changed under a long ingestion: such chunks have other keys.
         if weights.identity is not self.weights or not weights.are_unchanged():
             return computed, {}
-        self.stored.extend((weights.turn, key) for key in computed)
+        self.stored.extend(computed)
         return computed, computed
 
 

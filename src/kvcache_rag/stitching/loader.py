@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
@@ -422,7 +422,7 @@ class ContextLoader:
     ) -> list[Miss]:
         """What is not cached, and why; before it is computed, and stored again."""
         cached = set(map(attrgetter("key"), declined))
-        stored = set(map(itemgetter(1), self.prefiller.stored))
+        stored = set(self.prefiller.stored)
         missed: dict[ChunkKey, Miss] = {}
         for chunk in missing:
             key = chunk.key
