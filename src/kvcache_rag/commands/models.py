@@ -1,4 +1,4 @@
-"""Can the chunks of a model be moved and put together; which dequantised models are kept?
+"""Can the chunks of a model be moved and put together?
 
 Nothing is looked up in a list of model families; the answer is measured on the model itself.
 """
@@ -11,10 +11,7 @@ from kvcache_rag.commands.listing import (
     ADAPTER,
     MODEL,
     add_weight_format,
-    moment,
-    size,
 )
-from kvcache_rag.progress import plural, table
 
 if TYPE_CHECKING:
     import argparse
@@ -23,16 +20,15 @@ if TYPE_CHECKING:
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
-HELP = "say whether chunks of a model can be stitched, and what of GGUF files is kept"
+HELP = "say whether chunks of a model can be stitched"
 _CHECK = "say whether chunks of a model can be stitched, and how its keys turn"
-_CACHE = "list the dequantised checkpoints of GGUF files that are kept, or delete them"
 SUPPORTED, UNSUPPORTED = 0, 1
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _UNLIMITED = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `check MODEL` and how to load it, and `cache`."""
+    """Declare `check MODEL` and how to load it."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help=_CHECK, description=_CHECK)
     check.add_argument("model", help=MODEL)
@@ -42,35 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype to load; auto: as it was saved"
     )
-    cache = actions.add_parser("cache", help=_CACHE, description=_CACHE)
-    cache.add_argument("--clear", action="store_true", help="delete them all")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at a model, and 0 if it is supported, 1 if not; or at the cache, and 0."""
-    return _cache(arguments.clear) if arguments.action == "cache" else _check(arguments)
-
-
-def _cache(clear: bool) -> int:
-    from kvcache_rag.models.gguf import cache_folder, clear_kept, kept_checkpoints
-
-    kept = kept_checkpoints()
-    if clear:
-        count = plural(clear_kept(), "checkpoint")
-        print(f"deleted {count} ({size(sum(member.nbytes for member in kept))})")
-        return SUPPORTED
-    rows = [["file", "sha256", "dtype", "size", "last used"]]
-    for member in kept:
-        digest, used = member.sha256[:12], moment(member.used)
-        rows.append([member.file, digest, member.dtype, size(member.nbytes), used])
-    if kept:
-        print("\n".join(table(rows, right=frozenset({3}))))
-    print(f"{plural(len(kept), 'checkpoint')} in {cache_folder()}")
-    return SUPPORTED
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    """Load the model, print what was measured and a verdict."""
+    """Load the model, print what was measured and a verdict: 0 if it is supported, 1 if not."""
     from kvcache_rag.models.hf import TransformersModel
 
     model = TransformersModel(_load(arguments))

@@ -8,42 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
 import struct
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import xxhash
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.compiled import multiplies_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 _LOG = logging.getLogger(__name__)
 
 SUFFIX: Final = ".gguf"
 
 KEPT_BYTES: Final = 2_000_000_000
-"""Limit of all kept checkpoints; the least recently used go first, a larger one is not kept."""
-
-# What a writer that was killed leaves behind is cleared away after a day.
-_LEFTOVER_SECONDS = 86400
+"""A larger checkpoint is not kept."""
 
 # Seconds for which another process may dequantise the same file before this one does it, too.
 _PATIENCE = 900.0
-
-_SOURCE, _WEIGHTS, _FILES = "source.json", "model.safetensors", "files.json"
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: formats of metadata by their number.
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -194,10 +187,9 @@ def load_gguf(
     """
     header = GgufHeader.read(path)
     target = header.dtype if dtype == "auto" else _torch_dtype(dtype)
-    digest = file_digest(path)
+    kept = _kept(path, target)
     for _ in range(2):
-        kept = _kept(digest, target)
-        if kept is not None:
+        if kept.is_dir():
             loaded = _load_kept(kept, target, options, own_tokenizer=own_tokenizer)
             if loaded is not None:
                 model, tokenizer = loaded
@@ -205,7 +197,7 @@ def load_gguf(
                 if own_tokenizer and tokenizer is None:
                     tokenizer = _gguf_tokenizer(path, {})  # says why there is none
                 return model, tokenizer
-        if not _convert(path, header, digest, target):
+        if not _convert(path, header, target, kept):
             break
     model = _dequantised(path, target, options)
     return model, _gguf_tokenizer(path, {}) if own_tokenizer else None
@@ -213,9 +205,8 @@ def load_gguf(
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:
     """The tokenizer of a GGUF file: of its kept checkpoint if there is one, which is sooner."""
-    header = GgufHeader.read(path)
-    kept = _kept(file_digest(path), header.dtype)
-    if kept is not None and (kept / "tokenizer.json").is_file():
+    kept = _kept(path, GgufHeader.read(path).dtype)
+    if (kept / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
         with contextlib.suppress(OSError, ValueError):
@@ -259,7 +250,7 @@ def _dequantised(path: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> 
     return model
 
 
-def _convert(path: Path, header: GgufHeader, digest: str, dtype: torch.dtype) -> bool:
+def _convert(path: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> bool:
     """Dequantise a file and keep the result; False if that cannot be."""
     size = header.memory(dtype)
     _LOG.warning(
@@ -272,38 +263,26 @@ def _convert(path: Path, header: GgufHeader, digest: str, dtype: torch.dtype) ->
     )
     if size > KEPT_BYTES:
         return False
-    folder, name = cache_folder(), _kept_name(digest, dtype)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Who comes second waits: dequantising twice at once takes twice the memory, too.
-        with FileLock(folder / f".{name}.lock", timeout=_PATIENCE, mode=0o600):
-            if _kept(digest, dtype) is None:
-                _evict(KEPT_BYTES - size)
-                _write(path, digest, dtype, folder / name)
+        with FileLock(f"{folder}.lock", timeout=_PATIENCE, mode=0o600):
+            if not folder.is_dir():
+                _write(path, dtype, folder)
     except OSError as error:
         _LOG.warning("the dequantised weights of %s cannot be kept: %s", path.name, error)
         return False
     return True
 
 
-def _write(path: Path, digest: str, dtype: torch.dtype, target: Path) -> None:
+def _write(path: Path, dtype: torch.dtype, target: Path) -> None:
     """Dequantise a file into a folder, which appears as a whole."""
     partial = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))  # 0700
     try:
-        model = _dequantised(path, dtype, {})
-        model.save_pretrained(str(partial))
+        _dequantised(path, dtype, {}).save_pretrained(str(partial))
         # Without one of its own, a tokenizer has to be given.
         with contextlib.suppress(Exception):
             _gguf_tokenizer(path, {}).save_pretrained(str(partial))
-        source = {
-            "file": path.name,
-            "sha256": digest,
-            "dtype": str(dtype).removeprefix("torch."),
-            "weights": _fast_digest(partial / _WEIGHTS),
-        }
-        (partial / _SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # a part of one, or it would have been loaded
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -316,48 +295,17 @@ def _load_kept(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        source = json.loads((folder / _SOURCE).read_text(encoding="utf-8"))
-        if source["weights"] != _fast_digest(folder / _WEIGHTS):
-            raise ValueError("its weights were changed")
         has_tokenizer = own_tokenizer and (folder / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(folder)) if has_tokenizer else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
+    except (OSError, ValueError, SafetensorError) as error:
         _LOG.warning("the kept checkpoint %s is damaged and made anew: %s", folder.name, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
-    except OSError:  # another process made room just now
-        if (folder / _SOURCE).is_file():
-            raise
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(folder)
     return model, tokenizer
 
 
 # ---------------------------------------------------------------------- what is kept
-@dataclass(frozen=True)
-class KeptCheckpoint:
-    """A dequantised checkpoint in the cache folder.
-
-    Attributes:
-        folder: Where it is.
-        file: Name of the GGUF file that it was made from.
-        sha256: Digest of that file.
-        dtype: Of its weights.
-        nbytes: On disk.
-        used: When it was last loaded, in seconds since the epoch.
-    """
-
-    folder: Path
-    file: str
-    sha256: str
-    dtype: str
-    nbytes: int
-    used: float
-
-
 def cache_folder() -> Path:
     """Where dequantised checkpoints are kept: below the user's folder for caches.
 
@@ -375,115 +323,19 @@ def cache_folder() -> Path:
     return base / "kvcache-rag" / "models"
 
 
-def kept_checkpoints() -> list[KeptCheckpoint]:
-    """All of them, the least recently used first."""
-    found = []
-    for folder in _folders():
-        try:
-            source = json.loads((folder / _SOURCE).read_text(encoding="utf-8"))
-            nbytes = sum(file.stat().st_size for file in folder.iterdir())
-            used = folder.stat().st_mtime
-            named = {name: str(source[name]) for name in ("file", "sha256", "dtype")}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        found.append(KeptCheckpoint(folder, nbytes=nbytes, used=used, **named))
-    return sorted(found, key=lambda kept: kept.used)
-
-
-def clear_kept() -> int:
-    """Delete all that is kept; how many checkpoints that were.
-
-    Raises:
-        OSError: If one cannot be deleted.
-    """
-    folders = [*_folders()]
-    for folder in folders:
-        shutil.rmtree(folder)
-    for file in (cache_folder() / _FILES, *cache_folder().glob(".*.lock")):
-        file.unlink(missing_ok=True)
-    return len(folders)
-
-
-def _evict(room: int) -> None:
-    """Delete the least recently used until `room` bytes are left at most, and old leftovers."""
-    kept = kept_checkpoints()
-    total = sum(member.nbytes for member in kept)
-    for member in kept:
-        if total <= room:
-            break
-        shutil.rmtree(member.folder, ignore_errors=True)
-        total -= member.nbytes
-    known = {member.folder for member in kept}
-    for folder in _folders():
-        if folder not in known and folder.stat().st_mtime < time.time() - _LEFTOVER_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folders() -> Iterator[Path]:
-    try:
-        for path in cache_folder().iterdir():
-            if path.is_dir() and not path.is_symlink():
-                yield path
-    except OSError:
-        return
-
-
-def _kept_name(digest: str, dtype: torch.dtype) -> str:
-    return f"{digest[:32]}-{str(dtype).removeprefix('torch.')}"
-
-
-def _kept(digest: str, dtype: torch.dtype) -> Path | None:
-    folder = cache_folder() / _kept_name(digest, dtype)
-    return folder if (folder / _SOURCE).is_file() else None
+def _kept(path: Path, dtype: torch.dtype) -> Path:
+    """Where what a file becomes is kept, by the content of the file."""
+    return cache_folder() / f"{file_digest(path)[:32]}-{str(dtype).removeprefix('torch.')}"
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-# ---------------------------------------------------------------------- digests
-@dataclass(frozen=True)
-class _Stamp:
-    """What of a file changes when it is written."""
-
-    size: int
-    mtime: int
-    ctime: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> _Stamp:
-        stat = path.stat()
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read once and then again only if it was changed."""
-    name, stamp = str(path.absolute()), asdict(_Stamp.of(path))
-    index = cache_folder() / _FILES
-    try:
-        known = json.loads(index.read_text(encoding="utf-8"))
-        if known[name]["stamp"] == stamp:
-            return str(known[name]["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        known = {}
+    """SHA-256 of a file."""
     state = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
-            state.update(part)
-    known = {**known, name: {"stamp": stamp, "sha256": state.hexdigest()}}
-    with contextlib.suppress(OSError):
-        index.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, partial = tempfile.mkstemp(prefix=".", dir=index.parent)  # 0600
-        with open(descriptor, "w", encoding="utf-8") as written:
-            json.dump(known, written)
-        os.replace(partial, index)
-    return state.hexdigest()
-
-
-def _fast_digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(1 << 22):
             state.update(part)
     return state.hexdigest()
