@@ -482,7 +482,7 @@ def test_settings_outside_of_python_are_as_ever() -> None:
 
 def test_every_entry_point_leads_somewhere() -> None:
     found = list(surfaces.entry_point_targets())
-    assert len(found) == 18
+    assert len(found) == 16
     for group, name, value in found:
         if group == "kvcache_rag.commands":
             assert isinstance(value.HELP, str), name

@@ -1,4 +1,4 @@
-"""`kvcache-rag store` and `rebuild` on real stores and real Chroma collections."""
+"""`kvcache-rag store` on real stores and real Chroma collections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chroma_server import chroma_server
 from small import make_model, make_tokenizer
 from store_place import TEMPLATE, TEXTS, Place, age, forget, write
 
-from kvcache_rag import DiskStore, Engine, PromptTemplate, TieredStore, cli
+from kvcache_rag import DiskStore, Engine, TieredStore, cli
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag.stores import RemoteStore
 from kvcache_rag.stores.disk.folders import StoredFile, namespaces, owner_mark
@@ -229,9 +229,7 @@ def test_gc_releases_all_of_a_deleted_collection(
     assert len(place.chunks()) == 1, "the prefix is nobody's"
 
 
-def test_gc_and_rebuild_reach_the_remote_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_reaches_the_remote_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place, url = Place(tmp_path), (tmp_path / "remote").as_uri()
     store = TieredStore(place.store, RemoteStore(url))
     place.engine.store = store
@@ -252,18 +250,6 @@ def test_gc_and_rebuild_reach_the_remote_tier(
     assert f"1 chunk and 1 in {url} dropped" in capsys.readouterr().out
     assert gone not in remote()
     assert all(remote()[digest].owners for digest in kept)
-
-    monkeypatch.setattr(
-        "kvcache_rag.models.pretrained.load",
-        lambda *_, **__: (make_model(), make_tokenizer(), PromptTemplate(system="New.\n")),
-    )
-    words = ["rebuild", str(place.kv), "--model", "x", "--persist-dir", str(place.chroma)]
-    assert cli.main([*words, "--collection", "docs", "--remote", url, "--yes"]) == 0
-    assert all(remote()[digest].released for digest in kept)
-    assert {chunk.digest for chunk in remote().values() if chunk.owners} == {
-        digest for digest, chunk in place.chunks().items() if chunk.owners
-    }
-    assert sum(bool(chunk.owners) for chunk in remote().values()) == 2
 
 
 def test_gc_says_that_the_remote_failed(
@@ -372,7 +358,7 @@ def test_without_chromadb_the_line_to_install_it_is_named(
 def test_help_loads_no_torch() -> None:
     code = (
         "import sys; from kvcache_rag import cli\n"
-        "for name in ('store', 'plan', 'rebuild'):\n"
+        "for name in ('store', 'models'):\n"
         "    try:\n"
         "        cli.main([name, '--help'])\n"
         "    except SystemExit:\n"

@@ -38,7 +38,7 @@ _LLAMA_INDEX: Final = "llama-index-kvcache-rag[demo]"
 ELSEWHERE: Final = {
     **dict.fromkeys(("ask", "chat", "demo", "ingest"), _LLAMA_INDEX),
     **dict.fromkeys(("build", "playground", "serve"), "kvcache-rag[server]"),
-    **dict.fromkeys(("bench", "eval", "finetune", "plan", "verify"), "kvcache-rag[lab]"),
+    **dict.fromkeys(("bench", "eval", "finetune", "verify"), "kvcache-rag[lab]"),
 }
 
 

@@ -33,7 +33,7 @@ ADDS: Final = {
         "": "engine, stores, commands",
         "auth": "signed chunks (--signing-key)",
         "azure": "stores in Azure Blob Storage",
-        "chroma": "store gc and rebuild over Chroma collections",
+        "chroma": "store gc over Chroma collections",
         "documents": "ingest of PDF, HTML and Word files",
         "eval": "eval with data sets by name, LongBench's metrics, plots",
         "finetune": "finetune --lora, adapter=",

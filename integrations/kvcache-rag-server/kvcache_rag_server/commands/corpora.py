@@ -71,7 +71,7 @@ class ChromaRows:
     Attributes:
         folder: Where the database is.
         collection: Its name.
-        form: What of a row stands in prompts, as `rebuild --text`; "" lets each row tell.
+        form: What of a row stands in prompts; "" lets each row tell.
         settings: Whose template wrote the chunks that the rows refer to.
     """
 
