@@ -252,6 +252,16 @@ def test_gc_reaches_the_remote_tier(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(remote()[digest].owners for digest in kept)
 
 
+def test_list_is_another_word_for_ls(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    write(place.docs, TEXTS)
+    shown = []
+    for word in ("ls", "list"):
+        assert place.run(word, "--chunks") == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert len(shown[0].splitlines()) > len(TEXTS)
+
+
 def test_gc_says_that_the_remote_failed(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

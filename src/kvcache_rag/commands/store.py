@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     names = "ls|du|verify|sign|gc|fix-permissions"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
-    ls = actions.add_parser("ls", help="what is there, by namespace and model")
+    ls = actions.add_parser("ls", aliases=["list"], help="what is there, by namespace and model")
     add_place(ls)
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
     ls.add_argument("--json", action="store_true", help="one JSON object; per chunk with --chunks")
@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     actions = {
         "ls": _list,
+        "list": _list,
         "du": _measure,
         "verify": _verify,
         "sign": _sign,
