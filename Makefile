@@ -10,7 +10,7 @@ OR_SAY := || { echo "pip could not install all of it; is a package index within 
 WORKERS ?= 0
 # Further arguments of `kvcache-rag demo`, such as --questions 6.
 DEMO ?=
-# Arguments of `make bench-serving`, such as --corpus FILE.
+# Arguments of `make bench-serving`, such as --corpus FILE or --quick.
 SERVING ?=
 # Arguments of `make bench-peers`, such as --work FOLDER or --llama-bin FOLDER.
 PEERS ?=
@@ -146,7 +146,6 @@ bench-check: $(VENV)/.installed-demo ## Fail if a ratio is 15 % worse than the c
 
 bench-peers: $(VENV)/.installed-demo ## Measure beside llama.cpp, KVBoost and stock transformers: an hour at most; goes on where it stopped
 	$(BIN)/python -m benchmarks.peers $(PEERS)
-	$(BIN)/python -m benchmarks.peers_page
 
 bench-growth: $(VENV)/.installed-demo ## Measure how costs grow with chunks and tokens (ten minutes; goes on where it stopped)
 	$(BIN)/python -m benchmarks.growth

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
-import sys
+import statistics
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import forks
 import pytest
 
-from benchmarks import front, pruning_page, vllm_page
+from benchmarks.common import read, result_file
 from kvcache_rag.models.adapters import PACKAGED_ADAPTERS, is_installed
 from kvcache_rag.models.pretrained import PACKAGED
-from kvcache_rag_lab.scoring.statistics import Interval
 
 ROOT = Path(__file__).parent.parent
 # docs/serving.md has a test of its own, in which snippets follow each other.
@@ -35,6 +31,7 @@ BLOCKS = [
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
+LENGTHS = ("1k", "4k")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
 
@@ -95,69 +92,47 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
 
 
-def test_the_first_figures_are_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["", "--check"])
-    assert front.main() == 0, capsys.readouterr().err
+def said(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def test_the_table_of_vllm_is_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["", "--check"])
-    assert vllm_page.main() == 0, capsys.readouterr().err
-
-
-def test_the_first_figures_have_what_was_measured_and_no_more() -> None:
-    case = {"context_tokens": 1000, "chunks": 4, "full": [2.0], "cached": [0.1], "add": [1.0]}
-    times = {"facts": {"dtype": "bfloat16", "machine": "Z80, 1 cores"}, "cases": [case]}
-    text = front.home(times, None, None)
-    assert text.endswith("| 1,000 | 2.00 s | 100 ms | 20 x |\n")
-    assert "(Z80)" in text
-
-    ms, ratio = Interval(200.0, 190.0, 210.0, 16), Interval(5.0, 4.0, 6.0, 16)
-    row = {"right": 0.5, "wrong": 0.125, "ms": [ms], "sooner": [ratio]}
-    answers: dict[str, Any] = {"title": "Big", "rows": 1220, "half": "asked once"}
-    answers |= {"lengths": ["1k"], "lost": None, "tuned": None, "chosen": None}
-    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
-    assert text.startswith("**Big**")
-    assert "answers to 1,220 public questions (asked once;" in text
-    assert "| full prefill | 200 ms | 50.0 % | 12.5 % |\n" in text
-    assert "the default | 200 ms, **5.0 times sooner** | 50.0 % | 12.5 % |\n" in text
-    assert "loses" not in text
-    for high, told in ((-0.01, True), (0.0, False)):
-        answers["lost"] = SimpleNamespace(difference=-0.04, low=-0.08, high=high)
-        text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
-        assert ("loses 4.0 points of right answers to full prefill (1.0 to 8.0)" in text) == told
-        assert ("misses its bar of at most 2" in text) == told
-    answers["lost"] = SimpleNamespace(difference=-0.015, low=-0.02, high=-0.01)
-    answers["chosen"] = {"rows": 1100, "lost": 0.5}
-    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
-    assert "full prefill (1.0 to 2.0):" in text, "within the bar"
-    assert "On the other 1,100 questions, on which policies were chosen, it lost 0.5" in text
-
-    share = SimpleNamespace(value=0.5)
-    apart = SimpleNamespace(difference=-0.02, low=-0.05, high=0.01)
-    tuned = {"title": "LoRA", "rows": 350, "right": share, "wrong": 0.125}
-    answers["tuned"] = {**tuned, "control": share, "minus_control": apart}
-    text = front.home(times, {**answers, "policies": {"full": row, "bestlast": row}}, None)
-    assert "(LoRA), it has by `Reuse()`\n50.0 % right and 12.5 % from a wrong document" in text
-    assert "on 350 of these questions" in text
-    assert "(-2.0 points, -5.0 to +1.0)" in text
-
-    ways = [("confirmation", model, "reordered") for model in ("block", "base")]
-    ways += [(task, "control", "full prefill") for task in ("confirmation", "closed book")]
-    scores = [
-        {"task": task, "model": model, "policy": policy, "n": 4143, "f1": [n / 10, 0.0, 1.0]}
-        for n, (task, model, policy) in enumerate(ways)
-    ]
-    text = front.home(times, None, {"bars": {"a": {}, "b": {}, "c": {}}, "scores": scores})
-    assert "on 4,143 questions" in text
-    cells = ["10.0 (0.0-100.0)", "0.0 (0.0-100.0)", "20.0 (0.0-100.0)", "30.0 (0.0-100.0)"]
-    assert text.endswith(f"| {' | '.join(cells)} |\n"), "base, block, control, closed"
-    missing = front.home(times, None, {"bars": {"a": {}}, "scores": scores[:2]})
-    assert "4,143" not in missing
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_figures_are_those_that_were_measured(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    report = read(result_file("answers"))
+    scores = {
+        row["policy"]: row
+        for row in report["scores"]
+        if (row["model"], row["half"]) == ("qwen05", 2)
+    }
+    assert f"answers to {scores['full']['rows']} public questions" in " ".join(text.split())
+    ours = {"full": "full prefill", "bestlast": "`BestLast()`, the default", "reuse": "`Reuse()`"}
+    for policy, name in ours.items():
+        cells = [name]
+        for row in report["first tokens"]:
+            if (row["model"], row["policy"]) == ("qwen05", policy) and row["length"] in LENGTHS:
+                sooner = f", **{row['sooner']['value']:.1f} times sooner**"
+                cells.append(said(row["ms"]["value"] / 1000) + (sooner if policy != "full" else ""))
+        shares = (scores[policy]["right"], scores[policy]["from a wrong document"])
+        cells += [f"{100 * share['value']:.1f} %" for share in shares]
+        assert f"| {' | '.join(cells)} |" in text
+    lost = scores["bestlast"]["against full"]
+    least, most = -100 * lost["high"], -100 * lost["low"]
+    told = f"loses {-100 * lost['value']:.1f} points of right answers to full prefill"
+    assert f"{told} ({least:.1f} to {most:.1f})" in text
+    assert most > 2, "its bar"
+    case = read(result_file("when_not"))["cases"][-1]
+    full, cached = (statistics.median(case[side]) for side in ("full", "cached"))
+    assert all(figure in text for figure in (said(full), said(cached)))
+    assert f"{full / cached:.0f} " in text
+    confirmed = read(result_file("smollm2_confirmation"))["scores"]
+    block, control = (
+        next(one["f1"][0] for one in confirmed if (one["model"], one["policy"]) == way)
+        for way in (("block", "reordered"), ("control", "full prefill"))
+    )
+    digits = 0 if page == "README.md" else 1
+    assert f"{100 * block:.{digits}f}" in text
+    assert f"{100 * control:.{digits}f}" in text
 
 
 def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
@@ -165,12 +140,6 @@ def test_support_table_is_what_the_laws_find(tmp_path: Path) -> None:
     run = f"runpy.run_path({tool!r}, run_name='__main__')"
     status, _, errors = forks.run(f"import runpy, sys; sys.argv = ['', '--check']; {run}", tmp_path)
     assert status == 0, errors
-
-
-def test_the_figures_of_pruned_chunks_are_those_that_were_measured() -> None:
-    results = json.loads(pruning_page.RESULTS.read_text(encoding="utf-8"))
-    shown = pruning_page.PAGE.read_text(encoding="utf-8").partition(pruning_page.MARK)[2]
-    assert shown == pruning_page.text(results)
 
 
 def test_pages_count_the_configurations_that_were_found() -> None:

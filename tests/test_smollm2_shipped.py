@@ -21,7 +21,7 @@ from training.smollm2.publish import LIMIT, PLACE, TRAINING
 
 PROJECT = Path(__file__).resolve().parent.parent / "integrations" / "kvcache-rag-smollm2"
 SHIPPED = PROJECT / PLACE / WEIGHTS
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "lab" / "benchmarks" / "results"
 CONFIRMED = RESULTS / "smollm2_confirmation.json"
 
 

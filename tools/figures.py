@@ -1,13 +1,15 @@
-"""Draws docs/stitching.svg and docs/sees.svg, of docs/how-it-works.md.
+"""Draws stitching.svg and sees.svg, of docs/how-it-works.md, and first.svg, of README.
 
     python tools/figures.py
 
 What a token sees is drawn from the masks that stitching is tested against (`kv/mask.py`), so the
-picture cannot say anything else than the law.
+picture cannot say anything else than the law; first tokens are those of `benchmarks.when_not`.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_rag.kv.mask import MaskedSequence, block_mask, recompute_mask
-from kvcache_rag_lab.evaluation.report import figure_class, save_plot
+from kvcache_rag_lab.evaluation.report import figure_class, plain_panel, save_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DOCS: Final = Path(__file__).resolve().parent.parent / "docs"
+TIMES: Final = DOCS.parent / "lab" / "benchmarks" / "results" / "when_not.json"
 # Tokens of the instruction, of three chunks, of the question.
 PREFIX, CHUNKS, QUERY = 2, (4, 5, 4), 3
 STARTS: Final = (2, 6, 11)
@@ -132,6 +135,36 @@ def stitching(file: Path = DOCS / "stitching.svg") -> None:
     save_plot(figure, file, "stitching")
 
 
+def first(file: Path = DOCS / "first.svg") -> None:
+    """The first token by full prefill and from cached chunks, by tokens of documents."""
+    cases = json.loads(TIMES.read_text(encoding="utf-8"))["cases"]
+    tokens = [case["context_tokens"] for case in cases]
+    figure = figure_class()(figsize=(5, 3.2), layout="constrained")
+    panel = figure.subplots()
+    for name, side, colour, marker in (
+        ("full prefill", "full", "black", "o"),
+        ("by Reuse()", "cached", "#0072B2", "s"),
+    ):
+        seconds = [statistics.median(case[side]) for case in cases]
+        last = seconds[-1]
+        panel.plot(tokens, seconds, color=colour, marker=marker, markersize=4)
+        panel.annotate(
+            f"{name}\n{last:.2f} s" if last >= 1 else f"{name}\n{1000 * last:.0f} ms",
+            (tokens[-1], last),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=colour,
+        )
+    panel.set_yscale("log")
+    panel.set_xlim(0, tokens[-1] * 1.3)
+    panel.set_xlabel("tokens of documents", fontsize=9)
+    panel.set_ylabel("seconds to the first token", fontsize=9)
+    plain_panel(panel)
+    save_plot(figure, file, "first")
+
+
 def _row(panel: Any, left: float, bottom: float, parts: Sequence[tuple[str, float, str]]) -> None:
     # Dark on every fill, by day and by night.
     style = {"ha": "center", "va": "center", "fontsize": 8, "color": "#111111"}
@@ -152,3 +185,4 @@ def _patch(
 if __name__ == "__main__":
     stitching()
     sees()
+    first()

@@ -3,16 +3,18 @@
     python -m benchmarks.answers --model MODEL.gguf --data ../shared/data --work answers.work
     python -m benchmarks.answers ... --part times
     python -m benchmarks.answers ... --collect
-    python -m benchmarks.answers_page
+    python -m benchmarks.render answers --table scores
 
 Documents stand best first by an embedding (all-MiniLM-L6-v2), as both frameworks hand them over.
 Rows are split in two halves by a hash of their id: what is chosen is chosen on the first half, and
 the second is asked once, to confirm it.  Answers are kept in `--work` as they come, and a run goes
 on where it stopped; `--shard 0/2` and `--shard 1/2` are two processes.  `--collect` writes scores
-without any text of a row to `lab/benchmarks/results/answers_NAME.json`, which
-`benchmarks.answers_page` shows, and from which a run goes on, too, that finds no answers in
+without any text of a row to the report, from which a run goes on, too, that finds no answers in
 `--work`: what a policy answered there is not asked again, and of full prefill only the first
 tokens' distribution is computed once more, per row that another policy is asked.
+
+Besides the package's policies there are `fewer[:SHARE]`, a full prefill of the best documents
+alone, which `bestlast` has to beat, and `random[:RATIO]`, a choice by nothing.
 
 `times` asks rows alone, policies in turns, on one thread, chunks from files: `--timed` of each set,
 and as many contexts of about 1,000 and 4,000 tokens.  These are paragraphs of `squad_corpus.jsonl`,
@@ -29,25 +31,25 @@ import json
 import os
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import xxhash
 
-from benchmarks.answers_candidates import candidate
-from benchmarks.answers_results import FULL, HALVES, Results, Rows, columns
-from benchmarks.answers_scores import LENGTHS, RESULTS
-from benchmarks.machine import commit, described, load
-from kvcache_rag import Auxiliary, DiskStore, Engine, PromptTemplate
-from kvcache_rag.engine import like
+from benchmarks.answers_scores import FULL, LENGTHS, Results, Rows, columns
+from benchmarks.common import commit, described, load, result_file
+from kvcache_rag import Auxiliary, BestLast, DiskStore, Engine, ReusePolicy, policy_by_name
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
 from kvcache_rag.kv.chunk import canonical_json
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import resolve
 from kvcache_rag.models.weights import model_identity
+from kvcache_rag.policies.base import Arrangement
+from kvcache_rag.policies.named import Form
+from kvcache_rag.policies.selection import candidates, top
 from kvcache_rag_lab.evaluation.datasets import read_json_lines
 from kvcache_rag_lab.evaluation.runner import evaluate
 from kvcache_rag_lab.evaluation.tasks import task_by_name
@@ -64,10 +66,13 @@ from kvcache_rag_lab.scoring.ask import (
 from kvcache_rag_lab.scoring.question import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
+    from torch import Tensor
 
+    from kvcache_rag.policies.base import Signals
+    from kvcache_rag.stitching.stitch import StitchedPrompt
     from kvcache_rag_lab.scoring.question import Task
 
 SETS: Final = ("squad", "nq", "hotpotqa", "2wiki", "musique")
@@ -75,12 +80,55 @@ TOKENS: Final = 32
 """Of an answer at most."""
 TIMED: Final = 16
 
-FORMS: Final = {
-    "markers": ("<|doc_start|>", "<|doc_end|>\n"),
-    "blank": ("", "\n\n"),
-    "word": ("Document: ", "\n\n"),
+
+@dataclass(frozen=True)
+class RandomTokens(ReusePolicy):
+    """Any tokens: what a choice of as many has to beat.
+
+    Attributes:
+        ratio: Part of the tokens that may be chosen, as of `CacheClip`.
+    """
+
+    name: ClassVar[str] = "random"
+    _forms = (Form("random[:RATIO]", lambda words: RandomTokens(*words.numbers(float))),)
+    ratio: float = 0.2
+
+    def select(self, prompt: StitchedPrompt, signals: Signals) -> Tensor:
+        allowed = candidates(prompt)
+        drawn = torch.rand(
+            len(allowed), generator=torch.Generator().manual_seed(prompt.context_tokens)
+        )
+        return top(drawn, round(self.ratio * int(allowed.sum())), allowed)
+
+
+@dataclass(frozen=True)
+class Fewer(BestLast):
+    """A full prefill of the best chunks alone, as if no more of them had been retrieved."""
+
+    name: ClassVar[str] = "fewer"
+    computes_chunks: ClassVar[bool] = False
+
+    @property
+    def is_full(self) -> bool:
+        return True
+
+    def arranged(self, scores: Sequence[float]) -> Arrangement:
+        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+        return Arrangement(tuple(ranked[: max(1, round(self.share * len(scores)))]))
+
+
+MORE: Final[dict[str, Callable[..., ReusePolicy]]] = {
+    "fewer": Fewer,
+    "random": RandomTokens,
 }
-"""What stands before a document and behind it."""
+
+
+def candidate(label: str) -> ReusePolicy:
+    """The policy of a label, of the package or of this module."""
+    name, _, number = label.partition(":")
+    if name in MORE:
+        return MORE[name](*([float(number)] if number else []))
+    return policy_by_name(label)
 
 
 def in_first_half(name: str) -> bool:
@@ -169,19 +217,8 @@ def cell_of(label: str, model: str) -> Cell:
 
 
 def opened(options: argparse.Namespace) -> Engine:
-    """The model, with the prompt's form that is asked for."""
-    engine = Engine.from_pretrained(options.model, adapter=options.adapter or "none")
-    if options.form is None:
-        return engine
-    name, _, turn = options.form.partition("-")
-    before, behind = FORMS[name]
-    if turn == "user":  # a chat template that knows no system turn
-        tokenizer = engine.tokenizer
-        tokenizer.chat_template = (
-            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
-            + tokenizer.chat_template
-        )
-    return like(engine, template=PromptTemplate(chunk_start=before, chunk_end=behind))
+    """The model."""
+    return Engine.from_pretrained(options.model, adapter=options.adapter or "none")
 
 
 def auxiliary(options: argparse.Namespace) -> Auxiliary | None:
@@ -228,7 +265,7 @@ def _go_on(
     options: argparse.Namespace, tasks: Sequence[Task], cells: Sequence[Cell], file: Path
 ) -> None:
     """What was collected counts as asked."""
-    results = Results.read(options.results)
+    results = Results.read(options.json, options.name)
     if results is None:
         return
     kept = RecordFile(file)
@@ -296,8 +333,8 @@ def collect(options: argparse.Namespace) -> None:
         for asked in map(Asked.of, retriever.ranked(wanted)):
             for record in records[asked.question.id]:
                 _keep(rows, asked, record, task)
-    results.write(options.results)
-    print(f"wrote {options.results}; python -m benchmarks.answers_page shows it")
+    results.write(options.json, options.name)
+    print(f"wrote {options.json.name}; python -m benchmarks.render answers shows it")
 
 
 def _results(options: argparse.Namespace) -> Results:
@@ -307,11 +344,10 @@ def _results(options: argparse.Namespace) -> Results:
         model = json.loads(file.read_text(encoding="utf-8"))
     else:
         model = identity(opened(options), options.model)
-    results = Results.read(options.results)
+    results = Results.read(options.json, options.name)
     if results is None:
         results = Results({"title": options.name, "identity": model})
-    results.check(options.results, model)
-    results.about.update(form=options.form or "", halves=HALVES)
+    results.check(options.json, model)
     if options.title:
         results.about["title"] = options.title
     return results
@@ -326,7 +362,7 @@ def _answered(options: argparse.Namespace, results: Results) -> Iterator[Record]
                     yield Record.from_values(values)
             elif values["note"] == f"model {options.name}":
                 model = {**results.about["identity"], "weights": values["value"]}
-                results.check(options.results, model)
+                results.check(options.json, model)
 
 
 def _complete_lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -373,7 +409,7 @@ def times(options: argparse.Namespace) -> None:
                 for cell in cells
             },
         }
-        results.write(options.results)
+        results.write(options.json, options.name)
         print(f"times: {name} is timed", flush=True)
 
 
@@ -425,7 +461,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of NAME.jsonl")
     parser.add_argument("--work", type=Path, required=True, help="answers, with texts")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of answers_NAME.json")
+    parser.add_argument("--json", type=Path, default=result_file("answers"))
     parser.add_argument("--part", choices=("answers", "times"), default="answers")
     parser.add_argument("--collect", action="store_true", help="ask nothing, write the results")
     parser.add_argument("--timed", type=int, default=TIMED, help="rows a set, for times")
@@ -433,11 +469,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--half", choices=("first", "second", "all"), default="first")
     parser.add_argument("--rows", type=int, help="the first so many rows of each set, of that half")
     parser.add_argument("--policies", nargs="+", default=[FULL, "reuse"])
-    parser.add_argument(
-        "--form",
-        choices=[f"{form}-{turn}" for form in FORMS for turn in ("system", "user")],
-        help="how documents stand in the prompt (default: as the model has it)",
-    )
     parser.add_argument("--shard", type=_shard, default=(0, 1), help="0/2: the first half of them")
     parser.add_argument("--batch", type=int, default=1, help="rows answered at a time")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
@@ -445,9 +476,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not options.data.is_dir():
         parser.error(f"there is no folder {options.data}; name that of the data sets")
     options.name = options.name or Path(options.model).stem
-    name = options.name + (f"-{options.form}" if options.form else "")
-    options.folder = options.work / name
-    options.results = options.results / f"answers_{name}.json"
+    options.folder = options.work / options.name
     options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     return options

@@ -1,32 +1,198 @@
-"""What the answers of `answers.py` say: scores and differences, over rows that all were asked."""
+"""Answers of `answers.py`, row by row and without any text, and what they say.
+
+The data sets' licences let figures be published, not texts.  A run whose work folder is gone goes
+on from here: what is known is not asked again.
+"""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.answers_results import FULL, Results, Rows
-from kvcache_rag_lab.scoring.ask import CLOSED_BOOK
+import xxhash
+
+from benchmarks.common import RAW, read, write
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.prompt.words import normalised
+from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, Record
 from kvcache_rag_lab.scoring.statistics import mean_interval, median_interval, paired_bootstrap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from kvcache_rag_lab.scoring.statistics import Interval
+    from kvcache_rag_lab.scoring.ask import Asked, Cell
+    from kvcache_rag_lab.scoring.statistics import Comparison, Interval
 
-RESULTS: Final = Path(__file__).parent / "results"
-TUNED: Final = RESULTS / "tuned"
-"""Of a model fine-tuned under the block mask, and of its control, each one file."""
+COMPARED: Final = (
+    "full",
+    "reuse",
+    "bestlast:0",
+    "bestlast",
+    "prophetkv:0.2",
+    "cacheblend:0.2",
+    "legolink:16",
+    "cacheclip:0.2,5,recomputed",
+    "ape",
+    "random:0.16",
+    "fewer",
+)
+"""What docs/policies.md shows, of those that a model was asked by."""
+FULL: Final = "full"
+HALVES: Final = "1 where the first byte of SHA-256 of a row's id is even, else 2"
+COLUMNS: Final = ("right", "f1", "wrong_document", "kl", "answer", "computed", "hit")
+
+
+@dataclass
+class Rows:
+    """The rows of one set.
+
+    Attributes:
+        rows: `Asked.digest` of each: of question, documents in their order, and right answers.
+        half: 1 or 2, see `HALVES`.
+        clusters: What rows over the same documents share, whatever their order.
+        found: Per label of a policy, a list for each of `COLUMNS` that has something to say, with
+            None for what is not known.  `right` is containment, `kl` in nats from full prefill,
+            `answer` a digest of the normalised text, `computed` the share of the documents' tokens
+            that was computed again, `hit` whether the first document is one that is needed (kept
+            with full prefill, the same for all).
+    """
+
+    rows: list[str] = field(default_factory=list)
+    half: list[int] = field(default_factory=list)
+    clusters: list[str] = field(default_factory=list)
+    found: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+
+    def keep(self, asked: Asked, half: int, label: str, values: Mapping[str, Any]) -> None:
+        """Take over one answer, in place of what was known of it."""
+        if asked.digest not in self.rows:
+            self.rows.append(asked.digest)
+            self.half.append(half)
+            self.clusters.append(_digest("\0".join(sorted(asked.question.chunks))))
+        place = self.rows.index(asked.digest)
+        columns = self.found.setdefault(label, {})
+        for name, value in values.items():
+            column = columns.setdefault(name, [])
+            column += [None] * (place + 1 - len(column))
+            column[place] = value
+
+    def column(self, label: str, name: str) -> list[Any]:
+        """A value per row, None where it is not known."""
+        column = self.found.get(label, {}).get(name, [])
+        return [*column, *[None] * (len(self.rows) - len(column))]
+
+
+@dataclass
+class Results:
+    """What is kept of one model.
+
+    Attributes:
+        about: Its title, the identity of its file and weights, the form of prompts, the rule of the
+            halves.
+        sittings: When, where and with what something was asked or timed.
+        sets: By name.
+        times: By name of a set or of a length: the median context in tokens, and milliseconds to
+            the first token per label, row by row.
+    """
+
+    about: dict[str, Any]
+    sittings: list[dict[str, Any]] = field(default_factory=list)
+    sets: dict[str, Rows] = field(default_factory=dict)
+    times: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Results:
+        """From the `raw` part of a report."""
+        sets = {name: Rows(**rows) for name, rows in values["sets"].items()}
+        return cls(values["about"], values["sittings"], sets, values["times"])
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> Results | None:
+        """What a report has of a model; None where there is nothing."""
+        values = read(path).get(RAW, {}).get(name)
+        return cls.of(values) if values else None
+
+    def write(self, path: Path, name: str) -> None:
+        """Put it into a report, whose tables are computed anew."""
+        kept = read(path).get(RAW, {})
+        kept[name] = {
+            "about": self.about,
+            "sittings": self.sittings,
+            "sets": {one: vars(rows) for one, rows in self.sets.items()},
+            "times": self.times,
+        }
+        write(path, report_of(kept))
+
+    def check(self, path: Path, identity: Mapping[str, str]) -> None:
+        """Whether these are answers of the same model.
+
+        Raises:
+            InvalidInputError: If they are not.
+        """
+        for name in ("weights", "dtype"):
+            if self.about["identity"][name] != identity[name]:
+                raise InvalidInputError(
+                    f"{path} holds answers with {name} {self.about['identity'][name]}, not "
+                    f"{identity[name]}; take another --name or delete it"
+                )
+
+    def sat(self, sitting: Mapping[str, Any]) -> None:
+        """Remember when something was measured."""
+        if sitting["began"] not in {one["began"] for one in self.sittings}:
+            self.sittings.append(dict(sitting))
+
+    def known(self, name: str, cells: Iterable[Cell], asked: Sequence[Asked]) -> list[Record]:
+        """What need not be asked again, for a `RecordFile`; without scores or text."""
+        rows = self.sets.get(name, Rows())
+        places = {digest: place for place, digest in enumerate(rows.rows)}
+        records = []
+        for cell in cells:
+            right, kl = rows.column(cell.label, "right"), rows.column(cell.label, "kl")
+            for item in asked:
+                place = places.get(item.digest)
+                if place is not None and right[place] is not None:
+                    records.append(_known(name, cell, item, kl[place]))
+        return records
+
+
+def _known(name: str, cell: Cell, item: Asked, kl: float | None) -> Record:
+    place = cell.place(name, item.question.id)
+    return Record(place, item.digest, item.cluster, {}, "", 0, 0, 0, 0, divergence=kl)
+
+
+def columns(record: Record, scores: Mapping[str, float]) -> dict[str, Any]:
+    """What is kept of an answer.
+
+    Args:
+        record: With the answer's text.
+        scores: Of this text, by rules of today.
+    """
+    values = {
+        "right": scores["containment"],
+        "f1": scores.get("f1"),
+        "wrong_document": scores.get("wrong_document"),
+        "kl": record.divergence,
+        "answer": _digest(normalised(record.answer)),
+        "computed": record.recomputed_tokens / max(1, record.chunk_tokens),
+    }
+    return {name: _short(value) for name, value in values.items() if value is not None}
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())[:8]
+
+
+def _short(value: float | str) -> float | str:
+    """Four significant digits."""
+    if isinstance(value, str):
+        return value
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
 LENGTHS: Final = {"1k": 1000, "4k": 4000}
 """Tokens of paragraphs that times are taken of, by the name of the times."""
-
-
-def every(folder: Path = RESULTS) -> list[Results]:
-    """The results of all models, in the order of their files' names."""
-    found = [Results.read(path) for path in sorted(folder.glob("answers_*.json"))]
-    return [one for one in found if one is not None]
 
 
 def sizes(results: Results, half: int) -> dict[str, int]:
@@ -77,34 +243,6 @@ def by_retriever(results: Results, name: str) -> dict[bool, dict[str, tuple[int,
         if whole:
             found[hit] = whole
     return found
-
-
-def against_control(block: Results, control: Results, half: int) -> dict[str, Any] | None:
-    """What a model trained for blocks answers by `Reuse()`, beside its control's full prefill.
-
-    Returns:
-        Of the rows of a half that both answered: how many, "right" and "wrong" of the model trained
-        for blocks, "control" (right) and "minus_control"; None without such rows.
-    """
-    told = []
-    for name, mine in block.sets.items():
-        theirs = control.sets.get(name, Rows())
-        full = dict(zip(theirs.rows, theirs.column(FULL, "right"), strict=True))
-        right, wrong = (mine.column("reuse", of) for of in ("right", "wrong_document"))
-        for place, digest in enumerate(mine.rows):
-            if mine.half[place] == half and None not in (right[place], full.get(digest)):
-                cluster = name, mine.clusters[place]
-                told.append((right[place], full[digest], wrong[place], cluster))
-    if not told:
-        return None
-    ours, others, from_wrong, clusters = zip(*told, strict=True)
-    return {
-        "rows": len(told),
-        "right": mean_interval(ours, clusters),
-        "wrong": statistics.fmean(value for value in from_wrong if value is not None),
-        "control": mean_interval(others, clusters),
-        "minus_control": paired_bootstrap(ours, others, clusters),
-    }
 
 
 def halves(results: Results) -> list[int]:
@@ -206,3 +344,85 @@ def _ms(results: Results, names: Sequence[str], label: str) -> list[float]:
         for name in names
         for value in results.times.get(name, {}).get("ms", {}).get(label, ())
     ]
+
+
+def report_of(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The report: tables, and what they are computed from, row by row and without any text."""
+    results = {name: Results.of(values) for name, values in kept.items()}
+    tables: dict[str, list[dict[str, Any]]] = {
+        "scores": [],
+        "every policy": [],
+        "set by set": [],
+        "by best document": [],
+        "first tokens": [],
+    }
+    for name, one in results.items():
+        for half in halves(one):
+            tables["scores"] += _table(name, one, half)
+            for part in one.sets:
+                rows = _table(name, one, half, (part,))
+                shown = ("model", "half", "set", "policy", "rows", "right", "against full")
+                tables["set by set"] += [
+                    {column: row.get(column, part) for column in shown} for row in rows
+                ]
+        asked = {label for rows in one.sets.values() for label in rows.found}
+        compared = common(one, [label for label in COMPARED if label in asked])
+        for half in halves(compared):
+            tables["every policy"] += _table(name, compared, half)
+        for part in one.sets:
+            for hit, found in by_retriever(one, part).items():
+                tables["by best document"] += [
+                    {"model": name, "set": part, "needed": hit, "policy": label}
+                    | {"rows": count, "right": share}
+                    for label, (count, share) in found.items()
+                ]
+        for length, known in one.times.items():
+            tables["first tokens"] += [
+                {
+                    "model": name,
+                    "length": length,
+                    "tokens": known["tokens"],
+                    "policy": label,
+                    "ms": _plain(first_token(one, [length], label)),
+                    "sooner": _plain(sooner(one, [length], label)),
+                }
+                for label in known["ms"]
+            ]
+    titles = {name: one.about["title"] for name, one in results.items()}
+    about = {"benchmark": "answers", "halves": HALVES}
+    return {"about": about, "models": titles, **tables, RAW: dict(kept)}
+
+
+def _table(
+    name: str, results: Results, half: int, sets: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """A row per policy of a model."""
+    count = sum(rows for one, rows in sizes(results, half).items() if not sets or one in sets)
+    place = {"model": name, "half": half, "rows": count}
+    return [
+        place
+        | {
+            "policy": label,
+            "computed again": row["computed"],
+            "right": _plain(row["right"]),
+            "against full": _apart(row.get("minus_full")),
+            "f1": _plain(row["f1"]),
+            "same answer": row["same"],
+            "kl": row["kl"],
+            "from a wrong document": _plain(row["wrong"]),
+            "wrong, against full": _apart(row.get("wrong_minus_full")) if label != FULL else None,
+        }
+        for label, row in scores(results, half, sets).items()
+    ]
+
+
+def _plain(found: Interval | None) -> dict[str, float] | None:
+    if found is None:
+        return None
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def _apart(found: Comparison | None) -> dict[str, float] | None:
+    if found is None:
+        return None
+    return {"value": found.difference, "low": found.low, "high": found.high}

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import ttft
-from benchmarks.machine import processor_of
-from benchmarks.ttft_rows import DECODING, ratios
+from benchmarks.common import RESULTS, processor_of
+from benchmarks.ttft import OF_DECODING, ratios
 from kvcache_rag_lab.scoring.statistics import quotient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.ttft_rows import Ratio
+    from benchmarks.ttft import Ratio
     from kvcache_rag_lab.scoring.statistics import Interval
 
-COMMITTED: Final = Path(__file__).parent / "results" / "ttft.json"
+COMMITTED: Final = RESULTS / "ttft.json"
 SHORT: Final = Path("build/bench-check.json")
 DECODE_ROUNDS: Final = 16  # a round of decoding is some 10 % apart from the next
 TOLERANCE: Final = 0.15
@@ -124,18 +124,19 @@ def compare(committed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Compariso
             nothing in common.
     """
     for name in ALIKE:
-        if name not in committed or name not in fresh:
+        said = [report.get("about", {}).get(name) for report in (committed, fresh)]
+        if None in said:
             raise ValueError(f"a report does not say its {name}; measure again with make bench")
-        if committed[name] != fresh[name]:
+        if said[0] != said[1]:
             raise ValueError(
-                f"the reports differ in {name} ({committed[name]} and {fresh[name]}); compare "
+                f"the reports differ in {name} ({said[0]} and {said[1]}); compare "
                 "runs of the same command"
             )
     old, new = ratios(committed), ratios(fresh)
-    machines = (committed["machine"], fresh["machine"])
+    machines = (committed["about"]["machine"], fresh["about"]["machine"])
     same = len(set(map(processor_of, machines))) == 1
     common = {
-        name: Change(ratio, new[name], judged=same or not name.startswith(DECODING))
+        name: Change(ratio, new[name], judged=same or not name.startswith(OF_DECODING))
         for name, ratio in old.items()
         if name in new
     }

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.machine import described
+from benchmarks.common import described, write
 from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate_
 from kvcache_rag.models.deferred.segments import SegmentTable
@@ -284,13 +283,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"offsets against without: at most {worst:.3f} (target {TARGET}); off by {furthest:.1e}")
     if options.json:
         report = {
-            **described("cuda", torch.get_num_threads()),
-            "target": TARGET,
-            "offsets_against_without": worst,
-            "off": furthest,
+            "about": {
+                "benchmark": "deferred_kernel",
+                **described("cuda", torch.get_num_threads()),
+                "target": TARGET,
+                "offsets_against_without": worst,
+                "off": furthest,
+            },
             "rows": [asdict(one) for one in timings],
         }
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, report)
     return 1 if furthest > FARTHEST else 0
 
 

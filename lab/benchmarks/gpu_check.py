@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import tempfile
@@ -34,9 +33,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from benchmarks.machine import described
+from benchmarks.common import PREFIX, chunk_of, described, write
 from benchmarks.shapes import build_model, build_tokenizer, words
-from benchmarks.timing import PREFIX, chunk_of
 from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.codecs import Int8, Native
 from kvcache_rag.kv.buffer import KVBuffer
@@ -246,15 +244,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report(rows, differences)
     if options.json is not None:
         figures = {
-            **described("cuda", torch.get_num_threads()),
-            "chunks": options.chunks,
-            "tokens": TOKENS,
-            "prefix": PREFIX,
-            "rounds": options.rounds,
+            "about": {
+                "benchmark": "gpu_check",
+                **described("cuda", torch.get_num_threads()),
+                "chunks": options.chunks,
+                "tokens": TOKENS,
+                "prefix": PREFIX,
+                "rounds": options.rounds,
+            },
             "loading": [asdict(row) for row in rows],
             "logits": differences,
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write(options.json, figures)
     return int(not is_right(rows, differences))
 
 

@@ -12,110 +12,35 @@ range.
 - memory         `engine.add(texts)` into an empty `MemoryStore`: tokenising, addresses, forwards
                  behind the instruction, copies
 - disk, durable  the same into an empty `DiskStore()`: all on the medium
-
-Then where the time of "disk, durable" goes: seconds of its parts, of which those in another thread
-run beside the forward passes.  Last, embedding beside prefilling: `benchmarks/ingestion_embedding`.
-All of it takes some seven minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 import torch
 
-from benchmarks.ingestion_embedding import Beside, embeddings, measure_beside
-from benchmarks.machine import described, load
-from benchmarks.prefill import adding, forgetting
+from benchmarks.common import described, in_turns, load, over, result_file, write
 from kvcache_rag import DiskStore, Engine, MemoryStore
 from kvcache_rag.models.attention.packed import PACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_rag.stores import ChunkStore
 
-RESULTS: Final = Path(__file__).parent / "results" / "ingestion.json"
 LENGTHS: Final = (64, 256, 1024)
-EMBEDDED: Final = 128  # tokens of the chunks that are embedded, too
-WHOLE: Final = "the whole"
 TARGET: Final = 0.95  # of the bare rate
+BARE: Final = "bare"
 BARE_TOKENS: Final = (1024, 4096)  # of one batch
-# Parts of the work: where each is done, and its name.
-PARTS: Final[dict[str, tuple[str, str]]] = {
-    "tokenising, addresses": ("kvcache_rag.generation.request.Planner", "chunks"),
-    "forward passes": ("kvcache_rag.models.hf.TransformersModel", "forward"),
-    "batches: buffers, ids, views": ("kvcache_rag.models.hf.TransformersModel", "prefill"),
-    "weights compared": ("kvcache_rag.models.weights.Weights", "are_unchanged"),
-    "looking for what is there": ("kvcache_rag.stores.disk.store.DiskStore", "contains"),
-    "writing: all": ("kvcache_rag.stores.disk.store.DiskStore", "put"),
-    "writing: copy, checksum, file": ("kvcache_rag.stores.disk.store", "write_file"),
-    "writing: on the medium": ("os", "fsync"),
-}
 _WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "life", "world", "state")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Rate of one side.
-
-    Attributes:
-        tokens: Of a chunk.
-        threads: Of torch.
-        side: Its name.
-        rate: Median of the rounds' chunk tokens per second.
-        ratio: Median of this rate by "bare" of the same round.
-        ratio_lowest: Of all rounds.
-        ratio_highest: Of all rounds.
-        cores: CPU time of all threads by wall time.
-        rounds: How many were counted.
-        bare_batch: Tokens of a batch, and the attention, that are fastest for "bare".
-    """
-
-    tokens: int
-    threads: int
-    side: str
-    rate: float
-    ratio: float
-    ratio_lowest: float
-    ratio_highest: float
-    cores: float
-    rounds: int
-    bare_batch: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """Seconds of one part of the work.
-
-    Attributes:
-        tokens: Of a chunk.
-        threads: Of torch.
-        part: What is done.
-        seconds: Of all its calls.
-        beside: Seconds of these in another thread, beside the forward passes.
-        share: `seconds` that are not beside, by those of the whole.
-    """
-
-    tokens: int
-    threads: int
-    part: str
-    seconds: float
-    beside: float
-    share: float
 
 
 def texts_of(engine: Engine, count: int, tokens: int) -> list[str]:
@@ -125,7 +50,7 @@ def texts_of(engine: Engine, count: int, tokens: int) -> list[str]:
     for _ in range(count):
         picks = torch.randint(0, len(_WORDS), (tokens,), generator=generator).tolist()
         words = [_WORDS[pick] for pick in picks]
-        while (excess := engine.keys([" ".join(words)])[0].tokens - tokens) > 0:
+        while (excess := _tokens(engine, words) - tokens) > 0:
             del words[-max(1, excess // 4) :]
         if excess:
             words = _padded(engine, words, tokens)
@@ -136,16 +61,17 @@ def texts_of(engine: Engine, count: int, tokens: int) -> list[str]:
 def _padded(engine: Engine, words: list[str], tokens: int) -> list[str]:
     """The words with short ones behind them that make up the length."""
     while True:
-        for last in ("a", ".", "I"):
-            longer = [*words, last]
-            excess = engine.keys([" ".join(longer)])[0].tokens - tokens
-            if excess <= 0:
-                break
-        else:
+        longer = [[*words, last] for last in ("a", ".", "I")]
+        fitting = [one for one in longer if _tokens(engine, one) <= tokens]
+        if not fitting:
             raise RuntimeError(f"no text of {tokens} tokens")
-        if not excess:
-            return longer
-        words = longer
+        words = fitting[0]
+        if _tokens(engine, words) == tokens:
+            return words
+
+
+def _tokens(engine: Engine, words: Sequence[str]) -> int:
+    return engine.keys([" ".join(words)])[0].tokens
 
 
 class Bare:
@@ -158,7 +84,7 @@ class Bare:
             engine: Whose model it is.
             ids: `(chunks, tokens)` int64.
         """
-        self._model = engine._adapter.model
+        self._model = engine.model
         self._ids = ids
         tried = {}
         self.rows = 1
@@ -188,148 +114,76 @@ class Bare:
         return sum(map(len, given))
 
 
-class Clock:
-    """Seconds within the parts of the work, apart for other threads."""
-
-    def __init__(self) -> None:
-        self.here: dict[str, float] = defaultdict(float)
-        self.beside: dict[str, float] = defaultdict(float)
-        self._main = threading.get_ident()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Measure in this block."""
-        with ExitStack() as stack:
-            for name, (place, function) in PARTS.items():
-                stack.enter_context(self._measured(name, place, function))
-            yield
-
-    def _measured(self, name: str, place: str, function: str) -> Any:
-        target = _resolved(place)
-        original = getattr(target, function)
-
-        def measured(*given: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return original(*given, **options)
-            finally:
-                mine = threading.get_ident() == self._main
-                (self.here if mine else self.beside)[name] += time.perf_counter() - begun
-
-        return mock.patch.object(target, function, measured)
+def adding(engine: Engine, texts: Sequence[str]) -> None:
+    """Add the chunks to a store that has none of them."""
+    keys = engine.add(texts)
+    if not all(map(engine.store.contains, keys)):
+        raise RuntimeError(f"not stored: {engine.store.stats().last_failure}")
 
 
-def _resolved(place: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(place)
-    except ImportError:
-        module, _, name = place.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+def timed(run: Callable[[], object], forget: Callable[[], None]) -> tuple[float, float]:
+    """Wall time of a call, and processor time by it."""
+    begun, used = time.perf_counter(), time.process_time()
+    run()
+    elapsed, burnt = time.perf_counter() - begun, time.process_time() - used
+    forget()
+    return elapsed, burnt / elapsed
 
 
 def measure(
     engines: dict[str, Engine], tokens: int, threads: int, total: int, rounds: int
-) -> tuple[list[Row], list[Part]]:
-    """All sides at one length, taking turns; the first round is not counted."""
+) -> list[dict[str, Any]]:
+    """All sides at one length, in turns."""
     first = next(iter(engines.values()))
     texts = texts_of(first, total // tokens, tokens)
     ids = torch.tensor(first.tokenize("", texts).chunks)
     bare = Bare(first, ids)
-    sides: dict[str, Callable[[], object]] = {"bare": bare.run}
-    sides |= {name: adding(engine, texts) for name, engine in engines.items()}
-    forget = {name: forgetting(engine, texts) for name, engine in engines.items()}
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    busy: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, run in sides.items():
-            gc.collect()
-            begun, used = time.perf_counter(), time.process_time()
-            run()
-            elapsed = time.perf_counter() - begun
-            burnt = time.process_time() - used
-            forget.get(name, lambda: None)()
-            if number:
-                wall[name].append(elapsed)
-                busy[name].append(burnt / elapsed)
+
+    def forget(engine: Engine) -> None:
+        for key in engine.keys(texts):
+            engine.store.delete(key)
+
+    sides: dict[str, Callable[[], tuple[float, float]]] = {
+        BARE: partial(timed, bare.run, lambda: None)
+    }
+    for name, engine in engines.items():
+        engine.add(["w1"])  # computes the prefix
+        sides[name] = partial(timed, partial(adding, engine, texts), partial(forget, engine))
+    found = in_turns(sides, rounds)
+    wall = {name: [seconds for seconds, _ in samples] for name, samples in found.items()}
     rows = []
-    for name in sides:
-        ratios = [theirs / mine for theirs, mine in zip(wall["bare"], wall[name], strict=True)]
+    for name, samples in found.items():
+        ratio = over(wall[BARE], wall[name])
         rows.append(
-            Row(
-                tokens,
-                threads,
-                name,
-                ids.numel() / statistics.median(wall[name]),
-                statistics.median(ratios),
-                min(ratios),
-                max(ratios),
-                statistics.median(busy[name]),
-                rounds,
-                bare.batch,
-            )
+            {
+                "tokens": tokens,
+                "threads": threads,
+                "side": name,
+                "rate": ids.numel() / statistics.median(wall[name]),
+                "ratio": ratio["value"],
+                "ratio_lowest": ratio["low"],
+                "ratio_highest": ratio["high"],
+                "cores": statistics.median(cores for _, cores in samples),
+                "rounds": rounds,
+                "bare_batch": bare.batch,
+            }
         )
-    name = list(engines)[-1]
-    return rows, parts_of(sides[name], forget[name], tokens, threads)
-
-
-def parts_of(
-    add: Callable[[], object], forget: Callable[[], None], tokens: int, threads: int
-) -> list[Part]:
-    """Where the time goes."""
-    clock = Clock()
-    begun = time.perf_counter()
-    with clock.running():
-        add()
-    whole = time.perf_counter() - begun
-    forget()
-    # Its forward passes are within it.
-    clock.here["batches: buffers, ids, views"] -= clock.here["forward passes"]
-    parts = []
-    for name in PARTS:
-        here, beside = clock.here[name], clock.beside[name]
-        parts.append(Part(tokens, threads, name, here + beside, beside, here / whole))
-    return [*parts, Part(tokens, threads, WHOLE, whole, 0.0, 1.0)]
-
-
-def profile(parts: Sequence[Part]) -> list[dict[str, str]]:
-    """One row per part, one column per length and number of threads."""
-    rows: dict[str, dict[str, str]] = {}
-    for one in parts:
-        column = f"{one.tokens} tokens, {one.threads} thread{'s' if one.threads > 1 else ''}"
-        beside = f", beside: {one.beside:.3f} s" if one.beside else ""
-        cell = f"{one.seconds:.3f} s" if one.part == WHOLE else f"{one.share:.1%}{beside}"
-        rows.setdefault(one.part, {"part": one.part})[column] = cell
-    return [*rows.values()]
-
-
-def show(rows: Sequence[Row], parts: Sequence[Part]) -> None:
-    """Print both tables."""
-    for row in rows:
-        span = f"{row.ratio_lowest:.2f}-{row.ratio_highest:.2f}"
-        print(
-            f"{row.tokens:>5} {row.threads} {row.side:<15}{row.rate:>8.0f} tok/s{row.ratio:>8.3f}"
-            f"{span:>12}{row.cores:>6.2f} cores  {row.bare_batch}",
-            flush=True,
-        )
-    for part in parts:
-        print(f"{'':>8}{part.part:<32}{part.seconds:>8.3f} s{part.beside:>8.3f}{part.share:>8.1%}")
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure, print tables, write JSON."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--total", type=int, default=3072, help="tokens of all chunks")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="write the rows there")
+    parser.add_argument("--json", type=Path, default=result_file("ingestion"))
     arguments = parser.parse_args(given)
     busy, before = load(), torch.get_num_threads()
-    rows: list[Row] = []
-    parts: list[Part] = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, ChunkStore] = {
             "memory": MemoryStore(8 << 30),
@@ -340,34 +194,21 @@ def main(given: Sequence[str] | None = None) -> int:
             name: Engine(first.model, first.tokenizer, store=store, template=first.template)
             for name, store in stores.items()
         }
-        ways = embeddings()
-        texts = texts_of(first, max(1, arguments.total // EMBEDDED // 3), EMBEDDED)
-        beside: list[Beside] = []
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             for tokens in arguments.lengths:
-                found = measure(engines, tokens, threads, arguments.total, arguments.rounds)
-                show(*found)
-                rows += found[0]
-                parts += found[1]
-            for name, embed in ways.items():
-                seconds = measure_beside(first, texts, embed, arguments.rounds)
-                beside.append(Beside(name, threads, **seconds))
-                print(beside[-1], flush=True)
+                rows += measure(engines, tokens, threads, arguments.total, arguments.rounds)
     torch.set_num_threads(before)
-    report = {
-        "command": "python -m benchmarks.ingestion",
+    about = {
+        "benchmark": "ingestion",
         "model": arguments.model,
         **described("cpu", max(arguments.threads)),
         "load_before": busy,
         "load_after": load(),
         "target": TARGET,
         "tokens_in_all": arguments.total,
-        "rows": [asdict(row) for row in rows],
-        "where_the_time_of_disk_durable_goes": profile(parts),
-        "seconds_of_embedding_beside_prefilling": [asdict(one) for one in beside],
     }
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(arguments.json, {"about": about, "rows": rows})
     return 0
 
 

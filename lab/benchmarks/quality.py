@@ -1,36 +1,28 @@
-"""What each policy costs the packaged reader, before and after fine-tuning: docs/quality.md.
+"""What each policy costs the packaged reader, before and after fine-tuning.
 
     python -m benchmarks.quality --work quality.work
 
 Fine-tunes the packaged reader under the block mask, and for as many steps under full attention (the
-control), asks three models the same questions under every policy, and writes its part of the page
-and `lab/benchmarks/results/quality.json`, which has more kinds of questions and fewer documents,
-too.
-Answers are kept in `--work` as they come, so an interrupted run goes on.  Several hours on two
-cores, of which the sweep of top-k takes most; `--n 200` gives a rough picture in a tenth of them.
+control), and asks three models the same questions under every policy.  Answers are kept in `--work`
+as they come, so an interrupted run goes on.  An hour or two on two cores; `--n 200` gives a rough
+picture in a tenth of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import transformers
 
-from benchmarks.quality_document import READER as READER_PART
-from benchmarks.quality_document import put
-from benchmarks.quality_page import page
+from benchmarks.common import described, read, result_file, write
 from kvcache_rag.auxiliary import Auxiliary
 from kvcache_rag.engine import Engine
 from kvcache_rag.policies import Ape, CacheBlend, CacheClip, FullRecompute, LegoLink, Reuse
-from kvcache_rag_lab.evaluation.report import summarise, to_json
+from kvcache_rag_lab.evaluation.report import summarise
 from kvcache_rag_lab.evaluation.runner import evaluate, make_cells
 from kvcache_rag_lab.evaluation.tasks import task_by_name
 from kvcache_rag_lab.finetune import FinetuneConfig, ReaderData, finetune
@@ -40,14 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_rag.policies import ReusePolicy
+    from kvcache_rag_lab.evaluation.report import Group
     from kvcache_rag_lab.scoring.ask import Records
 
 NOISE: Final = ("reader_noise_20", "reader_noise_40", "reader_noise_60", "reader_noise_80")
 SINGLE: Final = ("reader_single", *NOISE, "reader_same_relation")
 OTHER: Final = ("reader_multi_value", "reader_two_hop_direct", "reader_unit")
-NEEDLES: Final = ("niah_reader_single", "niah_reader_multikey_2")
 CROSS: Final = ("reader_pronoun", "reader_alias")
-SWEPT: Final = (*CROSS, "reader_single", "reader_same_relation", *OTHER)
 MODELS: Final = ("before", "block", "control")
 # What the block run and its control learn from: the cross-chunk kinds, and what must not be lost.
 KINDS: Final = (
@@ -69,7 +60,6 @@ class Study:
     name: str
     tasks: tuple[str, ...]
     documents: int
-    ks: tuple[int | None, ...]
     policies: tuple[str, ...]
     models: tuple[str, ...] = MODELS
 
@@ -92,7 +82,7 @@ def policies(auxiliary: Auxiliary, taught: Auxiliary) -> dict[str, ReusePolicy]:
 
 
 def studies() -> tuple[Study, ...]:
-    """The main table (noise as in RGB: five documents), more ways to choose, the sweep of top-k."""
+    """Facts that need two chunks, those that need one (noise as RGB's: 5 documents), more ways."""
     rest = tuple(name for name in (*SINGLE, *OTHER) if name not in NOISE)
     every = (
         *("full prefill", "reordered", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),
@@ -100,12 +90,10 @@ def studies() -> tuple[Study, ...]:
     clips = ("CacheClip, best windows", "CacheClip, taught")
     more = ("full prefill", *clips, "LegoLink, 11 tokens", "LegoLink | CacheBlend")
     return (
-        Study("cross", CROSS, 6, (None,), every),
-        Study("main", rest, 6, (None,), every),
-        Study("noise", NOISE, 5, (None,), every),
-        Study("needles", NEEDLES, 6, (None,), every),
-        Study("more", CROSS, 6, (None,), more, models=("before",)),
-        Study("k", SWEPT, 6, (1, 2, 3, 4, 5), every),
+        Study("cross", CROSS, 6, every),
+        Study("main", rest, 6, every),
+        Study("noise", NOISE, 5, every),
+        Study("more", CROSS, 6, more, models=("before",)),
     )
 
 
@@ -156,7 +144,7 @@ def ask(
         parts.append(
             evaluate(
                 [task_by_name(name, documents=study.documents) for name in study.tasks],
-                make_cells({name: known[name] for name in study.policies}, [label], ks=study.ks),
+                make_cells({name: known[name] for name in study.policies}, [label], ks=(None,)),
                 models={label: str(folder)},
                 n=options.n,
                 seed=options.seed,
@@ -170,19 +158,31 @@ def ask(
     return replace(parts[0], rows=rows)
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what the figures were made."""
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s)",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+def rows_of(study: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row per question kind, model and policy."""
+    return [
+        {
+            "part": study,
+            "task": group.task,
+            "model": group.model,
+            "policy": row.policy,
+            "n": row.n,
+            "computed again": row.recomputed_share,
+            "right": _interval(row.quality.value, row.quality),
+            "against full prefill": row.difference
+            and _interval(row.difference.difference, row.difference),
+        }
+        for group in groups
+        for row in group.rows
+    ]
+
+
+def _interval(value: float, bounds: Any) -> dict[str, float]:
+    return {"value": value, "low": bounds.low, "high": bounds.high}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study and write the page."""
+    """Run the study and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--work", type=Path, default=Path("quality.work"), help="models, answers")
     parser.add_argument(
@@ -195,8 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", choices=MODELS, help="ask this model alone and write nothing, beside other runs"
     )
     parser.add_argument("--timed", type=int, default=16, help="questions per kind asked alone")
-    parser.add_argument("--page", type=Path, default=Path("docs/quality.md"))
-    parser.add_argument("--results", type=Path, default=Path("lab/benchmarks/results/quality.json"))
+    parser.add_argument("--json", type=Path, default=result_file("quality"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -209,17 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.only:
         return 0
-    reports = {
-        label: json.loads((options.work / label / "report.json").read_text())
-        for label in ("block", "control", "auxiliary")
-    }
-    groups = {name: summarise(found) for name, found in records.items()}
-    facts = {**machine(), "n": options.n, "steps": options.steps, "rate": options.rate}
-    plain = {name: to_json(groups[name], records[name]) for name in groups}
-    results = {"facts": facts, "finetuning": reports, **plain}
-    put(options.page, READER_PART, page(results))
-    options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {options.page} and {options.results}")
+    tuning = []
+    for label in ("block", "control", "auxiliary"):
+        found = read(options.work / label / "report.json")
+        shown = {name: found[name] for name in ("steps", "tokens", "seconds", "skipped")}
+        tuning.append({"model": label, **shown, "verdict": " ".join(found["verdict"])})
+    about = {"benchmark": "quality", **described("cpu", 1), "metric": "exact match"}
+    about |= {"n": options.n, "steps": options.steps, "rate": options.rate}
+    rows = [row for name, found in records.items() for row in rows_of(name, summarise(found))]
+    write(options.json, {"about": about, "fine-tuning": tuning, "rows": rows})
+    print(f"wrote {options.json.name}; python -m benchmarks.render quality shows it")
     return 0
 
 

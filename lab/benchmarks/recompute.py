@@ -23,20 +23,17 @@ Behind them processor time, which other work on the machine does not change, of
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import platform
+import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import transformers
 
-from benchmarks.timing import Row, row_of, show
-from benchmarks.ttft import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
+from benchmarks.common import described, in_turns, result_file, write
+from benchmarks.shapes import CHUNK, PREFIX, QUERY, SHAPES, build_model, build_tokenizer, words
 from kvcache_rag import Engine, MemoryStore, PromptTemplate, ProphetKV, Reuse
 from kvcache_rag.models.attention.packed import PACKED
 from kvcache_rag.policies import ReusePolicy
@@ -44,7 +41,7 @@ from kvcache_rag.policies.cacheblend import CacheBlend
 from kvcache_rag.policies.legolink import LegoLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -158,26 +155,25 @@ def sides(model: Any, engine: Engine, context: int) -> dict[str, Callable[[], fl
     return found
 
 
-def measure(timed: dict[str, Callable[[], float]], rounds: int, full_rounds: int) -> list[Row]:
-    """Let the sides take turns; the first round of each is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for number in range(rounds + 1):
-        for name, run in timed.items():
-            if name == "full" and number > full_rounds:
-                continue
-            gc.collect()
-            elapsed = run()
-            if number:
-                seconds[name].append(elapsed)
-    rows = []
-    for name, found in seconds.items():
-        against = "" if name in ("full", *AGAINST.values()) else AGAINST.get(name, "full")
-        rows.append(row_of(name, found, against, seconds.get(against, ()), TARGETS.get(name, 0.0)))
-    return rows
+def row_of(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Milliseconds of one side, and its median as a part of another's."""
+    own = seconds[name]
+    against = "" if name in ("full", *AGAINST.values()) else AGAINST.get(name, "full")
+    others = seconds.get(against, ())
+    return {
+        "side": name,
+        "median": statistics.median(own) * 1e3,
+        "lowest": min(own) * 1e3,
+        "highest": max(own) * 1e3,
+        "samples": len(own),
+        "against": against,
+        "ratio": statistics.median(own) / statistics.median(others) if others else None,
+        "target": TARGETS.get(name),
+    }
 
 
-def main() -> int:
-    """Measure, print a table, write JSON."""
+def main(words_given: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--context", type=int, default=4096)
@@ -185,32 +181,25 @@ def main() -> int:
     parser.add_argument("--full-rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, default=result_file("recompute"))
+    arguments = parser.parse_args(words_given)
     torch.set_num_threads(arguments.threads)
     model = build_model(arguments.shape, getattr(torch, arguments.dtype))
     template = PromptTemplate(system=words(PREFIX, 1) + " ", chunk_start="", chunk_end="")
     store = MemoryStore(8 << 30)
     engine = Engine(model, build_tokenizer(), store=store, template=template)
-    machine = f"{platform.machine()}, {arguments.threads} thread(s)"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{arguments.shape}, {arguments.dtype}, random weights; {machine}; {versions}")
-    print(
-        f"instruction {PREFIX}, {arguments.context} tokens in chunks of {CHUNK}, question {QUERY}; "
-        "milliseconds, medians"
+    about = {"benchmark": "recompute", "shape": arguments.shape, "dtype": arguments.dtype}
+    about |= {"context": arguments.context, **described("cpu", arguments.threads)}
+    seconds = in_turns(
+        sides(model, engine, arguments.context),
+        arguments.rounds,
+        few=("full",),
+        few_rounds=arguments.full_rounds,
     )
-    timed = sides(model, engine, arguments.context)
-    rows = show(measure(timed, arguments.rounds, arguments.full_rounds))
-    if arguments.json:
-        report = {
-            "shape": arguments.shape,
-            "dtype": arguments.dtype,
-            "machine": machine,
-            "versions": versions,
-            "context": arguments.context,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    rows = [row_of(name, seconds) for name in seconds]
+    for row in rows:
+        print(row)
+    write(arguments.json, {"about": about, "rows": rows})
     return 0
 
 

@@ -1,36 +1,84 @@
-"""How large stored chunks are: bytes per chunk and per million tokens, by model and codec.
+"""What models, chunks and prompts weigh, by their shapes alone: computed, nothing is measured.
 
-After Table II of Shared RAG-DCache (arXiv 2504.11765), which lists the sizes of stored caches, for
-the shapes that this repository measures with.  Nothing is loaded: the sizes follow from the shapes
-and the file format, and one of them is checked against a file that is really written.
+    python -m benchmarks.sizes
 
-Run from the repository root: `python benchmarks/sizes.py [--tokens 512] [--json FILE]`.
+- chunks     bytes per token of a stored chunk, by codec (Shared RAG-DCache, arXiv 2504.11765, table
+             II, for the models that we measure with)
+- weights    bytes in a file all of Q4_K, in memory in 16 bits, and rounded again
+- prompts    operations of a full prefill and of the question alone over cached chunks (TurboRAG,
+             arXiv 2410.07590, appendix G), bytes of keys and values in 16 bits, and the least times
+             that the hardware allows: PCIe at the rate of its lanes (128b/130b coding), an A100 at
+             its peak.  Real copies and real prefills take longer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvcache_rag.codecs import CODECS, Codec, by_name
-from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout, chunk_key, spec_digest
-from kvcache_rag.stores import DiskStore
+from benchmarks.common import result_file, write
+from benchmarks.shapes import CHUNK, SHAPES, config_of
+from kvcache_rag.codecs import CODECS, by_name
+from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
+from kvcache_rag.models.linears import GROUP
 from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-MILLION: Final = 1_000_000
+_FIELDS: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+# As published with the weights; only what sizes depend on.
+CONFIGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "SmolLM2-135M": ("llama", 49152, 576, 1536, 30, 9, 3, 64, True),
+    "Gemma-3-270M": ("gemma3_text", 262144, 640, 2048, 18, 4, 1, 256, True),
+    "Qwen2.5-0.5B": ("qwen2", 151936, 896, 4864, 24, 14, 2, 64, True),
+    "Qwen2.5-7B": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, False),
+    "Mistral-7B-v0.3": ("mistral", 32768, 4096, 14336, 32, 32, 8, 128, False),
+    "Llama-3.1-8B": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+}
+# Of `shapes.SHAPES`.
+PROMPTED: Final = (
+    "qwen2.5-3b",
+    "qwen2-7b",
+    "llama-3.1-8b",
+    "qwen2.5-14b",
+    "qwen2.5-32b",
+    "llama-3.1-70b",
+    "qwen2.5-72b",
+)
+CONTEXTS: Final = (743, 2048, 8192, 32768)
+LENGTHS: Final = (256, 743, 1024, 4096, 16384)
+BATCHES: Final = (1, 2, 4, 8)
+QUESTION: Final = 128
+"""Tokens of the question, as in TurboRAG's prompts of 8192 + 128."""
+LANES: Final = 16
+PCIE: Final[Mapping[int, float]] = {4: 16e9, 5: 32e9}
+"""Transfers per second of a lane, by generation; a transfer is a bit."""
+PEAK: Final = 312e12
+"""Operations per second of an NVIDIA A100 in 16 bits, by its data sheet (dense)."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class KVShape:
     """Keys and values of a model: layers, KV heads, and the width of a head."""
 
     layers: int
@@ -44,90 +92,111 @@ class Shape:
         return ChunkLayout((GroupLayout(tuple(range(self.layers)), slot, slot),), torch.bfloat16)
 
 
-SHAPES: Final = {
-    "tiny": Shape(4, 4, 32),
-    "Qwen2.5-0.5B": Shape(24, 2, 64),
-    "Qwen2-7B": Shape(28, 4, 128),
-    "Llama-3.1-8B": Shape(32, 8, 128),
-}
+def kv_shape(model: str) -> KVShape:
+    """Of one of `CONFIGS`."""
+    _, _, _, _, layers, _, heads, width, _ = CONFIGS[model]
+    return KVShape(layers, heads, width)
 
 
-def sizes(tokens: int) -> list[dict[str, Any]]:
-    """One row per shape and codec.
+def chunks() -> Iterator[dict[str, Any]]:
+    """Bytes per token of the file of a chunk, its header included, by codec."""
+    for model in CONFIGS:
+        layout = kv_shape(model).layout
+        sizes = {name: file_bytes(layout, by_name(name), CHUNK) / CHUNK for name in CODECS}
+        yield {"model": model, "chunk tokens": CHUNK, **sizes}
+
+
+def weights() -> Iterator[dict[str, Any]]:
+    """Bytes of weights by form; no memory is allocated for them."""
+    of_blocks, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.Q4_K]
+    for name, (kind, *values) in CONFIGS.items():
+        config = AutoConfig.for_model(kind, **dict(zip(_FIELDS, values, strict=True)))
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        parameters = sum(tensor.numel() for tensor in model.parameters())
+        yield {
+            "model": name,
+            "parameters": parameters,
+            "in a Q4_K file": parameters * block_bytes / of_blocks,
+            "in memory": 2 * parameters,
+            "int8": rounded_bytes(model, "int8"),
+            "int4": rounded_bytes(model, "int4"),
+        }
+
+
+def rounded_bytes(model: Any, weight_format: str) -> float:
+    """Of a 16-bit model whose linear layers are rounded: what is none of them stays.
+
+    In eight bits there is a 16-bit scale per output, in four bits two 16-bit numbers per `GROUP`
+    inputs; the output layer has eight bits in both, and a copy of its own where it was tied.
+    """
+    nbytes: float = 2 * sum(tensor.numel() for tensor in model.parameters())
+    tied = model.get_input_embeddings().weight
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        weight = linear.weight
+        nbytes -= 0 if weight is tied else 2 * weight.numel()
+        if weight_format == "int8" or linear is model.get_output_embeddings():
+            nbytes += weight.numel() + 2 * linear.out_features
+        else:
+            nbytes += weight.numel() * (1 / 2 + 4 / GROUP)
+    return nbytes
+
+
+@cache
+def _decoder(model: str) -> DecoderShape:
+    return DecoderShape.of(config_of(model))
+
+
+def prompt(model: str, context: int, batch: int = 1) -> dict[str, Any]:
+    """What a batch of prompts costs, each over a cached context of its own.
 
     Args:
-        tokens: Length of a chunk.
+        model: Of `SHAPES`.
+        context: Tokens of the chunks of one prompt; they need not be multiples of a chunk's.
+        batch: Prompts.
     """
-    rows = []
-    for name, shape in SHAPES.items():
-        plain = shape.layout.nbytes(tokens)
-        for codec in CODECS:
-            nbytes = file_bytes(shape.layout, by_name(codec), tokens)
-            rows.append(
-                {
-                    "model": name,
-                    "codec": codec,
-                    "tokens": tokens,
-                    "tensor_bytes": plain,
-                    "file_bytes": nbytes,
-                    "ratio": plain / nbytes,
-                    "bytes_per_million_tokens": round(nbytes * MILLION / tokens),
-                }
-            )
-    return rows
+    flops = _decoder(model).prompt(context, QUESTION, batch=batch)
+    shape = SHAPES[model]
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    kv = KVShape(shape["num_hidden_layers"], shape["num_key_value_heads"], width)
+    nbytes = batch * kv.layout.nbytes(context)
+    return {
+        "model": model,
+        "context": context,
+        "batch": batch,
+        "full prefill TFLOPs": flops.full / 1e12,
+        "question alone TFLOPs": flops.cached / 1e12,
+        "saved %": 100 * flops.reduction,
+        "KV MB": nbytes / 1e6,
+        **{f"PCIe {gen}.0 x16 ms": 1e3 * nbytes / pcie_rate(gen) for gen in PCIE},
+        "full prefill at 312 TFLOP/s ms": 1e3 * flops.full / PEAK,
+    }
 
 
-def written_bytes(shape: Shape, codec: Codec, tokens: int) -> int:
-    """Size of the file of a chunk of random numbers that a store really wrote.
-
-    Raises:
-        RuntimeError: If it could not be written.
-    """
-    layout = shape.layout
-    ids = torch.arange(tokens, dtype=torch.int32)
-    tensors = tuple(tuple(one.normal_() for one in group) for group in layout.empty(tokens))
-    key = chunk_key(ids.tolist(), prefix_ids=(), spec=spec_digest({}), namespace="")
-    with tempfile.TemporaryDirectory() as folder:
-        store = DiskStore(folder, durable=False, codec=codec)
-        if not store.put(key, ChunkKV(layout, ids, 0, tensors)):
-            raise RuntimeError(store.stats().last_failure)
-        return store.path(key).stat().st_size
+def pcie_rate(generation: int) -> float:
+    """Bytes per second of 16 lanes."""
+    return LANES * PCIE[generation] * 128 / 130 / 8
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a written file has another size."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512, help="length of a chunk")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows there")
-    arguments = parser.parse_args(words)
-    if arguments.tokens < 1:
-        parser.error("--tokens must be at least 1")
-    rows = sizes(arguments.tokens)
-    print(f"{'model':<14}{'codec':<8}{'one chunk':>14}{'ratio':>8}{'1M tokens':>14}")
-    for row in rows:
-        print(
-            f"{row['model']:<14}{row['codec']:<8}{row['file_bytes']:>14,}{row['ratio']:>8.2f}"
-            f"{row['bytes_per_million_tokens'] / 1e9:>11.2f} GB"
-        )
-    print(
-        f"chunks of {arguments.tokens} tokens; bytes of the file; ratio to the tensors in bfloat16"
-    )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return _check(rows, "Qwen2.5-0.5B", arguments.tokens)
-
-
-def _check(rows: list[dict[str, Any]], name: str, tokens: int) -> int:
-    wrong = [
-        f"{row['codec']} has {found}, not {row['file_bytes']} bytes"
-        for row in rows
-        if row["model"] == name
-        and (found := written_bytes(SHAPES[name], by_name(row["codec"]), tokens))
-        != row["file_bytes"]
-    ]
-    print("; ".join(wrong) if wrong else f"checked: files written in {name}'s shape are so large")
-    return 1 if wrong else 0
+    """Compute, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", metavar="FILE", type=Path, default=result_file("sizes"))
+    parsed = parser.parse_args(words)
+    report = {
+        "about": {"benchmark": "sizes", "how": "computed from configs, nothing is measured"},
+        "chunks": [*chunks()],
+        "weights": [*weights()],
+        "prompts by model": [prompt(model, size) for model in PROMPTED for size in CONTEXTS],
+        "prompts by length and batch": [
+            prompt("qwen2-7b", length, batch) for length in LENGTHS for batch in BATCHES
+        ],
+        "prompt of TurboRAG's tables": [prompt("qwen2-7b", 8192, batch) for batch in (1, 2, 4, 8)],
+    }
+    write(parsed.json, report)
+    print(f"wrote {parsed.json.name}; python -m benchmarks.render sizes shows it")
+    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

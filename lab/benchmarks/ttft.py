@@ -9,7 +9,7 @@ their range, and ratios are formed within one run only.
 
 - naive           stock transformers (sdpa): a prefill of instruction, chunks and question
 - prefix-cached   the same over a copy of the instruction's cache
-- turborag        TurboRAG's published way (see `turborag`)
+- turborag        TurboRAG's published way (see `benchmarks.stock`)
 - disk            cached chunks from files that were dropped from the page cache
 - page cache      cached chunks from files in the page cache, all checks on
 - ram             cached chunks from this process's memory (pinned, for a GPU), copied and turned
@@ -17,6 +17,12 @@ their range, and ratios are formed within one run only.
 - deferred        chunks in the model's memory, neither copied nor turned: attention turns the query
 - floor           the query alone, over a stitched cache that lay in place before the clock started
 - stock           (decoding only) stock transformers over a stock cache of the whole context
+
+Peak memory is that of each side in a process of its own (`--peak`), above what the process held
+after its imports: one answer of a few tokens.  On a CPU it is the peak of resident memory (a tiny
+model generates first, since much is imported when it is first needed); on a GPU it is the most that
+torch held at a time.  The peak begins anew when the model is there: making random weights needs
+more than loading real ones.
 """
 
 from __future__ import annotations
@@ -24,28 +30,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import described
-from benchmarks.memory import measure_all
+from benchmarks.common import described, write
 from benchmarks.shapes import (
     CHUNK,
     PREFIX,
     QUERY,
     SHAPES,
     build_model,
-    build_tokenizer,
-    words,
 )
-from benchmarks.ttft_rows import Row, decode_row, ratio_of, ttft_row
-from benchmarks.ttft_sides import (
+from benchmarks.sides import (
     COLD,
     DEFERRED,
     FLOOR,
@@ -60,13 +64,295 @@ from benchmarks.ttft_sides import (
     Case,
     release,
 )
+from benchmarks.stock import Sample, median_parts, timed_generate
+from kvcache_rag_lab.evaluation.cost.memory import reset_peak, resident
+from kvcache_rag_lab.scoring.statistics import LEAST_DIFFERING, Interval, median_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from benchmarks.stock import Sample
 
-__all__ = ["CHUNK", "PREFIX", "QUERY", "SHAPES", "build_model", "build_tokenizer", "words"]
+
+SIDES: Final = (NAIVE, TURBORAG, PAGES, RAM, DEFERRED)
+GENERATED: Final = 4
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory of one side, and what it has to hold, in bytes.
+
+    Attributes:
+        side: Which side.
+        context: Tokens of the chunks.
+        peak: Above imports.
+        weights: Parameters and buffers of the model.
+        stitched: Keys and values of instruction, chunks, query and answer.
+        chunks: Keys and values of the chunks.
+    """
+
+    side: str
+    context: int
+    peak: int
+    weights: int
+    stitched: int
+    chunks: int
+
+    @property
+    def held(self) -> int:
+        """What its peak is measured against: the weights and one copy of the context.
+
+        From RAM, copying, the chunks lie in the store besides; deferred, they are the context.
+        """
+        if self.side == DEFERRED:
+            return self.weights + self.chunks
+        if self.side == RAM:
+            return self.weights + self.chunks + self.stitched
+        return self.weights + self.stitched
+
+
+def measure_one(side: str, shape: str, dtype: str, device: str, folder: Path, context: int) -> Peak:
+    """Answer once in this process, whose imports are done."""
+    is_cuda = device == "cuda"
+    timed_generate(build_model("tiny", getattr(torch, dtype), device), torch.tensor([[3, 4]]), 2)
+    gc.collect()
+    before = 0 if is_cuda else resident("VmRSS")
+    model = build_model(shape, getattr(torch, dtype), device)
+    gc.collect()
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+    case = Case(context, QUERY)
+    bench = Bench(model, folder)
+    bench.side(side, case)(1 + GENERATED)
+    peak = torch.cuda.max_memory_allocated() if is_cuda else resident("VmHWM") - before
+    tensors = [*model.parameters(), *model.buffers()]
+    layout = bench.layout
+    tokens = context + len(bench.prefix_ids) + QUERY + GENERATED
+    return Peak(
+        side,
+        context,
+        peak,
+        weights=sum(tensor.nbytes for tensor in tensors),
+        stitched=layout.nbytes(tokens),
+        chunks=layout.nbytes(context),
+    )
+
+
+def measure_all(parsed: argparse.Namespace, folder: Path, context: int) -> list[Peak]:
+    """Each side in a fresh process, over the chunks that lie in `folder` already."""
+    found = []
+    print(f"\npeak memory above imports at {context} tokens, MB")
+    for side in SIDES:
+        words = ["--peak", side, "--shape", parsed.shape, "--dtype", parsed.dtype]
+        words += ["--device", parsed.device, "--threads", str(parsed.threads)]
+        words += ["--contexts", str(context), "--folder", str(folder)]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.ttft", *words],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        one = Peak(**json.loads(done.stdout.splitlines()[-1]))
+        print(
+            f"  {side:<15}{one.peak / 1e6:>9.0f}   weights {one.weights / 1e6:.0f}, "
+            f"stitched {one.stitched / 1e6:.0f}, chunks {one.chunks / 1e6:.0f}",
+            flush=True,
+        )
+        found.append(one)
+    return found
+
+
+# Not `disk`: how fast a cold file comes is the machine's.
+OURS: Final = (PAGES, RAM, RESIDENT, DEFERRED)
+OF_DECODING: Final = "decoding, "  # how the names of its ratios begin
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one case.
+
+    Attributes:
+        context: Tokens of the chunks of a row of the batch.
+        query: Tokens of its query.
+        batch: Rows.
+        side: Which side.
+        measure: "ttft" in seconds, or "decode" in tokens per second of all rows together.
+        median: Of all rounds but the first.
+        lowest: Smallest.
+        highest: Largest.
+        rounds: How many were counted.
+        parts: Median seconds of the parts of a ttft.
+        samples: What every round measured, in their order.
+    """
+
+    context: int
+    query: int
+    batch: int
+    side: str
+    measure: str
+    median: float
+    lowest: float
+    highest: float
+    rounds: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[float] = ()
+
+    @property
+    def case(self) -> tuple[int, int, int]:
+        """Context, query and batch."""
+        return self.context, self.query, self.batch
+
+
+def ttft_row(case: Case, side: str, samples: Sequence[Sample]) -> Row:
+    """Seconds to the first token."""
+    found = [sample.ttft for sample in samples]
+    return _row(case, side, "ttft", found, median_parts(list(samples)))
+
+
+def decode_row(case: Case, side: str, samples: Sequence[Sample]) -> Row:
+    """Tokens per second behind the first."""
+    return _row(case, side, "decode", [case.batch / sample.step for sample in samples], {})
+
+
+def _row(
+    case: Case, side: str, measure: str, found: Sequence[float], parts: Mapping[str, float]
+) -> Row:
+    return Row(
+        case.context,
+        case.query,
+        case.batch,
+        side,
+        measure,
+        statistics.median(found),
+        min(found),
+        max(found),
+        len(found),
+        parts,
+        tuple(found),
+    )
+
+
+def rows_of(report: Mapping[str, Any]) -> list[Row]:
+    """The rows of a report that was read from JSON."""
+    return [Row(**row) for row in report["rows"]]
+
+
+def row_of(
+    rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
+) -> Row | None:
+    """The row of one side, None if it was not measured."""
+    for row in rows:
+        if (row.case, row.side, row.measure) == (case, side, measure):
+            return row
+    return None
+
+
+def median_of(
+    rows: Iterable[Row], case: tuple[int, int, int], side: str, measure: str = "ttft"
+) -> float | None:
+    """The median of one side, None if it was not measured."""
+    found = row_of(rows, case, side, measure)
+    return None if found is None else found.median
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One side over another, in one case of one run.
+
+    Attributes:
+        value: As `ratio_of` has it.
+        low: Lower bound of the 95 % interval of the paired rounds' median; `value` without pairs.
+        high: Upper bound.
+        rounds: In how many rounds both sides were measured.
+        counted: Whether it is of bytes, which need no rounds.
+    """
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    counted: bool = False
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the bounds mean something: enough paired rounds, or nothing is left to chance."""
+        # Of fewer, all lie on one side of the true median in 2 x 0.5^n of the cases.
+        return self.counted or self.rounds >= LEAST_DIFFERING
+
+    @property
+    def interval(self) -> Interval:
+        """The same as plain statistics."""
+        return Interval(self.value, self.low, self.high, self.rounds)
+
+
+def ratios(report: Mapping[str, Any]) -> dict[str, Ratio]:
+    """What a change of the code shall not make worse: smaller is better in all of them.
+
+    Returns:
+        By name, each within one case of one run: times to the first token over the floor's and,
+        from the page cache, over TurboRAG's and a full prefill's; stock's tokens per second over
+        ours; peak memory over what it is held against (see `Peak.held`).
+    """
+    rows = rows_of(report)
+    found: dict[str, Ratio | None] = {}
+    for case in dict.fromkeys(row.case for row in rows):
+        place = "{} + {} tokens, batch {}".format(*case)
+        for side in OURS:
+            for against in (FLOOR, TURBORAG, NAIVE) if side == PAGES else (FLOOR,):
+                found[f"{side} over {against}, {place}"] = bounded_ratio(rows, case, side, against)
+            decoded = bounded_ratio(rows, case, STOCK, side, "decode")
+            found[f"{OF_DECODING}{STOCK} over {side}, {place}"] = decoded
+    for one in report["memory"]:
+        peak = Peak(**one)
+        if peak.side in OURS:
+            name = f"peak memory, {peak.side}, {peak.context} tokens"
+            over = peak.peak / peak.held
+            found[name] = Ratio(over, over, over, 0, counted=True)
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+
+def ratio_of(
+    rows: Sequence[Row], case: tuple[int, int, int], side: str, against: str, measure: str = "ttft"
+) -> float | None:
+    """One side over another, None if one of them was not measured.
+
+    The median of the rounds' own ratios where both sides have enough of them in common: a machine
+    that is slower for a while is so for both.  Else the ratio of their medians.
+    """
+    ours, other = (row_of(rows, case, one, measure) for one in (side, against))
+    if ours is None or other is None or not other.median:
+        return None
+    pairs = _paired(ours, other)
+    return statistics.median(pairs) if pairs else ours.median / other.median
+
+
+def bounded_ratio(
+    rows: Sequence[Row], case: tuple[int, int, int], side: str, against: str, measure: str = "ttft"
+) -> Ratio | None:
+    """`ratio_of` with the interval of the paired rounds."""
+    value = ratio_of(rows, case, side, against, measure)
+    ours, other = (row_of(rows, case, one, measure) for one in (side, against))
+    if value is None or ours is None or other is None:
+        return None
+    pairs = _paired(ours, other)
+    if not pairs:
+        return Ratio(value, value, value, 0)
+    found = median_interval(pairs)
+    return Ratio(value, found.low, found.high, len(pairs))
+
+
+def _paired(ours: Row, other: Row) -> list[float]:
+    """The ratio of each round; none where too few are of both.
+
+    All begin with the first round that counts, so who has fewer was asked in the other's first.
+    """
+    common = min(len(ours.samples), len(other.samples))
+    if common < LEAST_DIFFERING and len(ours.samples) != len(other.samples):
+        return []
+    return [one / two for one, two in zip(ours.samples, other.samples, strict=False)]
+
 
 ROUNDS: Final = 6
 # Of a long context alone, which the claims are about, for the sides that are held against each
@@ -203,6 +489,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peak", choices=SIDES, help="of one side alone, in this process")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     parser.add_argument("--folder", type=Path, help="for the chunks' files; None for a fresh one")
     parser.add_argument("--json", type=Path, help="write the report there")
@@ -244,6 +531,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device here; run this on a machine with one", file=sys.stderr)
         return 2
     torch.set_num_threads(parsed.threads)
+    if parsed.peak:
+        peak = measure_one(
+            parsed.peak,
+            parsed.shape,
+            parsed.dtype,
+            parsed.device,
+            parsed.folder,
+            parsed.contexts[0],
+        )
+        print(json.dumps(asdict(peak)))
+        return 0
     about = described(parsed.device, parsed.threads)
     print(
         f"{parsed.shape}, {parsed.dtype}, random weights; {about['machine']}; {about['versions']}"
@@ -264,21 +562,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         largest = max(case.context for case in cases if case.batch == 1 or parsed.contexts)
         memory = [] if parsed.no_memory else measure_all(parsed, folder, largest)
     report: dict[str, Any] = {
-        **about,
-        "command": command_of(sys.argv[1:] if arguments is None else arguments),
-        "shape": parsed.shape,
-        "dtype": parsed.dtype,
-        "chunk": CHUNK,
-        "prefix": PREFIX,
-        "decoded": DECODED,
-        "seconds": round(time.perf_counter() - started),
+        "about": {
+            "benchmark": "ttft",
+            **about,
+            "command": command_of(sys.argv[1:] if arguments is None else arguments),
+            "shape": parsed.shape,
+            "dtype": parsed.dtype,
+            "chunk": CHUNK,
+            "prefix": PREFIX,
+            "decoded": DECODED,
+            "seconds": round(time.perf_counter() - started),
+        },
         "agreement": agreement,
         "memory": [asdict(one) for one in memory],
         "rows": [asdict(row) for row in rows],
     }
     if parsed.json:
-        parsed.json.parent.mkdir(parents=True, exist_ok=True)
-        parsed.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(parsed.json, report)
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.vllm_engine --venv .venv-vllm
     python -m benchmarks.vllm_engine --venv .venv-vllm --quick --json build/vllm.json
 
-SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_prompts`), one server.  Every request
+SmolLM2-135M-Instruct, greedy, prompts of exact length (`peers_sides`), one server.  Every request
 has a salt of its own, so no side finds pages of a request before: "stitched" loads every chunk from
 the store, in a new order each time; "plain" is the same prompt without boundaries, which vLLM
 prefills.  Streams begin together; a stream's first token and the tokens a second of all of them are
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import described, load
-from benchmarks.peers_prompts import CHUNK, LONGEST, Material, material
+from benchmarks.common import ROOT, described, load, result_file, write
+from benchmarks.peers_sides import CHUNK, LONGEST, Material, material
 from kvcache_rag.models.pretrained import load as load_model
 from kvcache_rag.models.pretrained import load_tokenizer
 from kvcache_rag_server.http import LostError
@@ -42,8 +42,6 @@ from vllm_kvcache_rag.transfer.params import FIELD, TransferParams
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-ROOT: Final = Path(__file__).parents[2]
-RESULTS: Final = ROOT / "lab" / "benchmarks" / "results" / "vllm.json"
 PORT: Final = 8917
 NEW: Final = 32
 CONTEXTS: Final = (1024, 2048, 4096)
@@ -243,8 +241,10 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         finally:
             await client.close()
     return {
-        "command": "python -m benchmarks.vllm_engine", **described("cpu", 2), "vllm": version,
-        "dtype": options.dtype, "new": NEW, "load_before": before, "load_after": load(),
+        "about": {
+            "benchmark": "vllm_engine", **described("cpu", 2), "vllm": version,
+            "dtype": options.dtype, "new": NEW, "load_before": before, "load_after": load(),
+        },
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "vllm")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="1,024 tokens, 1 and 4 streams")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=result_file("vllm_engine"))
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     try:
@@ -265,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, LostError) as error:
         print(f"{error}: {options.work / 'vllm.log'}", file=sys.stderr)
         return 1
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(options.json, report)
     print(f"wrote {options.json.name}")
     return 0
 

@@ -4,20 +4,17 @@ Which contexts are too short, and how often a chunk has to be asked until prefil
 were worth it:
 
     python -m benchmarks.when_not --json lab/benchmarks/results/when_not.json
-    python -m benchmarks.when_not_page
 
-Both sides and the prefilling take turns in every round of one run, on one thread; medians go into
-the page (`docs/when-not.md`).  Chunks are files in the page cache, every check on; each is deleted,
-prefilled and written again in every round.  The first round is not counted.  A run that was
-stopped goes on behind the last finished context (`--fresh`: from the beginning); `--quick` is a
-short one, to see that it works.
+Both sides and the prefilling take turns in every round of one run, on one thread.  Chunks are files
+in the page cache, every check on; each is deleted, prefilled and written again in every round.  The
+first round is not counted.  A run that was stopped goes on behind the last finished context
+(`--fresh`: from the beginning); `--quick` is a short one, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -27,13 +24,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import commit, described
+from benchmarks.common import ROOT, commit, described, read, write
 from kvcache_rag import DiskStore, Engine, FullRecompute, Reuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROOT: Final = Path(__file__).parents[2]
 ARTICLES: Final = ROOT.joinpath(
     "integrations", "llama-index-kvcache-rag", "llama_index", "kvcache_rag", "articles"
 )
@@ -146,22 +142,6 @@ def facts_of(engine: Engine, model: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What an earlier run left, {} if there is none."""
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """The file as a whole, after every context."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what is missing, and write the file after each context."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -181,13 +161,12 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         texts = articles()
         report: dict[str, Any] = {
-            "command": f"python -m benchmarks.when_not{' --quick' if arguments.quick else ''}",
-            "facts": facts_of(engine, arguments.model, rounds),
+            "about": {"benchmark": "when_not", **facts_of(engine, arguments.model, rounds)},
             "text": text_of(engine.tokenizer, texts),
             "cases": [],
         }
         before = {} if arguments.fresh else read(arguments.json)
-        if before.get("facts") == report["facts"]:
+        if before.get("about") == report["about"]:
             report["cases"] = before["cases"]
         elif before:
             print(f"{arguments.json} is of another model, machine or commit: measured anew")

@@ -93,7 +93,7 @@ def fields(value: Any) -> set[str]:
 def test_the_page_names_every_field(tmp_path: Path, own: tuple[str, str]) -> None:
     words = ("--corpus", own[0], "--queries", own[1], "--budgets", "1")
     found = measured(tmp_path, *QUICK, *words)
-    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
     assert fields(found) <= told

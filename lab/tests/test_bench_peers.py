@@ -1,4 +1,4 @@
-"""The peers' benchmark: its arithmetic, its order of prompts, what it takes up again, its page."""
+"""The peers' benchmark: its arithmetic, its order of prompts, what it takes up again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import peers, peers_page, peers_plan
-from benchmarks.peers_figures import (
+from benchmarks import peers
+from benchmarks.peers import (
+    PLAN,
+    QUICK,
+    SIDES,
+    Rounds,
     agreement,
     crossover,
     end_to_end,
+    jobs,
     percentile95,
     report_of,
     rows_of,
+    wanted,
 )
-from benchmarks.peers_plan import QUICK, SIDES, Rounds, jobs
-from benchmarks.peers_prompts import fitted, order_of
+from benchmarks.peers_sides import fitted, order_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -238,57 +243,17 @@ def test_rows_are_what_the_records_say() -> None:
     assert ("kvboost", "reorder") not in rows
 
 
-def test_the_page_says_who_wins_whoever_it_is() -> None:
+def test_the_report_says_who_ends_sooner_whoever_it_is() -> None:
     made = report()
     found = {(one["case"], one["peer"], one["kind"]): one for one in made["crossovers"]}
     assert found["new order", "llama-F16", "shift"]["peer_from"] == 292
     assert found["same prefix", "llama-F16", "prefix"]["peer_from"] == 1
     assert found["nothing known", "kvboost", "cold"]["peer_from"] is None
-    text = peers_page.page(made)
-    assert "the peer ends sooner from 292 generated tokens on" in text
-    assert "first token: the peer sooner, 2 times; further tokens: the peer sooner" in text
-    assert "F16 with flash attention on" in text
-    assert "- kvboost reorder: ValueError: not here" in text
-    assert "On one thread:" in text
-    assert "busy" not in text
-    assert "busy with other work" in peers_page.page({**made, "load": 4.7})
-    assert "2 threads:" not in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in tables)
-
-
-def test_the_short_table_says_from_how_many_tokens_on_the_other_one_ends_sooner() -> None:
-    made = report()
-    text = peers_page.short(made)
-    assert "On one thread, 1,024 tokens of chunks" in text
-    shifted = "| ours auto | llama.cpp F16, --cache-reuse | 0.100 s / 3.00 s | 20 ms / 10 ms |"
-    assert f"{shifted} ours up to 291 tokens, the peer from 292 on |" in text
-    assert "| ours auto | KVBoost | 0.100 s / 1.00 s | 20 ms / 100 ms | ours, always |" in text
-    assert "0.100 s / 0.050 s | 20 ms / 10 ms | the peer, always |" in text
-    assert "nothing known" not in text.lower()
-    assert "rough" not in peers_page.page(made)
-    assert "rough" in peers_page.page({**made, "load": 4.7})
-    assert peers_page.short(report(("ours-auto",))) == ""
-
-
-def test_a_page_of_few_sides_is_a_page() -> None:
-    assert "Nothing was compared" not in peers_page.page(report(("ours-auto",)))
-    assert "Nothing was compared" in peers_page.page(report(("kvboost",)))
-
-
-def test_the_committed_page_is_what_the_results_say(tmp_path: Path) -> None:
-    assert peers_page.main(["--page", str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text("utf-8") == peers_page.PAGE.read_text("utf-8")
-
-
-def test_without_results_the_page_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert peers_page.main(["--json", str(tmp_path / "none.json")]) == 1
-    assert "make bench-peers" in capsys.readouterr().err
+    assert made["failures"] == {"kvboost reorder": "ValueError: not here"}
+    assert made["about"]["benchmark"] == "peers"
 
 
 def test_a_plan_can_be_asked_for_in_part() -> None:
-    some = peers_plan.wanted(peers_plan.PLAN, [1], [1024, 4096], 1)
+    some = wanted(PLAN, [1], [1024, 4096], 1)
     assert set(some) == {(1, 1024), (1, 4096)}
     assert all(rounds.full == 1 and rounds.long <= 1 for rounds in some.values())

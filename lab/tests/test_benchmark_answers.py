@@ -1,37 +1,38 @@
-"""Answers to public questions: what is asked again, what is kept of them, what pages say."""
+"""Answers to public questions: what is asked again, what is kept of them, what tables say."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from benchmarks import answers, answers_page
+from benchmarks import answers
 from benchmarks.answers import SETS, in_first_half
-from benchmarks.answers_results import Results, Rows, columns
 from benchmarks.answers_scores import (
-    against_control,
+    Results,
+    Rows,
     by_retriever,
+    columns,
     common,
-    every,
     halves,
+    report_of,
     scores,
     sizes,
     sooner,
 )
-from benchmarks.quality_document import ANSWERS, lowered, parts
+from benchmarks.common import RAW, read, result_file
 from kvcache_rag import Engine, InvalidInputError
 from kvcache_rag_lab.scoring.ask import CLOSED_BOOK, Asked, Place, Record
 from kvcache_rag_lab.scoring.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+TWO = ("squad", "nq")
 NAMES = ("Ada", "Bo", "Cy", "Di")
 THINGS = ("keys", "map", "boat", "lamp")
 ROWS = 16
@@ -83,9 +84,10 @@ def run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def asked(*more: str, work: str = "work") -> Results | None:
         given = ["--model", "tiny", "--name", "tiny", "--data", str(data), "--sets", "squad", "nq"]
-        given += ["--work", str(tmp_path / work), "--results", str(tmp_path), "--rows", "3"]
+        given += ["--work", str(tmp_path / work), "--json", str(tmp_path / "answers.json")]
+        given += ["--rows", "3"]
         assert answers.main([*given, *more]) == 0
-        return Results.read(tmp_path / "answers_tiny.json")
+        return Results.read(tmp_path / "answers.json", "tiny")
 
     return asked
 
@@ -126,7 +128,7 @@ def test_a_run_goes_on_from_its_answers_and_from_results_alone(
     run("--policies", "full", "reuse")
     found = run("--collect", "--title", "Tiny")
     assert len(counted) == 2 * 2 * 3
-    text = (tmp_path / "answers_tiny.json").read_text(encoding="utf-8")
+    text = (tmp_path / "answers.json").read_text(encoding="utf-8")
     assert not any(word in text for word in ("keeps", "Ada", "boat", "number", "squad-"))
     assert found.about["title"] == "Tiny"
     assert found.sittings[0]["threads"] == 1
@@ -190,7 +192,7 @@ def test_results_of_other_weights_or_questions_are_refused(
         rows = [{**row(number, name), "answers": ["Flo"]} for number in range(ROWS)]
         write(changed / f"{name}.jsonl", rows)
     given = ["--model", "tiny", "--name", "tiny", "--data", str(changed), "--collect"]
-    given += ["--work", str(tmp_path / "work"), "--results", str(tmp_path)]
+    given += ["--work", str(tmp_path / "work"), "--json", str(tmp_path / "answers.json")]
     assert answers.main(given) == 1
     assert "was another question of" in capsys.readouterr().err
 
@@ -261,8 +263,8 @@ def measured(**more: list[Any]) -> Results:
     reused = {"answer": list("axcdxf"), "computed": [0] * 6, "kl": [0.1, 0.4, 0.2, 0.3, 9, 9]}
     reused["f1"] = [0.2, 0.2, 0.6, 0.6, 0, 0]
     found = {"full": {**full, **kept}, "reuse": {**less, **reused}}
-    about = {"title": "Tiny", "identity": {"sha256": "12", "dtype": "float32"}, "form": ""}
-    results = Results({**about, "halves": ""}, [SITTING])
+    about = {"title": "Tiny", "identity": {"sha256": "12", "dtype": "float32"}}
+    results = Results(about, [SITTING])
     for name in ("squad", "nq"):
         names = [f"{name}{number}" for number in range(6)]
         results.sets[name] = Rows(names, [1, 1, 1, 1, 2, 2], list("aabbcc"), found)
@@ -300,9 +302,7 @@ def test_policies_are_compared_row_by_row() -> None:
     assert sooner(results, ["4k"], "reuse") is None
 
 
-def test_some_policies_are_compared_over_rows_that_all_of_them_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_some_policies_are_compared_over_rows_that_all_of_them_answered() -> None:
     results = measured(other=[1, None, 0, None, 1, 1])
     few = common(results, ["full", "other"])
     assert {name: len(rows.rows) for name, rows in few.sets.items()} == {"squad": 0, "nq": 4}
@@ -312,13 +312,6 @@ def test_some_policies_are_compared_over_rows_that_all_of_them_answered(
     found = scores(few, 1)
     assert list(found) == ["full", "other"]
     assert (found["full"]["right"].value, found["other"]["right"].value) == (1, 0.5)
-    results.write(tmp_path / "answers_tiny.json")
-    given = ["--results", str(tmp_path), "--docs", str(tmp_path / "none")]
-    assert answers_page.main([*given, "--policies", "full", "other"]) == 0
-    printed = capsys.readouterr().out
-    assert "(rows: nq 2)" in printed
-    assert "| `other` |" in printed
-    assert "reuse" not in printed
 
 
 def test_right_answers_are_told_apart_by_the_retrievers_best(run: Any) -> None:
@@ -340,90 +333,32 @@ def test_right_answers_are_told_apart_by_the_retrievers_best(run: Any) -> None:
     assert hits == [1.0] * len(hits), "the words of a question are those of its document"
 
 
-def test_a_model_trained_for_blocks_is_held_against_its_control_row_by_row() -> None:
-    block, control = measured(), measured()
-    del control.sets["squad"]
-    control.sets["nq"].found["full"]["right"] = [1, 1, 1, 1, None, 0]
-    found = against_control(block, control, 2)
-    assert found is not None
-    assert found["rows"] == 1, "the control answered one row of the second half"
-    assert (found["right"].value, found["control"].value, found["wrong"]) == (1, 0, 0)
-    assert found["minus_control"].difference == 1
-    block.sets["nq"].found["reuse"]["wrong_document"] = [0, 0, 0, 0, None, 1]
-    control.sets["nq"].found["full"]["right"] = [1] * 6
-    unknown = against_control(block, control, 2)
-    assert unknown is not None
-    assert (unknown["rows"], unknown["wrong"]) == (2, 1.0), "what is not known is no 0"
-    control.sets["nq"].rows = [f"other{number}" for number in range(6)]
-    assert against_control(block, control, 2) is None
+def test_tables_are_computed_from_what_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "answers.json"
+    measured(fewer=[None, 1, 1, 1, 0, 0]).write(file, "tiny")
+    measured().write(file, "other")
+    assert Results.read(file, "tiny") == measured(fewer=[None, 1, 1, 1, 0, 0])
+    report = read(file)
+    assert report["models"] == {"tiny": "Tiny", "other": "Tiny"}
+    first = {
+        row["policy"]: row for row in report["scores"] if (row["model"], row["half"]) == ("tiny", 1)
+    }
+    assert (first["reuse"]["rows"], first["reuse"]["right"]["value"]) == (8, 0.5)
+    assert first["reuse"]["against full"]["value"] == -0.25
+    timed = [row for row in report["first tokens"] if row["model"] == "tiny"]
+    assert [row["sooner"]["value"] for row in timed if row["policy"] == "reuse"] == [10, 10]
+    sets = [row for row in report["set by set"] if row["model"] == "tiny"]
+    assert {(row["half"], row["set"]) for row in sets} == {(h, n) for h in (1, 2) for n in TWO}
 
 
-def test_policies_stand_beside_each_other_on_the_same_rows() -> None:
-    results = measured(fewer=[None, 1, 1, 1, 0, 0])
-    more = {**results.sets["nq"].found, "other": results.sets["nq"].found["reuse"]}
-    results.sets["nq"].found = results.sets["squad"].found = more
-    shown = answers_page.every_policy(results)
-    assert sizes(shown, 1) == {"squad": 3, "nq": 3}
-    assert set(scores(shown, 1)) == {"full", "reuse", "fewer"}, "a candidate is in experiments.md"
-
-
-def test_pages_and_picture_are_written_from_results(tmp_path: Path) -> None:
-    measured().write(tmp_path / "answers_tiny.json")
-    assert every(tmp_path) == [measured()]
-    policies = tmp_path / "policies.md"
-    policies.write_text(f"# A\n\n{answers_page.BEGIN}\nold\n{answers_page.END}\n", "utf-8")
-    given = ["--results", str(tmp_path), "--docs", str(tmp_path)]
-    assert answers_page.main(given) == 0
-    text = policies.read_text(encoding="utf-8")
-    (line,) = (one for one in text.splitlines() if "first half" in one)
-    assert line == "**Tiny**, first half, on which policies were chosen (rows: squad 4, nq 4):"
-    first = next(one for one in text.splitlines() if one.startswith("| `reuse` |"))
-    cells = [cell.strip() for cell in first.strip("|").split("|")]
-    assert cells[1] == "0 %"
-    assert [cell.split(" ")[0] for cell in cells[2:4]] == ["50.0", "-25.0"]
-    assert cells[4:7] == ["40.0 (20.0 to 60.0)", "75", "0.25"]
-    assert [cell.split(" ")[0] for cell in cells[7:]] == ["50.0", "+25.0", "100"]
-    page = parts(tmp_path / "quality.md")[ANSWERS]
-    for words in (
-        "| squad | 4 |",
-        "| 1,000 | `reuse` |",
-        "10.0 x (",
-        "commit abc",
-        "Z80",
-        "4 row(s) at a time",
-        "`12`",
-    ):
-        assert words in page
-    assert "second half, to confirm it" in page
-    assert "(dial.svg)" in page
-    assert "{" not in page
-    assert "reuse" in (tmp_path / "dial.svg").read_text(encoding="utf-8")
-
-
-def test_a_policy_loses_only_what_its_interval_says() -> None:
-    lost = measured()
-    for rows in lost.sets.values():
-        clusters = [str(number) for number in range(60)]
-        rows.rows, rows.half, rows.clusters = clusters, [2] * 60, clusters
-        rows.found = {
-            "full": {"right": [1] * 60, "wrong_document": [0] * 60, "computed": [1] * 60},
-            "reuse": {"right": [1, 0] * 30, "wrong_document": [0, 1] * 30, "computed": [0] * 60},
-            "legolink:16": {"right": [1] * 60, "wrong_document": [0] * 60, "computed": [0] * 60},
-        }
-    page = answers_page.page([lost])
-    (reuse,) = (one for one in page.splitlines() if one.startswith("- `reuse`"))
-    assert reuse.endswith("points are lost, and more answers are from wrong documents.")
-    (lego,) = (one for one in page.splitlines() if one.startswith("- `legolink:16`"))
-    assert lego.startswith("- `legolink:16`: at most ")
-
-
-def test_a_union_does_not_end_a_cell() -> None:
-    assert answers_page.named("legolink:4|cacheblend:0.2") == "`legolink:4\\|cacheblend:0.2`"
-
-
-def test_the_pages_are_what_the_program_writes() -> None:
-    models = every()
-    docs = ROOT / "docs"
-    assert parts(docs / "quality.md")[ANSWERS] == lowered(answers_page.page(models))
-    _, _, rest = (docs / "policies.md").read_text(encoding="utf-8").partition(answers_page.BEGIN)
-    assert rest.partition(answers_page.END)[0] == f"\n{answers_page.summary(models)}"
+def test_the_committed_tables_are_those_of_the_committed_rows() -> None:
+    report = read(result_file("answers"))
+    made = report_of(report[RAW])
+    for name in ("scores", "first tokens"):
+        for kept, fresh in zip(report[name], made[name], strict=True):
+            same = ("model", "policy")
+            assert [kept[one] for one in same] == [fresh[one] for one in same]
+    best = [row for row in report["scores"] if row["model"] == "qwen05"]
+    again = [row for row in made["scores"] if row["model"] == "qwen05"]
+    for kept, fresh in zip(best, again, strict=True):
+        assert kept["right"]["value"] == pytest.approx(fresh["right"]["value"], abs=1e-4)

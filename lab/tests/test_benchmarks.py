@@ -1,4 +1,4 @@
-"""The benchmark's own parts: what is counted, compared and written; nothing here reads a clock."""
+"""What benchmarks share, the main one's parts, and what every committed report looks like."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import check, report
-from benchmarks.memory import Peak
+from benchmarks import check, render
+from benchmarks.common import RAW, RESULTS, in_turns, over, read, write
 from benchmarks.shapes import CHUNK, SHAPES, build_model, config_of
-from benchmarks.stock import Sample
-from benchmarks.ttft import PRESETS, cases_of, command_of, measure, measure_decode, parse
-from benchmarks.ttft_rows import median_of, ratios, rows_of
-from benchmarks.ttft_sides import (
+from benchmarks.sides import (
     COLD,
     DEFERRED,
     FLOOR,
@@ -29,7 +26,20 @@ from benchmarks.ttft_sides import (
     Bench,
     Case,
 )
-from benchmarks.ttft_targets import Target, cpu_targets, gpu_targets, table
+from benchmarks.stock import Sample
+from benchmarks.ttft import (
+    PRESETS,
+    Peak,
+    cases_of,
+    command_of,
+    main,
+    measure,
+    measure_decode,
+    median_of,
+    parse,
+    ratios,
+    rows_of,
+)
 from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
 
 if TYPE_CHECKING:
@@ -45,6 +55,75 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(model, tmp_path_factory.mktemp("bench"))
 
 
+# ------------------------------------------------------------------------------------ reports
+REPORTS = sorted(path for path in RESULTS.glob("*.json") if not path.stem.startswith("smollm2_"))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_a_report_says_what_it_is_and_has_tables(path: Path) -> None:
+    report = read(path)
+    assert next(iter(report)) == "about"
+    assert report["about"]["benchmark"]
+    parts = {name: value for name, value in report.items() if name != RAW}
+    assert all(isinstance(value, (dict, list)) for value in parts.values()), "facts are in about"
+    assert "| --- |" in render.rendered(report)
+
+
+def test_a_report_is_shown_as_sentences_and_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gain = {"value": 2.861, "low": 2.8, "high": 2.9}
+    rows = [{"side": "a|b", "ms": 12345.6, "gain": gain, "samples": [1.0], "parts": {"load": 0.5}}]
+    report = {"about": {"benchmark": "x", "runs": 12345}, "rows": [*rows, {"side": "c"}], RAW: {}}
+    write(tmp_path / "x.json", report)
+    assert read(tmp_path / "x.json") == report
+    monkeypatch.setattr("benchmarks.render.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.render.result_file", lambda name: tmp_path / f"{name}.json")
+    assert render.main(["x"]) == 0
+    shown = capsys.readouterr().out
+    assert "benchmark x; runs 12,345." in shown
+    assert "| side | ms | gain | parts: load |" in shown
+    assert "| a\\|b | 12,346 | 2.861 (2.8 to 2.9) | 0.5 |" in shown
+    assert "| c |  |  |  |" in shown
+    assert render.main(["x", "--table", "rows", "--where", "side=c"]) == 0
+    assert "a\\|b" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        render.main(["x", "--table", "nothing"])
+
+
+def test_sides_take_turns_and_few_rounds_are_the_first_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.common.gc.collect", lambda: 0)
+    calls: list[str] = []
+
+    def side(name: str) -> Callable[[], int]:
+        def run() -> int:
+            calls.append(name)
+            return calls.count(name)
+
+        return run
+
+    found = in_turns({"slow": side("slow"), "a": side("a")}, 3, few=("slow",), few_rounds=1)
+    assert calls == ["slow", "a", "slow", "a", "a", "a"]
+    assert found == {"slow": [2], "a": [2, 3, 4]}
+    assert over([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == {"value": 3.0, "low": 2.0, "high": 4.0}
+
+
+def test_the_main_benchmark_runs_and_writes_its_report(tmp_path: Path) -> None:
+    file, threads = tmp_path / "bench.json", torch.get_num_threads()
+    words = ["--shape", "tiny", "--contexts", "512", "--rounds", "1", "--naive-rounds", "1"]
+    assert main([*words, "--no-memory", "--dtype", "float32", "--json", str(file)]) == 0
+    assert torch.get_num_threads() == threads == 1
+    report = read(file)
+    assert report["about"]["command"].endswith("--no-memory --dtype float32")
+    asked = {(row["side"], row["measure"]) for row in report["rows"]}
+    assert {(NAIVE, "ttft"), (PAGES, "ttft"), (STOCK, "decode"), (RAM, "decode")} <= asked
+    assert ratios(report)
+    assert check.main([str(file), "--committed", str(file)]) == 0
+
+
+# ------------------------------------------------------------------------------------- shapes
 @pytest.mark.parametrize(
     ("shape", "billions"),
     [
@@ -185,20 +264,26 @@ def made_report(**changed: float) -> dict[str, Any]:
     rows = [_row(side, "ttft", value) for side, value in {**seconds, **changed}.items()]
     rows += [_row(side, "decode", value) for side, value in {STOCK: 5.0, RAM: 11.0}.items()]
     peak = Peak(PAGES, 4096, peak=1_100, weights=950, stitched=50, chunks=49)
-    return {
-        "command": "python -m benchmarks.ttft",
+    about = {
+        "benchmark": "ttft",
         "machine": "a machine",
-        "versions": "torch 2",
-        "date": "2026-01-01",
         "device": "cpu",
         "shape": "qwen2.5-0.5b",
         "dtype": "bfloat16",
         "chunk": 512,
         "prefix": 32,
+    }
+    return {
+        "about": about,
         "agreement": {TURBORAG: 0.006},
         "memory": [vars(peak)],
         "rows": rows,
     }
+
+
+def on(report: dict[str, Any], **facts: str) -> dict[str, Any]:
+    """The same with other facts."""
+    return {**report, "about": {**report["about"], **facts}}
 
 
 def _row(side: str, measure: str, median: float) -> dict[str, Any]:
@@ -312,7 +397,7 @@ def test_what_the_committed_rounds_leave_open_is_not_held_against_the_code() -> 
 
 
 def test_another_machine_is_named() -> None:
-    found = check.compare(made_report(), {**made_report(), "machine": "another processor"})
+    found = check.compare(made_report(), on(made_report(), machine="another processor"))
     assert "another machine (a machine) than this one (another processor)" in check.conclusion(
         found
     )
@@ -327,14 +412,14 @@ def test_ratios_of_decoding_are_judged_on_their_own_processor_only(
     decoding = "decoding, stock over ram, 4096 + 20 tokens, batch 1"
 
     def exits(machine: str, **slower: float) -> int:
-        report = {**made_report(**slower), "machine": f"{machine}, 8 cores, 1 thread(s)"}
+        report = on(made_report(**slower), machine=f"{machine}, 8 cores, 1 thread(s)")
         for row in report["rows"]:
             if (row["side"], row["measure"]) == (RAM, "decode"):
                 row["samples"] = [one / 2 for one in row["samples"]]
         fresh.write_text(json.dumps(report))
         return check.main(arguments)
 
-    committed.write_text(json.dumps({**made_report(), "machine": "Ours, 2 cores, 1 thread(s)"}))
+    committed.write_text(json.dumps(on(made_report(), machine="Ours, 2 cores, 1 thread(s)")))
     assert exits("Ours") == 1  # more cores are the same processor
     shown = capsys.readouterr().out
     assert "1 of 7 ratios are more than 15 % worse" in shown
@@ -372,11 +457,11 @@ def test_rows_of_one_report_alone_are_counted() -> None:
 @pytest.mark.parametrize("name", ["shape", "device", "dtype"])
 def test_reports_of_other_models_are_not_compared(name: str) -> None:
     with pytest.raises(ValueError, match=f"differ in {name}"):
-        check.compare(made_report(), {**made_report(), name: "another"})
+        check.compare(made_report(), on(made_report(), **{name: "another"}))
+    lacking = made_report()
+    del lacking["about"][name]
     with pytest.raises(ValueError, match=f"does not say its {name}"):
-        check.compare(
-            {key: made_report()[key] for key in made_report() if key != name}, made_report()
-        )
+        check.compare(lacking, made_report())
 
 
 def test_reports_without_a_common_row_are_not_compared() -> None:
@@ -404,53 +489,9 @@ def test_the_check_exits_with_what_it_found(
     assert "fresh.json" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------- report
-def test_targets_say_what_holds() -> None:
-    found = {one.claim: one for one in cpu_targets(made_report())}
-    assert found["TTFT from the page cache, over the floor"].verdict == "holds"
-    assert found["TTFT from RAM, deferred, over the floor"].verdict == "holds"
-    assert found["Naive TTFT, over ours from the page cache"].verdict == "holds"
-    assert found["Tokens/s over the stitched context, over stock's"].figure == pytest.approx(2.2)
-    assert found["Peak memory, deferred, over weights and chunks"].verdict == "not measured"
-    slow = {one.claim: one for one in cpu_targets(made_report(**{PAGES: 0.3}))}
-    assert slow["TTFT from the page cache, over the floor"].verdict == "does not hold"
-    assert {one.verdict for one in gpu_targets(None)} == {"not measured"}
-    assert "| a claim | ≥ 2 | 1.5 | does not hold |" in table([Target("a claim", 2, True, 1.5)])
-
-
 def test_a_peak_is_held_against_what_its_side_keeps() -> None:
     held = {
         side: Peak(side, 512, peak=0, weights=100, stitched=10, chunks=9).held
         for side in (PAGES, RAM, DEFERRED)
     }
     assert held == {PAGES: 110, RAM: 119, DEFERRED: 109}
-
-
-def test_the_page_is_written_from_the_reports(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra `eval`")
-    results, docs = tmp_path / "results", tmp_path / "docs"
-    results.mkdir()
-    docs.mkdir()
-    arguments = ["--results", str(results), "--page", str(docs / "benchmarks.md")]
-    assert report.main(arguments) == 1
-    (results / "ttft.json").write_text(json.dumps(made_report()))
-    other: dict[str, Any] = {
-        "target": 0.95,
-        "rows": [{"side": "memory", "ratio": 0.97123}],
-        "ok": None,
-    }
-    other["gains"] = [{"gain": {"value": 2.861, "low": 2.8, "high": 2.9, "n": 20}}]
-    (results / "prefill.json").write_text(json.dumps(other))
-    assert report.main(arguments) == 0
-    text = (docs / "benchmarks.md").read_text("utf-8")
-    assert "| 4,096 | 20 | 18,000 | 340 | 230 | 78.3x | 0.68x |" in text
-    assert "| 8,192 | 128 |" in text
-    assert "-98.46 %" in text
-    assert "no GPU was at hand" in text
-    assert "| memory | 0.9712 |" in text
-    assert "over bare forwards | ≥ 0.95 | 0.971 | holds |" in text
-    assert "over without (GPU) | ≤ 1.02 |  | not measured |" in text
-    assert "| 2.86 (2.8 to 2.9) |" in text
-    plot = (docs / "ttft-context.svg").read_bytes()
-    assert report.main(arguments) == 0
-    assert (docs / "ttft-context.svg").read_bytes() == plot

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, ttft
+from benchmarks.common import chunk_of
 from benchmarks.gpu_check import Bench, answers, is_right, main, measure
-from benchmarks.timing import chunk_of
 from tests.chunks import LAYOUTS
 
 if TYPE_CHECKING:

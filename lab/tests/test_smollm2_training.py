@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.machine import described
+from benchmarks.common import described
 from training.smollm2.confirm import (
     CLOSED,
     CONFIRM,

@@ -16,7 +16,7 @@ limit=${LIMIT:-480}
 wheels=${WHEELS:-.whl}
 python=${PYTHON:-python3}
 mkdir -p "$results"
-export PYTHONPATH=$PWD:$PWD/src:$PWD/tests HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD:$PWD/lab:$PWD/src:$PWD/tests HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT

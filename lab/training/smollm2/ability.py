@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import commit, described
+from benchmarks.common import commit, described
 from kvcache_rag.models.adapters import with_adapter
 from kvcache_rag.models.pretrained import load
 from training.smollm2.instructions import INSTRUCTIONS

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from benchmarks.machine import commit, described, load
+from benchmarks.common import commit, described, load
 from kvcache_rag.engine import Engine
 from kvcache_rag.models.adapters import WEIGHTS
 from kvcache_rag.models.pretrained import PACKAGED

@@ -2,7 +2,7 @@
 
 The checksum of a file tells damage; whoever changes a file can compute it anew.  A MAC can be
 computed by those alone who have the key.  It is GMAC: AES-256-GCM over the whole file as associated
-data (NIST SP 800-38D), the fastest that was measured (`benchmarks.signing`).  It stands at the
+data (NIST SP 800-38D), the fastest that was measured.  It stands at the
 end of the header's `provenance`, so that readers without a key, older ones included, read the file
 as any other:
 
