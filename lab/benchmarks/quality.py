@@ -77,7 +77,6 @@ def policies(auxiliary: Auxiliary, taught: Auxiliary) -> dict[str, ReusePolicy]:
         "CacheClip, best windows": CacheClip(auxiliary, RATIO, threshold=None),
         "CacheClip, taught": CacheClip(taught, RATIO, threshold=None),
         "LegoLink, 11 tokens": LegoLink(LEGO_TOKENS - 1),
-        "LegoLink | CacheBlend": LegoLink(LEGO_TOKENS // 2) | CacheBlend(RATIO / 2),
     }
 
 
@@ -88,7 +87,7 @@ def studies() -> tuple[Study, ...]:
         *("full prefill", "reordered", "composite", "LegoLink", "CacheBlend", "CacheClip", "APE"),
     )
     clips = ("CacheClip, best windows", "CacheClip, taught")
-    more = ("full prefill", *clips, "LegoLink, 11 tokens", "LegoLink | CacheBlend")
+    more = ("full prefill", *clips, "LegoLink, 11 tokens")
     return (
         Study("cross", CROSS, 6, every),
         Study("main", rest, 6, every),
