@@ -100,7 +100,7 @@ notebooks: $(VENV)/.installed-dev ## Run the notebooks and compare them with the
 	$(BIN)/pytest notebooks -q -n 0
 
 # Those that measure how long others wait, or use both processors themselves, run alone.
-ALONE := $(addprefix tests/soak/test_,$(addsuffix .py,fuzz quota_soak serve_bodies_soak serve_prefetch_processes serve_replicas))
+ALONE := $(addprefix tests/soak/test_,$(addsuffix .py,fuzz quota_soak serve_bodies_soak serve_prefetch_processes))
 
 soak: $(VENV)/.installed-dev ## Run the long tests
 	$(BIN)/pytest tests/soak -q -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))

@@ -38,7 +38,6 @@ from kvcache_rag_server.backend import (
     OwnPolicy,
     Piece,
     Prefilled,
-    RetrievedText,
     Started,
 )
 from kvcache_rag_server.lifecycle import Caller
@@ -365,22 +364,13 @@ class SilentBackend:
         """Nothing to close."""
 
 
-class SilentRetriever:
-    """Finds nothing."""
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        """Nothing."""
-        return []
-
-
 def build_server(keys: Path | None) -> Any:
-    """The server's application, with API keys and a retriever or with neither."""
+    """The server's application, with API keys or without."""
     from kvcache_rag_server.app import build_app
     from kvcache_rag_server.settings import ServerSettings
 
-    retriever = None if keys is None else SilentRetriever()
     settings = ServerSettings(model="tiny", api_keys=keys)
-    return build_app(SilentBackend(), settings, retriever=retriever)
+    return build_app(SilentBackend(), settings)
 
 
 def openapi(keys: Path | None) -> dict[str, Any]:

@@ -154,8 +154,6 @@ class Inbox:
 class Desk:
     """A server without a model: notes who was answered, and waits when it is told to."""
 
-    replica = "desk"
-
     def __init__(self) -> None:
         self.answered: list[list[str]] = []
         self.go = threading.Semaphore(0)

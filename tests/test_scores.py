@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from laws import QUESTION, TEXTS, make_engine
-from serve_works import PATIENCE, Prefills, answer_of, make_work, reader
+from serve_works import PATIENCE, Prefills, reader
 from serve_works import QUESTION as ASKED
 from serve_works import TEXTS as SENTENCES
 
@@ -22,8 +22,6 @@ from kvcache_rag import (
     Reuse,
 )
 from kvcache_rag.prompt.scores import scores_by_step, whole_scores
-from kvcache_rag_server.backend import RetrievedText
-from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.prefetch import Prefetcher
 
 if TYPE_CHECKING:
@@ -174,40 +172,3 @@ def test_what_is_computed_with_the_question_is_not_made_ahead(
     assert held == [at != left for at in range(3)], "each by itself, and no combination"
     answer = engine.generate(ASKED, SENTENCES, policy=BestLast(), scores=scores, max_new_tokens=4)
     assert (answer.metrics.misses, answer.metrics.prefilled_tokens) == (0, 0)
-
-
-# ---------------------------------------------------------------------- servers
-class Found:
-    """A retriever that finds the same for everything, and says how well."""
-
-    def __init__(self, scores: Sequence[float | None]) -> None:
-        self._found = [
-            RetrievedText(str(at), text, score)
-            for at, (text, score) in enumerate(zip(SENTENCES, scores, strict=True))
-        ]
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        return self._found
-
-
-@pytest.mark.parametrize("scores", [(0.1, 0.2, 0.9), (0.1, None, 0.9), (math.nan, 0.2, 0.9)])
-async def test_what_was_retrieved_brings_its_scores(scores: Any) -> None:
-    backend = LocalBackend(reader(), retriever=Found(scores))
-    try:
-        work = make_work(0, chunks=(), query=ASKED, top_k=3, policy="bestlast")
-        answer = await answer_of(backend, work)
-    finally:
-        await backend.close()
-    known = scores if whole_scores(scores) else None
-    expected = reader().generate(
-        ASKED, SENTENCES, policy=BestLast(), scores=known, max_new_tokens=8
-    )
-    assert answer.token_ids == expected.token_ids
-    assert answer.metrics.fresh_tokens == expected.metrics.fresh_tokens
-
-
-def test_scores_of_two_origins_are_compared_by_nobody() -> None:
-    source = RetrievedText("a", "found", 0.5)
-    assert make_work(0, chunks=("b",), scores=(2.0,)).over([source]) == (("b", "found"), None)
-    assert make_work(0, chunks=(), scores=None).over([source, source]) == (("found",), (0.5,))
-    assert make_work(0, chunks=("b",), scores=(2.0,)).over(()) == (("b",), (2.0,))

@@ -239,7 +239,6 @@ def test_an_owner_that_is_no_text_is_refused(tmp_path: Path, owner: Any) -> None
         ["plan", "{kv}", "--model", LONE],
         ["serve", LONE],
         ["serve", "tiny", "--served-name", LONE],
-        ["serve", "tiny", "--chroma", "{kv}", "--collection", LONE],
     ],
 )
 def test_a_name_that_is_no_text_is_one_line_of_a_command(

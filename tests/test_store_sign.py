@@ -258,16 +258,6 @@ def test_a_server_signs_chunks_and_combinations(tmp_path: Path, key_file: str) -
         ServerSettings("tiny", signing_key=key_file)
 
 
-def test_replicas_are_told_the_file_not_the_key(
-    tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvcache_rag_server.ray.launch import _absolute
-
-    monkeypatch.chdir(tmp_path)
-    settings = ServerSettings("tiny", store="kv", signing_key="key", replicas=1)
-    assert _absolute(settings).signing_key == key_file
-
-
 def test_builders_sign(tmp_path: Path, key_file: str) -> None:
     for place in (str(tmp_path / "kv"), f"file://{tmp_path}/remote"):
         store = BuildSettings("tiny", place, signing_key=key_file).open_store()

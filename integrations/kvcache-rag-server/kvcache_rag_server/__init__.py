@@ -7,6 +7,5 @@ errors       what they read of whatever went wrong
 backend      what a request is between HTTP and model, and what a backend answers
 local        a backend over the engines of this process
 queue        what waits, scheduler: who comes next, worker: who answers it
-ray          a backend over replicas
 
 """

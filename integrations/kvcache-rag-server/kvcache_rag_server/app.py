@@ -16,7 +16,6 @@ from kvcache_rag_server import (
     middleware,
     playground,
     prefill,
-    rag,
     status,
 )
 from kvcache_rag_server.bodies import Bodies
@@ -25,7 +24,7 @@ from kvcache_rag_server.middleware import Shell
 from kvcache_rag_server.shutdown import Shutdown
 
 if TYPE_CHECKING:
-    from kvcache_rag_server.backend import Backend, Retriever
+    from kvcache_rag_server.backend import Backend
     from kvcache_rag_server.settings import ServerSettings
 
 _ABOUT: Final = (
@@ -34,15 +33,12 @@ _ABOUT: Final = (
 )
 
 
-def build_app(
-    backend: Backend, settings: ServerSettings, *, retriever: Retriever | None = None
-) -> FastAPI:
+def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     """The server's application; its `AppContext` is `app.state.context`.
 
     Args:
         backend: Answers; it is closed by whoever made it.
         settings: What the server was told.
-        retriever: Finds documents for `/v1/rag`; None for none.
 
     Raises:
         InvalidInputError: If the file of API keys cannot be used.
@@ -66,12 +62,10 @@ def build_app(
         exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
         keys=auth.key_reloader(settings, authenticate, exchanges),
-        retriever=retriever,
     )
     routers = (
         completions.chat_router,
         completions.completion_router,
-        rag.router,
         prefill.router,
         status.router,
         metrics.router,

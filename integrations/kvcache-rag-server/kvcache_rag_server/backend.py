@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from kvcache_rag.prompt.scores import whole_scores
-
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -42,8 +40,6 @@ class BackendRequest:
         is_plain: Whether the question is a text to continue, without template and chunks.
         is_chat: Whether it is an ordinary conversation, to which no documents were given.
         streaming: Whether the answer is wanted piece by piece.
-        query: What to retrieve chunks by; "" retrieves nothing.
-        top_k: How many to retrieve.
         trace: What its spans go on from (`telemetry.carried`).
         scores: Of the chunks, higher is better; None where the best stands first.
     """
@@ -61,47 +57,8 @@ class BackendRequest:
     is_plain: bool = False
     is_chat: bool = False
     streaming: bool = False
-    query: str = ""
-    top_k: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
     scores: tuple[float, ...] | None = None
-
-    def over(
-        self, sources: Sequence[RetrievedText]
-    ) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        """What it is answered over: texts it brought, then those retrieved, each once.
-
-        Args:
-            sources: What was retrieved for it, best first.
-
-        Returns:
-            The texts and their scores; None for these where some have none, or the texts are of two
-            origins, whose scores nobody can compare.
-        """
-        if not sources:
-            return self.chunks, self.scores
-        found: dict[str, float | None] = {}
-        for source in sources:
-            found.setdefault(source.text, source.score)
-        texts = (*self.chunks, *(text for text in found if text not in self.chunks))
-        return texts, None if self.chunks else whole_scores(found.values())
-
-
-@dataclass(frozen=True)
-class RetrievedText:
-    """A retrieved text.
-
-    Attributes:
-        id: Of its row.
-        text: What becomes a chunk.
-        score: How well it matched, higher is better; None if the retriever does not say.
-        metadata: Of its row, plain values.
-    """
-
-    id: str
-    text: str
-    score: float | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,18 +76,9 @@ class Started:
     """
 
     queue_wait: float
-    sources: tuple[RetrievedText, ...] = ()
     prefetched: bool = False
     batch: int = 1
     replica: str = ""
-
-
-@dataclass(frozen=True)
-class Dequeued:
-    """The model takes a request now; told between processes, never to clients.
-
-    Nothing of the answer is there yet, so it is none of a backend's events.
-    """
 
 
 @dataclass(frozen=True)
@@ -303,20 +251,3 @@ class PromptWriter(Protocol):
 
     def brought_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a text of users or documents by itself."""
-
-
-class Retriever(Protocol):
-    """Finds texts for a query."""
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        """The `top_k` best texts for `query` that a tenant may see, best first; called in threads.
-
-        Args:
-            query: What is asked.
-            top_k: At most so many.
-            namespace: Tenant.
-
-        Raises:
-            KVCacheRagError: If the user's query cannot be used.
-        """
-        ...

@@ -1,7 +1,7 @@
 """What a client reads of whatever went wrong: one table for every layer of the server.
 
-A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues and
-replicas hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
+A `Failed` is all of it: status, type, code, field, one sentence, and when to try again.  Queues
+hand it on as an event, an `ApiError` raises it, and `response` writes it as OpenAI's
 clients read it: `{"error": {message, type, param, code}}`.  `failure` gives that of an exception.
 """
 
@@ -101,24 +101,9 @@ class FailedRequest(HTTPException):
         self.failed = failed
 
 
-class ReplicaLostError(Exception):
-    """What a replica was doing ended with it."""
-
-
-class NoReplicaError(ReplicaLostError):
-    """No replica has been running for as long as a request is made to wait for one."""
-
-
-class ReplicasFullError(Exception):
-    """No replica takes a further request."""
-
-
 # ------------------------------------------------------------------------- refusals of queues
 AGAIN: Final = 1.0
 """Seconds after which to repeat what would have been answered but for an accident."""
-
-START: Final = 10.0
-"""Seconds after which to repeat what waits for a replica to start, or for a slow database."""
 
 FAULT: Final = Failed(
     SERVER_FAULT,
@@ -131,37 +116,6 @@ SHUT_DOWN: Final = Failed(
     "the server shuts down; repeat the request later",
     AGAIN,
     code="shutting_down",
-)
-OVERDUE: Final = Failed(
-    NOT_READY,
-    SERVER_ERROR,
-    "retrieving documents takes too long; repeat the request later, or send them along",
-    AGAIN,
-)
-NO_RETRIEVER: Final = Failed(
-    BAD_REQUEST, INVALID, "this server retrieves nothing; send the documents along"
-)
-
-REPLICA_FAULT: Final = Failed(
-    SERVER_FAULT, SERVER_ERROR, "the server failed to answer; its log says why"
-)
-REPLICAS_OVERDUE: Final = Failed(
-    NOT_READY,
-    OVERLOADED,
-    "the documents were not retrieved in time; repeat the request later",
-    START,
-)
-_LOST: Final = Failed(
-    NOT_READY,
-    OVERLOADED,
-    "the replica that was answering has ended; repeat the request",
-    AGAIN,
-)
-_NO_REPLICA: Final = Failed(
-    NOT_READY, OVERLOADED, "no replica is running; repeat the request later", START
-)
-_FULL: Final = Failed(
-    NOT_READY, OVERLOADED, "too many requests wait; repeat the request later", AGAIN
 )
 
 
@@ -273,9 +227,6 @@ _TABLE: Final[tuple[tuple[type[BaseException] | tuple[type[BaseException], ...],
     ((ApiError, FailedRequest), lambda error, _: error.failed),
     (USERS, _mistake),
     (HTTPException, _routing),
-    (NoReplicaError, lambda *_: _NO_REPLICA),
-    (ReplicaLostError, lambda *_: _LOST),
-    (ReplicasFullError, lambda *_: _FULL),
 )
 
 

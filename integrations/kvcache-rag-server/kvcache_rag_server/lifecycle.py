@@ -1,7 +1,7 @@
 """One request from its admission to the last byte of its answer, whatever API it came by.
 
 `respond` refuses, counts, streams, keeps silent connections awake, and takes the work back when the
-client goes away.  What an answer looks like is said by a `AnswerForm`.
+client goes away.  What an answer looks like is said by a `CompletionForm`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
         Callable,
         Coroutine,
         Iterator,
-        Mapping,
         Sequence,
     )
     from contextlib import AbstractAsyncContextManager
 
     from fastapi import Request
 
-    from kvcache_rag.metrics import Answer
     from kvcache_rag_server.auth import KeyReloader
-    from kvcache_rag_server.backend import Backend, BackendRequest, Event, Retriever
+    from kvcache_rag_server.backend import Backend, BackendRequest, Event
+    from kvcache_rag_server.responses import CompletionForm
     from kvcache_rag_server.settings import ServerSettings
     from kvcache_rag_server.shutdown import Shutdown
 
@@ -84,7 +83,7 @@ class Telemetry(Protocol):
         """An event on its way to the client.
 
         Args:
-            route: "chat", "completions", "rag".
+            route: "chat" or "completions".
             caller: Who asked.
             work: What.
             event: `Started`, `Piece`, `Finished` or `Failed`.
@@ -137,7 +136,6 @@ class AppContext:
         exchanges: Requests that are being answered.
         shutdown: How the server ends, once it is told to.
         keys: Reads the file of API keys again; None for a server without.
-        retriever: Finds documents; None without a configured Chroma.
     """
 
     backend: Backend
@@ -148,26 +146,6 @@ class AppContext:
     exchanges: Exchanges
     shutdown: Shutdown
     keys: KeyReloader | None = None
-    retriever: Retriever | None = None
-
-
-class AnswerForm(Protocol):
-    """What an API's answers look like, as JSON objects."""
-
-    def whole(self, started: Started, answer: Answer) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
-
-    def opening(self) -> Sequence[Mapping[str, Any]]:
-        """First events of a stream."""
-
-    def begun(self, started: Started) -> Sequence[Mapping[str, Any]]:
-        """Events once the model begins."""
-
-    def piece(self, text: str) -> Mapping[str, Any]:
-        """The event of a piece of text."""
-
-    def closing(self, started: Started, answer: Answer) -> Sequence[Mapping[str, Any]]:
-        """Last events of a stream, before `[DONE]`."""
 
 
 class ClientLeft(Exception):  # no error: there is no client to tell
@@ -179,7 +157,7 @@ async def respond(
     request: Request,
     caller: Caller,
     work: BackendRequest,
-    form: AnswerForm,
+    form: CompletionForm,
     *,
     route: str,
 ) -> Response:
@@ -338,7 +316,7 @@ class _Exchange:
             self._events.put_nowait(ClientLeft())
 
 
-async def _whole(exchange: _Exchange, form: AnswerForm) -> Response:
+async def _whole(exchange: _Exchange, form: CompletionForm) -> Response:
     started = Started(0.0)
     while True:
         event = await exchange.next()
@@ -359,7 +337,7 @@ async def _until_text(exchange: _Exchange, silence: float) -> list[Event | None]
 
 
 async def _frames(
-    exchange: _Exchange, form: AnswerForm, first: Sequence[Event | None], silence: float
+    exchange: _Exchange, form: CompletionForm, first: Sequence[Event | None], silence: float
 ) -> AsyncGenerator[bytes, None]:
     """The frames of a stream; a failure is the last one, since the status has been sent."""
     try:
@@ -382,12 +360,10 @@ async def _frames(
         yield DONE
 
 
-def _written(form: AnswerForm, event: Event | None, started: Started) -> Iterator[bytes]:
+def _written(form: CompletionForm, event: Event | None, started: Started) -> Iterator[bytes]:
     """The frames of one event; a comment for too long a silence."""
     if event is None:
         yield HEARTBEAT
-    elif isinstance(event, Started):
-        yield from map(frame, form.begun(event))
     elif isinstance(event, Piece):
         if event.text:
             yield frame(form.piece(event.text))

@@ -116,8 +116,6 @@ class RequestLimiter:
         limits = self.limits
         if len(work.chunks) > limits.documents:
             raise _too_large("documents", len(work.chunks), limits.documents, "documents")
-        if work.query and work.top_k > limits.documents:
-            raise _too_many("documents", work.top_k, limits.documents, "documents", "top_k")
         for index, text in enumerate(work.chunks):
             # A text of n letters has n to 4n bytes: most need not be encoded to be judged.
             if len(text) * 4 <= limits.document_bytes:
@@ -137,7 +135,7 @@ class RequestLimiter:
             )
 
     async def check_prompt(self, work: BackendRequest) -> None:
-        """Refuse too long a prompt; what `/v1/rag` retrieves is not counted, it is the server's.
+        """Refuse too long a prompt.
 
         Raises:
             ApiError: 400.

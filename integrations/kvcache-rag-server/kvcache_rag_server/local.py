@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -21,11 +20,10 @@ from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag.policies.named import name_of
 from kvcache_rag.stores import DiskStore, MemoryStore
 from kvcache_rag.stores.disk.folders import namespaces
-from kvcache_rag_server.backend import Dequeued, Failed, Finished, OwnPolicy, Prefilled
+from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Prefilled
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag_server.limits import ensure_fits, is_doubtful
 from kvcache_rag_server.prefetch import Engines, Prefetcher, ensure_same_keys, twin
-from kvcache_rag_server.queue import DEADLINE, nothing
 from kvcache_rag_server.scheduler import Scheduler
 from kvcache_rag_server.worker import Server, grounded, plain_prompt
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.stores import ChunkStore
     from kvcache_rag.verdict import Identity
-    from kvcache_rag_server.backend import BackendRequest, Event, Retriever
+    from kvcache_rag_server.backend import BackendRequest, Event
 
 MOMENT = 1.0  # seconds
 
@@ -72,28 +70,22 @@ class LocalBackend:
         engine: Engine,
         *,
         name: str = "",
-        retriever: Retriever | None = None,
         prefetch: Engine | str = PREFETCH_OFF,
         prefetch_after: float = 0.05,
         max_batch: int = 8,
         max_waiting: int = 256,
-        retrieve_within: float = DEADLINE,
-        replica: str = "",
     ) -> None:
         """Serve `engine`; nothing is started yet.
 
         Args:
             engine: Answers for its own namespace, and is what those of others are made from.
             name: Under which clients ask for the model; "" for the model's own.
-            retriever: Finds chunks for requests with a query; None if none is.
             prefetch: Where chunks of waiting requests are computed: "off", "same" (the model that
                 answers, between answers), a device for a second model ("cpu", "cuda:1"), or an
                 engine over the same store.
             prefetch_after: Seconds that a request waits before that begins.
             max_batch: Most requests that are answered together.
             max_waiting: Requests that may wait; one more is refused.
-            retrieve_within: Seconds after which a request whose documents have not come is refused.
-            replica: Name of this process.
 
         Raises:
             InvalidInputError: If the model cannot be put on that device, or the engine for
@@ -103,33 +95,22 @@ class LocalBackend:
         self._name = name or str(getattr(engine.model.config, "_name_or_path", "")) or "model"
         self._prefetcher = Prefetcher(_second(engine, prefetch))
         self._tiers = TierCounters([engine.store, engine.combinations])
-        self._replica, self._retrieve_within = replica, retrieve_within
         # Of requests that were counted; used in the event loop alone.
         self._keys: LRUCache[str, tuple[ChunkKey, ...]] = LRUCache(COUNTED)
         self._scheduler = Scheduler(
-            Server(self._engines, replica),
+            Server(self._engines),
             prefetcher=None if prefetch == PREFETCH_OFF else self._prefetcher,
             prefetch_after=prefetch_after,
-            retriever=retriever,
             max_batch=max_batch,
             max_waiting=max_waiting,
         )
 
-    def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
+    async def answer(self, work: BackendRequest) -> AsyncGenerator[Event, None]:
         """Answer a request, event by event; see `Backend.answer`."""
-        return self._events(work, is_followed=False)
-
-    def followed(self, work: BackendRequest) -> AsyncGenerator[Event | Dequeued, None]:
-        """Like `answer`, with a `Dequeued` when the model takes the request."""
-        return self._events(work, is_followed=True)
-
-    async def _events(
-        self, work: BackendRequest, *, is_followed: bool
-    ) -> AsyncGenerator[Any, None]:
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event | Dequeued] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def deliver(event: Event | Dequeued) -> None:
+        def deliver(event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed, and its request with it
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -138,43 +119,16 @@ class LocalBackend:
         except Exception as error:
             yield failure(error, f"request {work.id}")
             return
-        on_turn = partial(deliver, Dequeued()) if is_followed else nothing
-        job = self._scheduler.submit(work, deliver, on_turn, keys=self._keys.pop(work.id, ()))
+        job = self._scheduler.submit(work, deliver, keys=self._keys.pop(work.id, ()))
         is_over = False
-        timer = None
-        if job is not None and work.query:
-            timer = loop.call_later(self._retrieve_within, self._scheduler.give_up, job)
         try:
             while not is_over:
                 event = await events.get()
                 is_over = isinstance(event, Finished | Failed)
                 yield event
         finally:
-            if timer is not None:
-                timer.cancel()
             if job is not None and not is_over:
                 self._scheduler.cancel(job)
-
-    async def prefetch(self, work: BackendRequest) -> bool:
-        """Compute what a request will need that is answered elsewhere.
-
-        Cancelling it stops that, as does `close`.
-
-        Returns:
-            Whether something was computed, and all that the request needs is there; what is only
-            loaded here is of no use elsewhere.
-        """
-        wanted = self._prefetcher.want(
-            work.chunks, namespace=work.namespace, policy=work.policy, scores=work.scores
-        )
-        if wanted is None:
-            return False
-        try:
-            await asyncio.shield(asyncio.wrap_future(wanted.done))
-        except asyncio.CancelledError:
-            self._prefetcher.drop(wanted)
-            raise
-        return self._prefetcher.turn(wanted) and wanted.computed > 0
 
     async def count(self, work: BackendRequest) -> int:
         """Tokens of the request's prompt; see `Backend.count`."""
@@ -255,7 +209,7 @@ class LocalBackend:
         return {
             "replicas": [
                 {
-                    "replica": self._replica,
+                    "replica": "",
                     **self._scheduler.stats(),
                     "prefetch": self._prefetcher.stats(),
                     "tiers": tiers,

@@ -269,7 +269,7 @@ class ServerTelemetry:
         """Count an event on its way to the client.
 
         Args:
-            route: "chat", "completions", "rag".
+            route: "chat" or "completions".
             caller: Who asked.
             work: What.
             event: `Started`, `Piece`, `Finished` or `Failed`.

@@ -5,9 +5,7 @@ to the browser: no script or style but those files, no connection but to this se
 """
 
 import asyncio
-import functools
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Annotated, Final
@@ -15,10 +13,8 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.kv.mask import PositionScheme
 from kvcache_rag.models.pretrained import TINY
@@ -28,7 +24,6 @@ from kvcache_rag_server.completions import chat_work
 from kvcache_rag_server.differing import difference
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.lifecycle import CLIENT_LEFT, AppContext, Caller, ClientLeft, unless_left
-from kvcache_rag_server.pdf import pdf_text
 from kvcache_rag_server.requests import ChatRequest, Text
 from kvcache_rag_server.responses import ANSWERING, error_responses
 
@@ -103,28 +98,11 @@ def assets() -> dict[str, Asset]:
     return page_assets
 
 
-# One file at a time: reading one is work of this process, beside which it still has to answer.
-_PDFS: Final = ThreadPoolExecutor(1, "kvcache-rag-pdf")
-
-
-async def _text_of_pdf(request: Request, most: int) -> Response:
-    try:
-        read = functools.partial(pdf_text, await request.body(), most=most)
-        text = await asyncio.get_running_loop().run_in_executor(_PDFS, read)
-    except (InvalidInputError, MissingExtraError) as error:
-        raise ApiError(400, str(error)) from error
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_LEFT)
-    return JSONResponse({"text": text})
-
-
 class PageConfig(BaseModel):
     """What the page has to know before it asks anything; nothing of it is secret.
 
     Attributes:
-        rag: Whether `/v1/rag` retrieves documents.
         needs_key: Whether requests need an API key.
-        top_k: How many documents are retrieved unless a request says.
         reader: Whether the packaged reader answers, which reads sentences of its own kind.
         auxiliary: Whether there is a model that chooses tokens for CacheClip.
         documents: That a question may have.
@@ -133,9 +111,7 @@ class PageConfig(BaseModel):
         warnings: Of others, by name: what they may cost the model.
     """
 
-    rag: bool
     needs_key: bool
-    top_k: int
     reader: bool
     auxiliary: bool
     documents: int
@@ -212,9 +188,7 @@ def router(context: AppContext) -> APIRouter:
     async def config() -> JSONResponse:
         settings, own = context.settings, await context.backend.own_policy()
         page_config = PageConfig(
-            rag=context.retriever is not None,
             needs_key=settings.api_keys is not None,
-            top_k=settings.top_k,
             reader=settings.model == TINY,
             auxiliary=settings.auxiliary is not None,
             documents=settings.limits.documents,
@@ -229,12 +203,6 @@ def router(context: AppContext) -> APIRouter:
         if name not in page_assets or name == PAGE:
             raise ApiError(404, f"there is no {request.url.path} here", code="unknown_url")
         return page_assets[name].response(request)
-
-    @routes.post("/v1/playground/pdf", include_in_schema=False)
-    async def pdf(
-        request: Request, _: Annotated[Caller, Depends(context.authenticate)]
-    ) -> Response:
-        return await _text_of_pdf(request, context.settings.limits.body_bytes)
 
     @routes.post("/v1/playground/compare", include_in_schema=False)
     async def compare(

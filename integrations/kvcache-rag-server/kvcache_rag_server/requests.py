@@ -287,8 +287,8 @@ class KVCacheOptions(BaseModel):
         return f"{named}:{self.ratio!r}{rest}"
 
 
-class Generating(BaseModel):
-    """How an answer is made, by every API."""
+class Asking(BaseModel):
+    """What chat and completions have in common."""
 
     model_config = _STRICT
 
@@ -300,11 +300,6 @@ class Generating(BaseModel):
     )
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_SEEDS, le=_SEEDS - 1)
-
-
-class Asking(Generating):
-    """What chat and completions have in common."""
-
     model: Text = Field(description="Name of the served model, as GET /v1/models gives it.")
     documents: list[Document] | None = Field(
         None,

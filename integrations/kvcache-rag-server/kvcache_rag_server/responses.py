@@ -260,7 +260,7 @@ def plain(value: BaseModel) -> dict[str, JsonValue]:
 
 @dataclass(frozen=True)
 class CompletionForm(ABC):
-    """Writes the answers of one request in what OpenAI's objects have in common; a `Form`.
+    """Writes the answers of one request in what OpenAI's objects have in common.
 
     Attributes:
         id: Of the answer.
@@ -287,10 +287,6 @@ class CompletionForm(ABC):
 
     def opening(self) -> list[dict[str, Any]]:
         """First events of a stream: none."""
-        return []
-
-    def begun(self, started: Started) -> list[dict[str, Any]]:
-        """Events once the model begins: none."""
         return []
 
     def piece(self, text: str) -> dict[str, Any]:

@@ -20,16 +20,16 @@ from cachetools import LRUCache
 
 from kvcache_rag.stitching.costs import Retry, Timings, saving
 from kvcache_rag_server.backend import Started
-from kvcache_rag_server.errors import FAULT, OVERDUE, SHUT_DOWN, failure, overloaded
+from kvcache_rag_server.errors import FAULT, SHUT_DOWN, failure, overloaded
 from kvcache_rag_server.prefetch import close_at_exit
-from kvcache_rag_server.queue import Job, JobPrefetches, Retrievals, Stage, TenantQueue, nothing
+from kvcache_rag_server.queue import Job, JobPrefetches, Stage, TenantQueue
 from kvcache_rag_server.worker import is_alike, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping
 
     from kvcache_rag.kv.chunk import ChunkKey
-    from kvcache_rag_server.backend import BackendRequest, Event, Failed, RetrievedText, Retriever
+    from kvcache_rag_server.backend import BackendRequest, Event, Failed
     from kvcache_rag_server.prefetch import Prefetcher
     from kvcache_rag_server.worker import Served, Server
 
@@ -211,7 +211,6 @@ class Scheduler:
         *,
         prefetcher: Prefetcher | None = None,
         prefetch_after: float = 0.05,
-        retriever: Retriever | None = None,
         max_batch: int = 8,
         max_waiting: int = 256,
     ) -> None:
@@ -221,14 +220,12 @@ class Scheduler:
             server: Answers.
             prefetcher: Computes ahead for those who wait; None for no prefetching.
             prefetch_after: Seconds after which that begins.
-            retriever: Finds chunks for requests with a query.
             max_batch: Most requests that are answered together.
             max_waiting: Requests that may wait; one more is refused.
         """
         self.max_waiting = max_waiting
         self.warmed: Future[bool] = Future()
         self._server, self._prefetches = server, JobPrefetches(prefetcher, prefetch_after)
-        self._retrievals = Retrievals(retriever, self._retrieved)
         self._service = ServiceTimes(max_batch)
         self._changed = threading.Condition()
         self._queue = TenantQueue()
@@ -258,7 +255,6 @@ class Scheduler:
         self,
         work: BackendRequest,
         deliver: Callable[[Event], None],
-        on_turn: Callable[[], None] = nothing,
         explained: Future[Mapping[str, Any]] | None = None,
         keys: tuple[ChunkKey, ...] = (),
     ) -> Job | None:
@@ -267,7 +263,6 @@ class Scheduler:
         Args:
             work: The request.
             deliver: Takes its events, from any thread, and never blocks.
-            on_turn: Called when the model takes it, from any thread; never blocks.
             explained: Takes what would become of its prompt, in place of an answer.
             keys: Addresses of its chunks, if they are known.
 
@@ -281,57 +276,27 @@ class Scheduler:
                 deliver(refusal)
                 return None
             now, number = time.monotonic(), next(self._numbers)
-            job = Job(work, deliver, now, number, keys, explained, on_turn=on_turn)
-            if work.query:
-                self._retrievals.add(job)
-            else:
-                self._admit(job)
+            job = Job(work, deliver, now, number, keys, explained)
+            self._admit(job)
         return job
 
     def _refusal(self, work: BackendRequest) -> Failed | None:
         """Why a request cannot wait; whoever crowds the queue gives way to others."""
         if self.is_closed:
             return SHUT_DOWN
-        refusal = self._retrievals.refusal(work)
-        if refusal is not None or self._waiting < self.max_waiting:
-            return refusal
-        last = self._queue.crowding(work.namespace, self._retrievals.jobs())
+        if len(self._queue) < self.max_waiting:
+            return None
+        last = self._queue.crowding(work.namespace)
         if last is None:
             self._counts["refused"] += 1
             return self._overloaded()
-        self._leave(last)
+        self._queue.remove(last)
         self._end(last, "refused", self._overloaded())
         return None
 
-    @property
-    def _waiting(self) -> int:
-        return len(self._queue) + len(self._retrievals)
-
     def _overloaded(self) -> Failed:
-        return overloaded(self._waiting, self._service.retry_after(self._waiting))
-
-    def _leave(self, job: Job) -> None:
-        """A job waits no more, neither for its turn nor for documents."""
-        self._queue.remove(job)
-        self._retrievals.remove(job)
-
-    def _retrieved(self, job: Job, found: Sequence[RetrievedText], failed: Failed | None) -> None:
-        with self._changed:
-            self._retrievals.ended(job)
-            if job.stage is not Stage.WAITING:
-                return
-            job.sources = tuple(found)
-            if failed is None:
-                self._admit(job)
-            else:
-                self._end(job, "failed", failed)
-
-    def give_up(self, job: Job) -> None:
-        """End a job that still waits for documents, as it has waited long enough."""
-        with self._changed:
-            if job.stage is Stage.WAITING and job in self._retrievals:
-                self._leave(job)
-                self._end(job, "failed", OVERDUE)
+        waiting = len(self._queue)
+        return overloaded(waiting, self._service.retry_after(waiting))
 
     def _admit(self, job: Job) -> None:
         self._queue.add(job)
@@ -344,7 +309,7 @@ class Scheduler:
         with self._changed:
             job.cancelled.set()
             if job.stage is Stage.WAITING:
-                self._leave(job)
+                self._queue.remove(job)
                 self._end(job, "cancelled", None)
             elif job.stage is Stage.RUNNING:
                 self._counts["cancelled"] += 1
@@ -362,7 +327,7 @@ class Scheduler:
         with self._changed:
             names = ("answered", "failed", "cancelled", "refused")
             return {
-                "waiting": self._waiting,
+                "waiting": len(self._queue),
                 "running": len(self._running),
                 **{name: self._counts[name] for name in names},
                 **self._service.stats(),
@@ -380,7 +345,6 @@ class Scheduler:
             self._abandon(SHUT_DOWN)
             thread = self._thread
             self._changed.notify_all()
-        self._retrievals.join()
         if thread is not None:
             thread.join()
         elif not self.warmed.done():
@@ -397,7 +361,7 @@ class Scheduler:
     def _turn_away(self, why: Failed) -> None:
         """End everything that waits, and take nothing more."""
         self.is_closed = True
-        for job in [*self._queue.drain(), *self._retrievals.drain()]:
+        for job in self._queue.drain():
             job.cancelled.set()
             self._end(job, "failed", why)
 
@@ -451,12 +415,7 @@ class Scheduler:
         if jobs[0].explained is not None:
             server.explain(jobs[0], jobs[0].explained)
             return
-        begun = [
-            Started(now - job.arrived, job.sources, turn(job), len(jobs), server.replica)
-            for job in jobs
-        ]
-        for job in jobs:
-            job.on_turn()
+        begun = [Started(now - job.arrived, turn(job), len(jobs)) for job in jobs]
         is_single = len(jobs) == 1
         served = server.one(jobs[0], begun[0]) if is_single else server.together(jobs, begun)
         with self._changed:

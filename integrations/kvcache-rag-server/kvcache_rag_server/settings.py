@@ -26,7 +26,7 @@ VLLM: Final = "vllm"
 
 # Of a model in this process; servers of vLLM are told by their own command lines.
 _OF_TRANSFORMERS: Final = (
-    *("store", "store_bytes", "signing_key", "replicas", "ray_address", "adapter", "device"),
+    *("store", "store_bytes", "signing_key", "adapter", "device"),
     "auxiliary",
 )
 
@@ -82,9 +82,6 @@ class ServerSettings:
         store: Folder or URL of the chunks' keys and values; None to keep them in memory only.
         host: Address to listen on; loopback unless the server knows who calls.
         port: 0 for any free one.
-        replicas: Processes under Ray Serve; None for this process alone.
-        ray_address: `host:port` of a running Ray cluster to deploy on, instead of starting one;
-            None to start one.
         api_keys: File of keys with a namespace each; None to serve without keys.
         allow_anonymous: Whether to listen beyond loopback without keys.
         allowed_hosts: Further names under which the server may be asked ("*" for any).
@@ -107,14 +104,6 @@ class ServerSettings:
         store_bytes: Limit of the folder `store`; None for no limit.
         memory_bytes: Limit of the memory in front of it.
         context_window: Lower it to keep prompts short; None for the model's own.
-        chroma: Folder of a Chroma database, or `http://host:port` of its server; None for no
-            `/v1/rag`.
-        collection: Name of its collection; may contain "{namespace}".
-        shared_collection: Whether tenants may share a collection without "{namespace}".
-        embedding: What embeds questions: "hash", "minilm", or a sentence-transformers name or
-            folder; "" for what was noted beside the folder, else "minilm".
-        text_form: How rows read as chunks, by name; "" as the rows say themselves.
-        top_k: Documents that `/v1/rag` retrieves unless the request says.
         prefetch: Where chunks of waiting requests are computed: "off", "same" (the model that
             answers, between answers), or a device with a copy of the model ("cpu", "cuda:1").
         prefetch_after: Seconds that a request waits before its chunks are prefetched.
@@ -138,8 +127,6 @@ class ServerSettings:
     store: str | None = None
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
-    replicas: int | None = None
-    ray_address: str | None = None
     api_keys: Path | None = None
     allow_anonymous: bool = False
     allowed_hosts: tuple[str, ...] = ()
@@ -157,12 +144,6 @@ class ServerSettings:
     store_bytes: int | None = None
     memory_bytes: int = 1 << 30
     context_window: int | None = None
-    chroma: str | None = None
-    collection: str = "docs"
-    shared_collection: bool = False
-    embedding: str = ""
-    text_form: str = ""
-    top_k: int = 4
     prefetch: str = "off"
     prefetch_after: float = 0.05
     max_batch: int = 8
@@ -179,14 +160,14 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_settings(ServerSettings, vars(self))
-        for name in ("model", "served_name", "collection"):
+        for name in ("model", "served_name"):
             check_name(name, getattr(self, name))
-        for name in ("max_batch", "max_waiting", "memory_bytes", "top_k", "heartbeat"):
+        for name in ("max_batch", "max_waiting", "memory_bytes", "heartbeat"):
             if getattr(self, name) <= 0:
                 raise InvalidInputError(f"{name} must be positive, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise InvalidInputError(f"there is no port {self.port}; use one from 0 to 65535")
-        self._check_options()
+        self._check_engine()
         if self.prefetch_after < 0:
             raise InvalidInputError(f"prefetch_after must be ≥ 0, not {self.prefetch_after}")
         if not 0 <= self.grace < float("inf"):
@@ -199,18 +180,10 @@ class ServerSettings:
                 "--api-keys FILE, listen on 127.0.0.1, or say --allow-anonymous"
             )
 
-    def _check_options(self) -> None:
-        """Refuse an option that is for another one, which is not there."""
-        if self.replicas is not None and self.replicas < 1:
-            raise InvalidInputError(f"replicas must be at least 1, not {self.replicas}")
-        if self.ray_address and self.replicas is None:
-            raise InvalidInputError("--ray-address is for --replicas N; say how many")
+    def _check_engine(self) -> None:
+        """Refuse options of an engine that does not compute, or of a store that is not there."""
         if self.signing_key and not self.store:
             raise InvalidInputError("--signing-key is the key of a store; name that by --store")
-        self._check_engine()
-
-    def _check_engine(self) -> None:
-        """Refuse options of an engine that does not compute."""
         if self.engine not in (TRANSFORMERS, VLLM):
             raise InvalidInputError(
                 f"there is no engine {self.engine!r}; use {TRANSFORMERS} or {VLLM}"

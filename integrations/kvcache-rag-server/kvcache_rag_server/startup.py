@@ -23,7 +23,6 @@ from kvcache_rag.stores.disk.folders import why_unwritable
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.connections import HEAD, patient
 from kvcache_rag_server.local import LocalBackend
-from kvcache_rag_server.retrieval import open_retriever
 from kvcache_rag_server.settings import VLLM
 from kvcache_rag_server.shutdown import leave
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from kvcache_rag.codecs import Codec
     from kvcache_rag.engine import Engine
     from kvcache_rag.stores import ChunkStore
-    from kvcache_rag_server.backend import Backend, Retriever
+    from kvcache_rag_server.backend import Backend
     from kvcache_rag_server.lifecycle import AppContext
     from kvcache_rag_server.settings import ServerSettings
 
@@ -70,30 +69,28 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
             where, and the URL of the page to look at.
 
     Raises:
-        InvalidInputError: If the address, the model, the store, the keys or the database cannot be
-            used.
-        MissingExtraError: If uvicorn, chromadb or Ray is needed and not installed.
+        InvalidInputError: If the address, the model, the store or the keys cannot be used.
+        MissingExtraError: If uvicorn is not installed.
     """
     try:
         import uvicorn  # noqa: F401  # before a model is loaded for nothing
     except ImportError as error:
         raise MissingExtraError("uvicorn", "server") from error
     with listening(settings.host, settings.port) as listener:
-        retriever = open_retriever(settings)
-        with opened_backend(settings, retriever) as backend:
-            _check_store(settings)
-            app = build_app(backend, settings, retriever=retriever)
-            url = _url(listener)
-            line = announcement(settings, url)
-            with frozen(), _yielding():
-                asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
-            if not app.state.context.shutdown.is_complete:
-                leave()
+        backend = open_backend(settings)
+        _check_store(settings)
+        app = build_app(backend, settings)
+        url = _url(listener)
+        line = announcement(settings, url)
+        with frozen(), _yielding():
+            asyncio.run(_serve(app, listener, lambda: announce(line, f"{url}/")))
+        if not app.state.context.shutdown.is_complete:
+            leave()
 
 
 def _check_store(settings: ServerSettings) -> None:
     """Say if nothing can be added to the folder of this process's engine."""
-    if settings.store is None or is_url(settings.store) or settings.replicas is not None:
+    if settings.store is None or is_url(settings.store):
         return
     if why := why_unwritable(settings.store):
         _LOG.warning(
@@ -128,34 +125,24 @@ def _yielding() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-@contextmanager
-def opened_backend(settings: ServerSettings, retriever: Retriever | None) -> Iterator[Backend]:
+def open_backend(settings: ServerSettings) -> Backend:
     """The backend that the settings describe; who runs the server closes it in its event loop."""
     if settings.engine == VLLM:
         from vllm_kvcache_rag.front.launch import vllm_backend
 
-        yield vllm_backend(settings, retriever)
-        return
-    if settings.replicas is None:
-        yield local_backend(settings, retriever)
-        return
-    from kvcache_rag_server.ray.launch import launch
-
-    with launch(settings, local_backend, retriever=retriever) as backend:
-        yield backend
+        return vllm_backend(settings)
+    return local_backend(settings)
 
 
-def local_backend(settings: ServerSettings, retriever: Retriever | None = None) -> LocalBackend:
+def local_backend(settings: ServerSettings) -> LocalBackend:
     """An engine in this process, and what lets requests wait for it.
 
     Args:
         settings: Those about model, store, prefetching and waiting are read.
-        retriever: Finds documents; None for none.
     """
     return LocalBackend(
         open_engine(settings),
         name=settings.name,
-        retriever=retriever,
         prefetch=settings.prefetch,
         prefetch_after=settings.prefetch_after,
         max_batch=settings.max_batch,
@@ -280,10 +267,6 @@ def announcement(settings: ServerSettings, url: str) -> str:
     ]
     if settings.engine == VLLM:
         parts[1:] = [f"computed by vLLM at {', '.join(settings.urls)}"]
-    if settings.replicas is not None:
-        parts.append(f"{settings.replicas} replica{'s' * (settings.replicas > 1)}")
-    if settings.chroma:
-        parts.append(f"/v1/rag over {settings.collection}")
     parts.append("API keys" if settings.api_keys else "no API keys")
     return f"serving {', '.join(parts)}"
 

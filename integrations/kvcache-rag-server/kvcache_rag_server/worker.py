@@ -125,11 +125,10 @@ class Server:
 
     Attributes:
         engines: Of the tenants.
-        replica: Name of this process in `Started`.
     """
 
-    def __init__(self, engines: Engines, replica: str = "") -> None:
-        self.engines, self.replica = engines, replica
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
 
     def warm_up(self) -> bool:
         """Let the model generate one token; whether it can, the log says why not."""
@@ -185,7 +184,7 @@ class Server:
                     job.inputs,
                     policy=work.policy,
                     history=work.history,
-                    scores=job.scores,
+                    scores=work.scores,
                     prefix_mismatch=mismatch,
                     **options,
                 )
@@ -197,7 +196,7 @@ class Server:
         """Say what would become of a job's prompt; what goes wrong is raised where it is read.
 
         Args:
-            job: Over texts it brought.
+            job: Whose prompt it is.
             explained: Takes it, unless it was refused meanwhile.
         """
         work, engine = job.work, self.engines.of(job.work.namespace)
@@ -205,10 +204,10 @@ class Server:
         try:
             explanation = engine.explain(
                 question,
-                job.chunks,
+                work.chunks,
                 policy=work.policy,
                 history=work.history,
-                scores=job.scores,
+                scores=work.scores,
             )
             tell = partial(explained.set_result, explanation.to_dict())
         except Exception as error:  # whatever it is, the next job has to be answered
@@ -254,7 +253,7 @@ class Server:
         work = jobs[0].work
         engine = self.engines.answering(work.namespace)
         asked = [
-            (grounded(engine, job.work)[0], job.inputs, job.work.history, job.scores)
+            (grounded(engine, job.work)[0], job.inputs, job.work.history, job.work.scores)
             for job in jobs
         ]
         return engine.generate_batch(

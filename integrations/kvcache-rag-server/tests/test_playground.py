@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
 import pytest
-from documents import pdf
 from serve_fakes import DEADLINE, Scripted, chat, client, scripted, settings, tiny_backend
 
 from kvcache_rag import Engine, InvalidInputError, LegoLink, cli, policy_by_name
@@ -25,7 +24,6 @@ from kvcache_rag.prompt.template import Message
 from kvcache_rag_server import startup
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.keys import new_key
-from kvcache_rag_server.pdf import pdf_text
 from kvcache_rag_server.playground import PAGE, Explanation, assets
 from kvcache_rag_server.settings import RequestLimits
 
@@ -126,9 +124,7 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
     plain = (await get("/playground/config")).json()
     limits = RequestLimits()
     assert plain == {
-        "rag": False,
         "needs_key": False,
-        "top_k": 4,
         "reader": True,
         "auxiliary": False,
         "documents": limits.documents,
@@ -137,15 +133,13 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "warnings": {"composite": "It costs."},
     }
     limits = RequestLimits(documents=3, body_bytes=1000)
-    made: dict[str, Any] = {"api_keys": keys, "top_k": 7, "model": "other", "limits": limits}
+    made: dict[str, Any] = {"api_keys": keys, "model": "other", "limits": limits}
     made |= {"auxiliary": "small", "policy": "bestlast:0.4"}
-    app = build_app(Scripted(), settings(**made), retriever=object())  # type: ignore[arg-type]  # only whether there is one
+    app = build_app(Scripted(), settings(**made))
     async with client(app) as http:
         told = await http.get("/playground/config")
     assert told.json() == {
-        "rag": True,
         "needs_key": True,
-        "top_k": 7,
         "reader": False,
         "auxiliary": True,
         "documents": 3,
@@ -307,77 +301,6 @@ async def test_answers_are_compared_for_those_who_may_ask(tmp_path: Path) -> Non
             {"text": " euros", "differs": False},
         ],
     }
-
-
-# ---------------------------------------------------------------------- PDF files
-def test_the_text_of_a_pdf_is_that_of_its_pages() -> None:
-    found = pdf_text(pdf(["The Mobrit costs 412 euros.", "", "It is green."]), most=1000)
-    assert found == "The Mobrit costs 412 euros.\n\nIt is green."
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "it is no PDF, or a damaged one"),
-        (b"%PDF-1.4 and then nothing", "it is no PDF, or a damaged one"),
-        (pdf(["secret"], user_password="a"), "it is encrypted; save a copy without its password"),
-        (pdf([""]), "there is no text on its pages, as on scanned ones; recognise it first"),
-    ],
-    ids=["empty", "nothing", "locked", "scanned"],
-)
-def test_a_pdf_without_text_is_refused_in_one_sentence(content: bytes, told: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(told)):
-        pdf_text(content, most=1000)
-
-
-def test_a_pdf_of_too_much_text_or_time_is_refused() -> None:
-    content = pdf(["a" * 80, "b" * 80, "c"])
-    with pytest.raises(InvalidInputError, match=r"first 2 of its pages .* 100 bytes of text"):
-        pdf_text(content, most=100)
-    with pytest.raises(InvalidInputError, match=r"first 1 of its pages .* within 0 seconds"):
-        pdf_text(content, most=1000, seconds=0.0)
-
-
-def outcome_of(content: bytes) -> str | type[Exception]:
-    try:
-        return pdf_text(content, most=1000)
-    except InvalidInputError as error:
-        return type(error)
-
-
-def test_a_damaged_pdf_is_read_or_refused() -> None:
-    content, outcomes = pdf(["The Mobrit costs 412 euros."]), set()
-    for at in range(0, len(content), max(len(content) // 60, 1)):
-        for damaged in (content[:at], content[:at] + b"\x00\xff" + content[at + 2 :]):
-            outcomes.add(outcome_of(damaged))
-    assert InvalidInputError in outcomes
-    assert "The Mobrit costs 412 euros." in outcomes
-
-
-PDF = "/v1/playground/pdf"
-
-
-async def test_pdf_files_are_read_for_those_who_may_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = tmp_path / "keys.json"
-    key = {"authorization": f"Bearer {new_key(keys, 'a')}"}
-    limits = RequestLimits(body_bytes=60_000)
-    async with client(build_app(Scripted(), settings(api_keys=keys, limits=limits))) as http:
-        content = pdf(["The Mobrit costs 412 euros."])
-        assert (await http.post(PDF, content=content)).status_code == 401
-        reply = await http.post(PDF, content=content, headers=key)
-        assert (reply.status_code, reply.json()) == (200, {"text": "The Mobrit costs 412 euros."})
-        reply = await http.post(PDF, content=b"no PDF", headers=key)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["message"].startswith("it is no PDF")
-        reply = await http.post(PDF, content=content + b" " * 60_000, headers=key)
-        assert reply.status_code == 413
-        monkeypatch.setitem(sys.modules, "pypdf", None)
-        reply = await http.post(PDF, content=content, headers=key)
-        assert reply.json()["error"]["message"] == (
-            "pypdf is not installed: pip install 'kvcache-rag[documents]'"
-        )
 
 
 # ---------------------------------------------------------------------- the command

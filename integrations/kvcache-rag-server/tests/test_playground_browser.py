@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import browser
 import pytest
-from documents import pdf
 from serve_fakes import DEADLINE, Scripted, answer, running, settings, tiny_backend
 
 from kvcache_rag import Engine, FullRecompute, InvalidInputError, LegoLink, MemoryStore, Reuse
@@ -20,7 +19,7 @@ from kvcache_rag.generation.explain import TokenState
 from kvcache_rag.models.pretrained import PACKAGED
 from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag_server.app import build_app
-from kvcache_rag_server.backend import Finished, Piece, RetrievedText, Started
+from kvcache_rag_server.backend import Finished, Piece, Started
 from kvcache_rag_server.keys import new_key
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import RequestLimits
@@ -635,41 +634,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
         assert key not in page.driver.current_url
 
 
-class Shelf:
-    """Two documents, whatever is asked."""
-
-    texts = ("Kelo is based in Bran.", "Drenko is based in Lispan.")
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        found = [RetrievedText(f"row {at}", text, 0.5) for at, text in enumerate(self.texts)]
-        return found[:top_k]
-
-
-def test_documents_can_be_retrieved(page: Page) -> None:
-    shelf = Shelf()
-    with (
-        tiny_backend(retriever=shelf) as backend,
-        running(build_app(backend, settings(), retriever=shelf)) as url,
-    ):
-        page.open(url)
-        page.find("#retrieve").click()
-        page.settled()
-        assert page.all("#documents li") == []
-        page.fill("#top", "2")
-        page.ask("Where is Kelo based?")
-        assert page.text("#full [data-part=text]") == "Bran"
-        assert page.text("#stitched [data-part=text]") == "Bran"
-        fields = [field.get_attribute("value") for field in page.all("#documents textarea")]
-        assert fields == [*Shelf.texts]
-        assert len(page.all("#spans .chunk")) == 2
-        page.dial("legolink", 3)
-        assert page.count("recomputed") == 3
-        page.fill("#question", "Where is Drenko based?")
-        page.find("#retrieve").click()
-        page.settled()
-        assert len(page.all("#documents li")) == 6, "as before"
-
-
 # ---------------------------------------------------------------------- what was measured
 def test_ratios_of_the_last_ten_questions_are_kept(page: Page) -> None:
     costs = iter([(8.0, 4.0), *[(6.0, 1.0)] * 4, *[(9.0, 1.0)] * 7, (9.0, 8.5), (9.0, 1.0)])
@@ -794,19 +758,19 @@ TEXT = "Kelo is based in Bran.\n\nKelo was opened in 1962."
 
 
 def test_files_become_documents(page: Page, url: str, tmp_path: Path) -> None:
-    plain, marked, printed = (tmp_path / f"facts.{kind}" for kind in ("txt", "md", "pdf"))
+    plain, marked, more = (tmp_path / name for name in ("facts.txt", "facts.md", "more.txt"))
     plain.write_text(TEXT)
     marked.write_bytes(b"\xef\xbb\xbf# Drenko\r\n\r\nDrenko is based in Lispan.\r\n")
-    printed.write_bytes(pdf(["The Mobrit is made by Drenko.", "The Mobrit costs 412 euros."]))
+    more.write_text("The Mobrit is made by Drenko.\n\nThe Mobrit costs 412 euros.")
     page.open(url)
-    page.give(plain, marked, printed)
+    page.give(plain, marked, more)
     assert page.text("#files-note") == (
-        "Added facts.txt: 1 document, facts.md: 1 document, facts.pdf: 1 document."
+        "Added facts.txt: 1 document, facts.md: 1 document, more.txt: 1 document."
     )
     assert not page.find("#files-error").is_displayed()
     assert page.sources() == [
-        f"Document {number} of facts.{kind}, 1/1"
-        for number, kind in enumerate(("txt", "md", "pdf"), start=1)
+        f"Document {number} of {name}, 1/1"
+        for number, name in enumerate(("facts.txt", "facts.md", "more.txt"), start=1)
     ], "instead of the sample"
     fields = [field.get_attribute("value") for field in page.all("#documents textarea")]
     assert fields[0] == TEXT
@@ -853,19 +817,13 @@ def test_a_long_file_is_cut_at_paragraphs_sentences_and_words(
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a.docx", b"PK", "a.docx is no .txt, .md or .pdf file."),
+        ("a.docx", b"PK", "a.docx is no .txt or .md file; save its text as one."),
         ("empty.md", b" \n", "empty.md has no text in it."),
         ("latin.txt", b"caf\xe9", "latin.txt is not written in UTF-8; save it as UTF-8 and add it"),
         ("big.txt", b"a " * 3000, "big.txt has 0.0 MiB, and a file may have 0.0 MiB; give a part"),
         ("many.txt", b"one.\n\n" + b"a " * 1300, "many.txt makes 4 documents, and a question may"),
-        ("text.pdf", b"no PDF", "text.pdf: it is no PDF, or a damaged one"),
-        (
-            "scan.pdf",
-            pdf([""]),
-            "scan.pdf: there is no text on its pages, as on scanned ones; recognise",
-        ),
     ],
-    ids=["type", "empty", "encoding", "size", "documents", "pdf", "scan"],
+    ids=["type", "empty", "encoding", "size", "documents"],
 )
 def test_a_file_that_cannot_be_used_is_told(
     page: Page, reader: LocalBackend, tmp_path: Path, name: str, content: bytes, told: str

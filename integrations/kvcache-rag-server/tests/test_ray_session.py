@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
@@ -148,3 +152,79 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "_imported_here", True)
     with pytest.raises(MissingExtraError, match=r"kvcache-rag\[ray\]"), ray_session():
         pytest.fail("it was started")
+
+
+# ---------------------------------------------------------------------- Ray itself
+SESSION = """
+import sys
+from kvcache_rag_server.ray_session import ray_session
+
+class Actor:
+    def there(self):
+        return 1
+
+with ray_session(cpus=1) as ray:
+    actor = ray.remote(Actor).remote()
+    print(ray.get(actor.there.remote()), flush=True)
+    sys.stdin.readline()
+"""
+METHODS = (
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/ray.rpc.NodeManagerService/GetSystemConfig",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ray")
+def test_no_port_of_rays_answers_without_its_token_or_can_be_reached_from_elsewhere() -> None:
+    pytest.importorskip("grpc")
+    if importlib.util.find_spec("ray") is None:  # importing it would be too early for other tests
+        pytest.skip("the extra ray is not installed")
+    with subprocess.Popen(
+        [sys.executable, "-c", SESSION], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as session:
+        assert session.stdout is not None
+        assert session.stdout.readline() == "1\n"
+        processes = psutil.Process(session.pid).children(recursive=True)
+        tokens, places = set[str](), set[tuple[str, int]]()
+        for process in (*processes, psutil.Process(session.pid)):
+            if path := process.environ().get("RAY_AUTH_TOKEN_PATH"):
+                tokens.add(Path(path).read_text("ascii"))
+            places |= {
+                (one.laddr.ip, one.laddr.port)
+                for one in process.net_connections()
+                if one.status == psutil.CONN_LISTEN
+            }
+        (token,) = tokens
+        assert {ip for ip, _ in places} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, places
+        known = dict.fromkeys(METHODS, 0)
+        answered = {}
+        for _, port in places:
+            for method in METHODS:
+                right, none, wrong = (_code(port, method, each) for each in (token, "", "0" * 64))
+                if right not in ("UNAVAILABLE", "UNIMPLEMENTED"):
+                    known[method] += 1
+                    assert (none, wrong) == ("UNAUTHENTICATED", "UNAUTHENTICATED"), (method, port)
+            try:
+                url = f"http://127.0.0.1:{port}/metrics"
+                answered[port] = httpx.get(url, timeout=10.0).status_code
+            except httpx.RemoteProtocolError:  # gRPC, which was asked above
+                continue
+        assert all(known.values()), known
+        assert set(answered.values()) == {401}, answered
+        session.communicate("\n", timeout=60.0)
+    assert not any(process.is_running() for process in processes)
+
+
+def _code(port: int, method: str, token: str) -> str:
+    """Name of the status by which a port answers a call with a token; "" for none."""
+    import grpc
+
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            channel.unary_unary(method)(b"", metadata=metadata, timeout=5.0)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"

@@ -13,7 +13,6 @@ from serve_fakes import settings, tiny_backend
 
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.auth import new_key
-from kvcache_rag_server.backend import RetrievedText
 from kvcache_rag_server.settings import RequestLimits
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "POST /v1/chat/completions",
     "POST /v1/completions",
-    "POST /v1/rag",
     "POST /v1/prefill",
     "POST /v1/explain",
     "GET /v1/models",
@@ -38,19 +36,10 @@ SMALL = RequestLimits(documents=4, document_bytes=2000, answer_tokens=4, prompt_
 HOST = "testserver"  # what Schemathesis calls every application
 
 
-class Library:
-    """A retriever without a database."""
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        return [RetrievedText(str(at), f"Text {at}.", 0.5, {"page": at}) for at in range(top_k)]
-
-
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    library = Library()
-    with tiny_backend(retriever=library) as backend:
-        given = settings(limits=SMALL, allowed_hosts=(HOST,))
-        yield build_app(backend, given, retriever=library)
+    with tiny_backend() as backend:
+        yield build_app(backend, settings(limits=SMALL, allowed_hosts=(HOST,)))
 
 
 def checks() -> list[Any]:
@@ -121,14 +110,13 @@ def test_with_keys_strangers_get_401_and_callers_no_more_than_before(
     tmp_path: Path, app: Any
 ) -> None:
     key = new_key(tmp_path / "keys", "acme")
-    library = Library()
-    with tiny_backend(retriever=library) as backend:
+    with tiny_backend() as backend:
         given = settings(limits=SMALL, allowed_hosts=(HOST,), api_keys=tmp_path / "keys")
-        guarded = build_app(backend, given, retriever=library)
+        guarded = build_app(backend, given)
         for label in sorted(OPERATIONS - {"GET /health", "GET /ready"}):
             assert ask_all(guarded, label, GenerationMode.POSITIVE, 3) == {401}
         sent = {"authorization": f"Bearer {key}"}
-        assert ask_all(guarded, "POST /v1/rag", GenerationMode.POSITIVE, 5, **sent) <= {
+        assert ask_all(guarded, "POST /v1/prefill", GenerationMode.POSITIVE, 5, **sent) <= {
             200,
             400,
             404,

@@ -72,9 +72,9 @@ def url_of(line: str) -> str:
 def test_arguments_become_settings() -> None:
     assert settings_of() == ServerSettings("tiny")
     words = """
-        some/model --store kv --port 0 --replicas 2 --policy cacheblend:0.2
+        some/model --store kv --port 0 --policy cacheblend:0.2
         --prefetch cpu --prefetch-after 0 --max-batch 4 --max-waiting 9
-        --chroma db --collection c --embed hash --top-k 3 --codec int8
+        --codec int8
         --max-documents 5 --max-concurrency 6 --max-total-concurrency 7
         --allowed-host a --allowed-host b --memory-bytes 1 --served-name m
         --template written --revision v2 --max-body-seconds 8
@@ -84,16 +84,11 @@ def test_arguments_become_settings() -> None:
         "some/model",
         store="kv",
         port=0,
-        replicas=2,
         policy="cacheblend:0.2",
         prefetch="cpu",
         prefetch_after=0.0,
         max_batch=4,
         max_waiting=9,
-        chroma="db",
-        collection="c",
-        embedding="hash",
-        top_k=3,
         codec="int8",
         allowed_hosts=("a", "b"),
         memory_bytes=1,
@@ -112,8 +107,6 @@ def test_arguments_become_settings() -> None:
         ("--host 0.0.0.0", "--api-keys FILE"),
         ("--host example.org", "--allow-anonymous"),
         ("--port 70000", "no port 70000"),
-        ("--replicas 0", "at least 1"),
-        ("--ray-address a:1", "--replicas N"),
         ("--policy cacheblnd", "did you mean cacheblend"),
         ("--max-batch 0", "max_batch"),
         ("--max-documents 0", "documents"),
@@ -259,11 +252,9 @@ def test_a_model_that_is_not_there_is_one_sentence(capsys: Any) -> None:
 
 def test_the_line_says_what_is_served(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    settings = ServerSettings(
-        "tiny", store="kv", replicas=2, chroma="db", collection="docs", api_keys=keys
-    )
+    settings = ServerSettings("tiny", store="kv", api_keys=keys)
     assert startup.announcement(settings, "http://h:1") == (
-        "serving tiny at http://h:1/v1, chunks in kv, 2 replicas, /v1/rag over docs, API keys"
+        "serving tiny at http://h:1/v1, chunks in kv, API keys"
     )
     assert startup.announcement(ServerSettings("tiny"), "http://h:1") == (
         "serving tiny at http://h:1/v1, chunks in memory only, no API keys"
@@ -287,6 +278,33 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     assert (process.returncode, rest, complaints) == (0, "", "")
     assert reply.json()["kvcache"]["policy"].startswith("Reuse")
     assert _seconds_of_children() - before < READY_SECONDS
+
+
+def test_servers_share_what_one_computed_and_one_may_be_killed(tmp_path: Path) -> None:
+    words = ("tiny", "--store", str(tmp_path / "kv"), "--port", "0")
+
+    def answers(line: str) -> list[tuple[str, int]]:
+        """Text and misses of each answer."""
+        found = []
+        for number in range(4):
+            body = chat(documents=[f"Number {number} is called N{number}."], max_tokens=4)
+            reply = httpx.post(url_of(line) + CHAT, json=body, timeout=DEADLINE).json()
+            text = reply["choices"][0]["message"]["content"]
+            found.append((text, reply["kvcache"]["misses"]))
+        return found
+
+    with started(*words) as (first, line), started(*words) as (_, other):
+        computed, shared = answers(line), answers(other)
+        assert [misses for _, misses in computed] == [1] * 4
+        assert shared == [(text, 0) for text, _ in computed]
+        body = chat("Tell a long story.", stream=True, max_tokens=2000)
+        with httpx.stream("POST", url_of(line) + CHAT, json=body, timeout=DEADLINE) as reply:
+            lines = reply.iter_lines()
+            assert next(lines)
+            first.kill()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert answers(other) == shared
 
 
 def test_a_connection_is_kept_longer_than_clients_keep_it() -> None:

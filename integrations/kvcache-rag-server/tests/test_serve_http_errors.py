@@ -139,7 +139,6 @@ async def test_a_field_that_is_not_there_says_which_was_meant(changes: Any, says
     [
         (CHAT, {"messages": [USER]}),
         (COMPLETIONS, {"prompt": "Who?"}),
-        ("/v1/rag", {"question": "Who?"}),
         ("/v1/explain", {"messages": [USER], "documents": []}),
     ],
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from serve_works import make_work
+from serve_works import answer_of, make_work
 
 from kvcache_rag import Combination
 from kvcache_rag.cli import main
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
-from kvcache_rag_server.backend import Dequeued, Finished, Started
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.settings import ServerSettings
 from kvcache_rag_server.startup import open_combinations, open_engine, open_store
@@ -29,37 +28,20 @@ def opened(folder: Path) -> Engine:
     return open_engine(ServerSettings("tiny", store=str(folder), device="cpu"))
 
 
-async def test_what_a_generator_computed_together_a_replica_finds(tmp_path: Path) -> None:
-    generator, replica = (LocalBackend(opened(tmp_path / "kv")) for _ in range(2))
+async def test_what_one_server_computed_together_another_finds(tmp_path: Path) -> None:
+    first, other = (LocalBackend(opened(tmp_path / "kv")) for _ in range(2))
     work = make_work(chunks=TEXTS, policy="combination", max_new_tokens=2)
     try:
-        await generator.prefetch(work)
-        finished = [event async for event in replica.answer(work)][-1]
-        assert isinstance(finished, Finished)
-        metrics = finished.answer.metrics
+        await answer_of(first, work)
+        metrics = (await answer_of(other, work)).metrics
         assert (metrics.hits, metrics.misses) == ({"combinations-disk": 1}, 0)
         assert metrics.prefilled_tokens == 0
-        (stats,) = (await replica.stats())["replicas"]
+        (stats,) = (await other.stats())["replicas"]
         names = [tier["tier"] for tier in stats["tiers"]]
         assert names == ["memory", "disk", "combinations", "combinations-disk"]
     finally:
-        await generator.close()
-        await replica.close()
-
-
-async def test_a_generator_says_whether_it_computed_and_the_turn_is_told(tmp_path: Path) -> None:
-    backend = LocalBackend(opened(tmp_path / "kv"))
-    again = LocalBackend(opened(tmp_path / "kv"))
-    work = make_work(chunks=TEXTS, max_new_tokens=2)
-    try:
-        assert [await backend.prefetch(work) for _ in range(2)] == [True, False]
-        assert not await again.prefetch(work), "loaded, which is of no use elsewhere"
-        followed = [type(event) async for event in backend.followed(work)]
-        assert followed == [Dequeued, Started, Finished]
-        assert [type(event) async for event in backend.answer(work)] == [Started, Finished]
-    finally:
-        await backend.close()
-        await again.close()
+        await first.close()
+        await other.close()
 
 
 def test_commands_see_each_of_the_two_folders_alone(tmp_path: Path, capsys: Any) -> None:

@@ -58,7 +58,6 @@ async def refused(by: RequestLimiter, one: BackendRequest, caller: Caller = ACME
         ({"document_bytes": 8}, {"chunks": ("a", "abcdefghi")}, 413, ["9 bytes", "documents[1]"]),
         ({"document_bytes": 8}, {"chunks": ("ééééé",)}, 413, ["10 bytes", "document_bytes of 8"]),
         ({"document_bytes": 8}, {"chunks": ("\ud800" * 3,)}, 413, ["9 bytes"]),
-        ({"documents": 2}, {"query": "q", "top_k": 3}, 400, ["3 documents", "documents of 2"]),
         ({"answer_tokens": 5}, {"max_new_tokens": 6}, 400, ["6 tokens", "answer_tokens of 5"]),
         ({"prompt_tokens": 5}, {"question": "q" * 6}, 400, ["6 tokens", "prompt_tokens of 5"]),
     ],
@@ -75,7 +74,6 @@ async def test_beyond_a_limit_it_is_named_with_its_value(
     ("figures", "values"),
     [
         ({"documents": 2}, {"chunks": ("a", "b")}),
-        ({"documents": 2}, {"query": "q", "top_k": 2}),
         ({"document_bytes": 8}, {"chunks": ("abcdefgh", "éééé")}),
         ({"answer_tokens": 5}, {"max_new_tokens": 5}),
         ({"prompt_tokens": 5}, {"question": "qqq", "chunks": ("ab",)}),

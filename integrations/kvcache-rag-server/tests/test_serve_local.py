@@ -38,7 +38,7 @@ from kvcache_rag import (
     TieredStore,
     policy_by_name,
 )
-from kvcache_rag_server.backend import BackendRequest, Finished, Piece, RetrievedText, Started
+from kvcache_rag_server.backend import BackendRequest, Finished, Piece, Started
 from kvcache_rag_server.local import LocalBackend
 from kvcache_rag_server.worker import joined
 
@@ -276,31 +276,10 @@ async def test_a_new_tenant_is_counted_while_the_model_is_busy(
     await running
 
 
-async def test_sources_are_retrieved_and_answered_over(backend: LocalBackend) -> None:
-    class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-            return [RetrievedText(str(n), text, 1.0 - n) for n, text in enumerate(TEXTS[:top_k])]
-
-    retrieving = LocalBackend(reader(), retriever=Shelf())
-    try:
-        work = make_work(0, query="lighthouse", top_k=2, chunks=())
-        first, last = await events_of(retrieving, work)
-        assert isinstance(first, Started)
-        assert isinstance(last, Finished)
-        assert [source.text for source in first.sources] == list(TEXTS[:2])
-        expected = await answer_of(backend, make_work(1, chunks=TEXTS[:2]))
-        assert last.answer.text == expected.text
-    finally:
-        await retrieving.close()
-
-
 async def test_it_is_ready_once_the_model_has_answered_and_not_after_its_end() -> None:
-    backend = LocalBackend(reader(), name="reader", replica="r1")
+    backend = LocalBackend(reader(), name="reader")
     assert await backend.ready()
     assert [*await backend.models()] == ["reader"]
-    (started, _) = await events_of(backend, make_work(0))
-    assert isinstance(started, Started)
-    assert started.replica == "r1"
     await backend.close()
     await backend.close()
     assert not await backend.ready()

@@ -19,7 +19,6 @@ from kvcache_rag_server.backend import (
     Failed,
     Finished,
     Piece,
-    RetrievedText,
     Started,
 )
 from kvcache_rag_server.lifecycle import Caller
@@ -98,20 +97,20 @@ async def samples(counting: ServerTelemetry) -> dict[tuple[str, str], float]:
 
 async def test_an_answer_is_counted_where_it_belongs() -> None:
     counting = ServerTelemetry(Backend())
-    started = Started(0.5, (RetrievedText("s", "a secret source"),), prefetched=True, batch=2)
+    started = Started(0.5, prefetched=True, batch=2)
     for event in (started, Piece("a secret "), Piece("answer"), Finished(ANSWER)):
-        counting.observe("rag", CALLER, WORK, event)
+        counting.observe("chat", CALLER, WORK, event)
     found = await samples(counting)
     expected = {
-        ("queue_wait_seconds_sum", "route=rag"): 0.5,
-        ("engine_ttft_seconds_sum", "route=rag"): 0.2,
-        ("ttft_seconds_sum", "route=rag"): 0.7,  # as the client sees it, queue included
-        ("ttft_seconds_count", "route=rag"): 1,
-        ("ttft_seconds_bucket", "le=0.5,route=rag"): 0,
-        ("ttft_seconds_bucket", "le=1.0,route=rag"): 1,
-        ("answers_total", "finish_reason=length,key=key-12345678,route=rag"): 1,
-        ("prefetched_requests_total", "route=rag"): 1,
-        ("batched_requests_total", "route=rag"): 1,
+        ("queue_wait_seconds_sum", "route=chat"): 0.5,
+        ("engine_ttft_seconds_sum", "route=chat"): 0.2,
+        ("ttft_seconds_sum", "route=chat"): 0.7,  # as the client sees it, queue included
+        ("ttft_seconds_count", "route=chat"): 1,
+        ("ttft_seconds_bucket", "le=0.5,route=chat"): 0,
+        ("ttft_seconds_bucket", "le=1.0,route=chat"): 1,
+        ("answers_total", "finish_reason=length,key=key-12345678,route=chat"): 1,
+        ("prefetched_requests_total", "route=chat"): 1,
+        ("batched_requests_total", "route=chat"): 1,
         ("tokens_total", "key=key-12345678,kind=prefix"): 5,
         ("tokens_total", "key=key-12345678,kind=reused"): 70,
         ("tokens_total", "key=key-12345678,kind=recomputed"): 7,

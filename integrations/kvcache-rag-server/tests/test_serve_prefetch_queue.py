@@ -22,7 +22,7 @@ from serve_works import (
 )
 
 from kvcache_rag import DiskStore
-from kvcache_rag_server.backend import Finished, RetrievedText, Started
+from kvcache_rag_server.backend import Finished, Started
 from kvcache_rag_server.local import LocalBackend
 
 if TYPE_CHECKING:
@@ -72,29 +72,6 @@ async def test_who_waits_finds_its_chunks_ready(
     assert max(prefills.counts.values()) == 1
     assert sum(prefills.by_chunk) == (1 if policy == "combination" else 3)
     assert not serve_threads()
-
-
-async def test_retrieved_chunks_are_prefetched_too(
-    prefills: Prefills, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-            return [RetrievedText(str(number), text) for number, text in enumerate(TEXTS[:top_k])]
-
-    backend = LocalBackend(reader(), retriever=Shelf(), prefetch="cpu", prefetch_after=0.0)
-    valve, front = await held(backend, monkeypatch)
-    work = make_work(1, chunks=(), query="lighthouse", top_k=2, namespace="a")
-    behind = asyncio.create_task(events_of(backend, work))
-    await eventually(lambda: backend._prefetcher.stats()["finished"] == 1)
-    valve.open.set()
-    await front
-    begun, last = await behind
-    await backend.close()
-    assert isinstance(begun, Started)
-    assert isinstance(last, Finished)
-    assert begun.prefetched
-    assert last.answer.metrics.hits == {"memory": 2}
-    assert prefills.by_chunk == [1, 1, 0, 0]
 
 
 async def test_a_turn_that_comes_midway_waits_for_the_chunk_and_computes_the_rest(
@@ -172,26 +149,3 @@ async def test_two_backends_on_one_directory_compute_every_key_once(
             await backend.close()
     assert len(prefills.counts) == 10 + 7, "ten chunks and seven combinations were asked for"
     assert set(prefills.counts.values()) == {1}
-
-
-async def test_a_dedicated_generator_computes_for_others(prefills: Prefills) -> None:
-    backend = LocalBackend(reader())
-    try:
-        await backend.prefetch(make_work(0))
-        assert prefills.by_chunk == [1, 1, 1, 0]
-        prefills.go.clear()
-        prefills.busy.clear()
-        task = asyncio.create_task(backend.prefetch(make_work(1, policy="combination")))
-        await eventually(prefills.busy.is_set)
-        waiting = asyncio.create_task(backend.prefetch(make_work(2, namespace="a")))
-        await eventually(lambda: backend._prefetcher.stats()["waiting"] == 1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert backend._prefetcher.stats()["waiting"] == 0
-        prefills.go.set()
-        await task
-        assert prefills.by_chunk == [1, 1, 1, 1]
-    finally:
-        prefills.go.set()
-        await backend.close()

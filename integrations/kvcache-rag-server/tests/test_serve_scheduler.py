@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from serve_works import PATIENCE, Desk, Inbox, make_work, serve_threads
 
-from kvcache_rag_server.backend import Failed, Finished, RetrievedText, Started
-from kvcache_rag_server.errors import ApiError
+from kvcache_rag_server.backend import Failed, Finished, Started
 from kvcache_rag_server.queue import Job
 from kvcache_rag_server.scheduler import Scheduler
 
@@ -191,75 +190,6 @@ def test_a_fault_of_the_server_does_not_end_its_thread(
     desk.fails = False
     _, (inbox,) = submit(scheduler, make_work(1))
     assert isinstance(inbox.last(), Finished)
-
-
-class Shelf:
-    """A retriever that can be held."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.asked: list[tuple[str, int, str]] = []
-        self.error: Exception | None = None
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        self.asked.append((query, top_k, namespace))
-        assert self.go.wait(PATIENCE)
-        if self.error is not None:
-            raise self.error
-        return [RetrievedText(str(number), f"{query} {number}") for number in range(top_k)]
-
-
-def test_who_waits_for_retrieval_holds_nobody_up(
-    desk: Desk, schedule: Callable[..., Scheduler]
-) -> None:
-    shelf = Shelf()
-    scheduler = schedule(retriever=shelf, max_batch=1)
-    _, (slow,) = submit(scheduler, make_work(0, query="lamps", top_k=2, namespace="a", chunks=()))
-    _, (quick,) = submit(scheduler, make_work(1))
-    assert isinstance(quick.last(), Finished)
-    assert scheduler.stats()["waiting"] == 1
-    shelf.go.set()
-    assert isinstance(slow.last(), Finished)
-    assert shelf.asked == [("lamps", 2, "a")]
-    started = slow.events[0]
-    assert isinstance(started, Started)
-    assert [source.text for source in started.sources] == ["lamps 0", "lamps 1"]
-
-
-def test_retrieval_that_fails_is_told_and_one_taken_back_is_dropped(
-    desk: Desk, schedule: Callable[..., Scheduler]
-) -> None:
-    shelf = Shelf()
-    scheduler = schedule(retriever=shelf)
-    shelf.error = ConnectionError("chroma at 10.0.0.7 is gone")
-    (job, _), (gone, failing) = submit(
-        scheduler, make_work(0, query="a", top_k=1), make_work(1, query="b", top_k=1)
-    )
-    assert job is not None
-    scheduler.cancel(job)
-    assert scheduler.stats()["waiting"] == 1
-    shelf.go.set()
-    failed = failing.last()
-    assert isinstance(failed, Failed)
-    assert failed.status == 500
-    assert "10.0.0.7" not in failed.message
-    assert gone.events == []
-    assert desk.answered == []
-
-
-def test_an_error_with_a_status_of_its_own_keeps_it(schedule: Callable[..., Scheduler]) -> None:
-    shelf = Shelf()
-    shelf.go.set()
-    shelf.error = ApiError(503, "the database cannot be asked", kind="server_error", retry_after=5)
-    _, (inbox,) = submit(schedule(retriever=shelf), make_work(0, query="a", top_k=1))
-    assert inbox.last() == Failed(503, "server_error", "the database cannot be asked", 5)
-
-
-def test_without_a_retriever_a_query_is_a_mistake(schedule: Callable[..., Scheduler]) -> None:
-    _, (inbox,) = submit(schedule(), make_work(0, query="a", top_k=1))
-    failed = inbox.last()
-    assert isinstance(failed, Failed)
-    assert (failed.status, failed.kind) == (400, "invalid_request_error")
 
 
 def test_nothing_is_kept_of_thousands_of_requests(

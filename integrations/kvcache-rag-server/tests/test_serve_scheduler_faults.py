@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -28,37 +27,16 @@ from serve_works import (
 )
 
 from kvcache_rag import ContextTooLongError, InvalidInputError
-from kvcache_rag_server import limits, queue
-from kvcache_rag_server.backend import BackendRequest, Failed, Finished, RetrievedText
+from kvcache_rag_server import limits
+from kvcache_rag_server.backend import BackendRequest, Failed, Finished
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.local import LocalBackend
-from kvcache_rag_server.queue import Job
 from kvcache_rag_server.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-
-class Hanging:
-    """A retriever that never finds anything for one tenant."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.asked: list[str] = []
-
-    def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-        self.asked.append(namespace)
-        if namespace == "evil":
-            self.go.wait(PATIENCE)
-        return [RetrievedText("1", query), RetrievedText("2", query), RetrievedText("3", "other")]
-
-
-@pytest.fixture
-def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(queue, "GRACE", 0.05)
-    made = Hanging()
-    yield made
-    made.go.set()
+    from kvcache_rag_server.queue import Job
 
 
 @pytest.fixture
@@ -67,9 +45,9 @@ def desk() -> Desk:
 
 
 @pytest.fixture
-def scheduler(desk: Desk, shelf: Hanging) -> Iterator[Scheduler]:
+def scheduler(desk: Desk) -> Iterator[Scheduler]:
     server: Any = desk
-    made = Scheduler(server, retriever=shelf, max_waiting=16)
+    made = Scheduler(server, max_waiting=16)
     yield made
     desk.go.release(1000)
     made.close()
@@ -79,68 +57,6 @@ def submit(scheduler: Scheduler, **fields: Any) -> Inbox:
     inbox = Inbox()
     scheduler.submit(make_work(**fields), inbox)
     return inbox
-
-
-def evil(scheduler: Scheduler, count: int) -> list[Inbox]:
-    return [
-        submit(scheduler, number=number, query="q", top_k=1, namespace="evil")
-        for number in range(count)
-    ]
-
-
-# ------------------------------------------------------------------------------------- retrieval
-def test_who_fills_the_queue_with_retrievals_gives_way(scheduler: Scheduler) -> None:
-    flood = evil(scheduler, 16)
-    assert isinstance(submit(scheduler, namespace="good").last(), Finished)
-    dropped = flood[-1].last()
-    assert isinstance(dropped, Failed)
-    assert (dropped.status, dropped.kind) == (503, "overloaded")
-    assert not flood[-2].events
-
-
-def test_hanging_retrievals_of_one_tenant_hold_up_no_other(
-    scheduler: Scheduler, shelf: Hanging
-) -> None:
-    evil(scheduler, 12)
-    inbox = submit(scheduler, query="lamps", top_k=3, namespace="good")
-    assert isinstance(inbox.last(), Finished)
-    assert shelf.asked.count("evil") == queue.AT_ONCE
-
-
-def test_threads_that_hang_are_bounded(scheduler: Scheduler, shelf: Hanging) -> None:
-    for _ in range(20):
-        job = scheduler.submit(make_work(query="q", top_k=1, namespace="evil"), Inbox())
-        assert job is not None
-        scheduler.cancel(job)
-    assert len(shelf.asked) <= queue.OF_ONE
-    inbox = submit(scheduler, query="lamps", top_k=3, namespace="good")
-    assert isinstance(inbox.last(), Finished)
-
-
-def test_closing_does_not_wait_for_a_retrieval_that_hangs(scheduler: Scheduler) -> None:
-    (inbox,) = evil(scheduler, 1)
-    scheduler.close()
-    assert isinstance(inbox.last(), Failed)
-
-
-async def test_a_retrieval_has_a_deadline(shelf: Hanging) -> None:
-    backend = LocalBackend(reader(), retriever=shelf, retrieve_within=0.05)
-    try:
-        work = make_work(query="q", top_k=1, namespace="evil")
-        failed = failure_of(await events_of(backend, work))
-        assert failed.status == 503
-        assert "retriev" in failed.message
-        assert access.scheduler(backend).stats()["waiting"] == 0
-        good = make_work(query="The lamp is red.", top_k=1, namespace="good", chunks=())
-        await answer_of(backend, good)
-    finally:
-        await backend.close()
-
-
-def test_texts_that_were_retrieved_twice_are_one_chunk() -> None:
-    work = make_work(chunks=("a", "b", "a"))
-    sources = tuple(RetrievedText(str(number), text) for number, text in enumerate("cbca"))
-    assert Job(work, Inbox(), 0.0, 0, sources=sources).chunks == ("a", "b", "a", "c")
 
 
 # ------------------------------------------------------------------------------- the thread itself

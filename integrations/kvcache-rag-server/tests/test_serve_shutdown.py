@@ -29,7 +29,7 @@ from serve_fakes import (
     scripted,
     settings,
 )
-from serve_works import Valve, events_of, failure_of, loaded, make_work, reader
+from serve_works import Valve, loaded, reader
 
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag_server import shutdown
@@ -39,7 +39,6 @@ from kvcache_rag_server.backend import (
     Event,
     Finished,
     Piece,
-    RetrievedText,
     Started,
 )
 from kvcache_rag_server.keys import new_key
@@ -275,13 +274,12 @@ def test_what_does_not_finish_is_told_before_the_grace_ends() -> None:
 
 
 @pytest.mark.usefixtures("long_margin")
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/rag"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_never_began_is_told_as_well(path: str, stream: bool) -> None:
     backend = Scripted(says_nothing)
-    app = build_app(backend, settings(grace=SHORT), retriever=object())  # type: ignore[arg-type]  # only whether there is one
-    asks = {"/v1/completions": {"prompt": "Who?"}, "/v1/rag": {"question": "Who?"}}
-    body = {"model": "tiny", **asks[path]} if path in asks else chat()
+    app = build_app(backend, settings(grace=SHORT))
+    body = chat() if path == CHAT else {"model": "tiny", "prompt": "Who?"}
 
     def end() -> None:
         backend.has_begun.wait(DEADLINE)
@@ -447,25 +445,6 @@ def test_what_waits_is_refused_at_once_and_what_runs_finishes(valve: Valve) -> N
         assert data_of(running.done().text)[-1] == "[DONE]"
         assert server.join() < LONG / 2
     assert server.shutdown.is_complete
-
-
-async def test_who_waits_for_documents_is_refused_at_once() -> None:
-    is_asked, go_on = threading.Event(), threading.Event()
-
-    class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-            is_asked.set()
-            go_on.wait(DEADLINE)
-            return []
-
-    backend = LocalBackend(reader(), retriever=Shelf())
-    work = make_work(1, query="Who?", top_k=1)
-    waiting = asyncio.create_task(events_of(backend, work))
-    await asyncio.to_thread(is_asked.wait, DEADLINE)
-    await backend.drain()
-    assert failure_of(await asyncio.wait_for(waiting, DEADLINE)).code == "shutting_down"
-    go_on.set()
-    await backend.close()
 
 
 @pytest.mark.usefixtures("long_margin")

@@ -23,7 +23,6 @@ from kvcache_rag_server.backend import (
     Finished,
     Piece,
     Prefilled,
-    RetrievedText,
     Started,
 )
 from kvcache_rag_server.errors import ApiError
@@ -422,7 +421,6 @@ async def test_what_a_server_refuses_is_told() -> None:
         ({"options": {"repetition_penalty": 1.1}}, "vLLM is not told repetition_penalty"),
         ({"max_new_tokens": 5000}, "context window is 4096"),
         ({"chunks": ("x" * 300_000,)}, "context window"),
-        ({"query": "q", "top_k": 2}, "retrieves nothing"),
     ],
 )
 async def test_mistakes_are_one_sentence(changes: dict[str, Any], words: str) -> None:
@@ -433,21 +431,6 @@ async def test_mistakes_are_one_sentence(changes: dict[str, Any], words: str) ->
     assert failed.status == 400
     assert words in failed.message
     assert not engine.asked("reuse")
-    await backend.close()
-
-
-async def test_documents_are_retrieved_here() -> None:
-    class Shelf:
-        def retrieve(self, query: str, top_k: int, namespace: str) -> list[RetrievedText]:
-            assert (query, namespace) == ("bridge", "a")
-            return [RetrievedText(str(n), text) for n, text in enumerate(TEXTS[:top_k])]
-
-    engine = FakeEngine()
-    backend = backend_of(engine, retriever=Shelf())
-    work = request(chunks=(), query="bridge", top_k=2, namespace="a")
-    started, finished = await events_of(backend, work)
-    assert [source.text for source in started.sources] == list(TEXTS[:2])
-    assert finished.answer.metrics.misses == 2
     await backend.close()
 
 
@@ -560,7 +543,6 @@ async def test_what_is_no_vllm_is_refused() -> None:
             {"engine": "vllm", "urls": ("http://a",), "store": "kv"},
             "--store is for a model in this",
         ),
-        ({"engine": "vllm", "urls": ("http://a",), "replicas": 2}, "--replicas is for a model in"),
         (
             {"engine": "vllm", "urls": ("http://a",), "prefetch": "same"},
             "--prefetch is for a model",

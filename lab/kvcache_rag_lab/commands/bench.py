@@ -289,10 +289,9 @@ def _corpus(
 ) -> dict[str, Any]:
     """Bytes of all chunks, and how often questions ask for the same ones."""
     from kvcache_rag.models.hf import TransformersModel
-    from kvcache_rag_lab.evaluation.cost.popularity import Recurrence, nearest
+    from kvcache_rag_lab.evaluation.cost.popularity import Recurrence, embedding_by_name, nearest
     from kvcache_rag_lab.evaluation.cost.sizes import file_sizes
     from kvcache_rag_server.commands.corpora import cut
-    from kvcache_rag_server.retrieval import embedding_by_name
 
     if isinstance(texts, dict):
         cutting = (engine.tokenizer, arguments.chunk_size, arguments.chunk_overlap)

@@ -42,7 +42,7 @@ ADDS: Final = {
         "gpu": "the kernel that attends over chunks where they lie on a GPU",
         "otel": "OpenTelemetry spans of answers",
         "lab": "verify, eval, bench and finetune",
-        "ray": "serve --replicas, build --engine ray",
+        "ray": "build --engine ray",
         "s3": "stores in S3",
         "server": "serve, build and playground; asking a server (base_url=)",
         "structured": "JSON that fits a schema",
@@ -55,7 +55,7 @@ ADDS: Final = {
     },
     "kvcache-rag-server": {
         "": "serve, build and playground; asking a server (base_url=)",
-        "ray": "serve --replicas, build --engine ray",
+        "ray": "build --engine ray",
         "vllm": "serve --engine vllm",
     },
     "kvcache-rag-smollm2": {"": 'the adapter "block" of smollm2, which reads stitched chunks'},

@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
     parser.add_argument("--no-browser", action="store_true", help="only print where the page is")
     serve.add_model_arguments(parser.add_argument_group("model and chunks"))
-    serve.add_retrieval_arguments(parser.add_argument_group("documents to retrieve"))
 
 
 def run(arguments: argparse.Namespace) -> int:

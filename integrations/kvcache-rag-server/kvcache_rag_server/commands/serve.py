@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser.add_argument_group("what computes"))
     _add_place(parser.add_argument_group("where, and for whom"))
     _add_waiting(parser.add_argument_group("requests that wait"))
-    add_retrieval_arguments(parser.add_argument_group("documents for /v1/rag"))
     _add_limits(parser.add_argument_group("limits of one request, and of one namespace"))
 
 
@@ -105,8 +104,6 @@ def _add_place(group: Any) -> None:
     )
     group.add_argument("--host", help="address (default: 127.0.0.1, this machine alone)")
     group.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
-    group.add_argument("--replicas", type=int, metavar="N", help="processes, under Ray Serve")
-    group.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster that runs")
     group.add_argument("--api-keys", type=Path, metavar="FILE", help="keys and their namespaces")
     group.add_argument(
         "--new-key", metavar="NAMESPACE", help="add a key to --api-keys, print it, and leave"
@@ -135,16 +132,6 @@ def _add_waiting(group: Any) -> None:
     group.add_argument(
         "--grace", type=float, metavar="SECONDS", help="for answers when it ends (default: 10)"
     )
-
-
-def add_retrieval_arguments(group: Any) -> None:
-    """Declare where documents are found."""
-    group.add_argument("--chroma", metavar="DIR", help="folder or http://host:port")
-    group.add_argument("--collection", metavar="NAME", help="may contain {namespace}")
-    group.add_argument("--shared-collection", action="store_true", help="one for all namespaces")
-    group.add_argument("--embed", dest="embedding", metavar="NAME", help="hash, minilm, or a model")
-    group.add_argument("--text", dest="text_form", metavar="FORM", help="how rows read as chunks")
-    group.add_argument("--top-k", type=int, metavar="N", help="documents (default: 4)")
 
 
 def _add_limits(group: Any) -> None:

@@ -24,10 +24,9 @@ async function refused(response) {
 async function request(path, body, signal) {
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  const isFile = body instanceof Blob;
-  if (body) headers["Content-Type"] = isFile ? "application/octet-stream" : "application/json";
+  if (body) headers["Content-Type"] = "application/json";
   const options = { headers, signal, cache: "no-store" };
-  if (body) Object.assign(options, { method: "POST", body: isFile ? body : JSON.stringify(body) });
+  if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   let response;
   try {
     response = await fetch(path, options);
@@ -47,10 +46,6 @@ export async function postJson(path, body, signal) {
   return (await request(path, body, signal)).json();
 }
 
-export async function postFile(path, file) {
-  return (await request(path, file)).json();
-}
-
 // The values of `data:` lines, as they come; comments (heartbeats) are passed over.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -67,11 +62,11 @@ async function* events(response) {
 }
 
 // Stream one answer; `onPiece(text)` gets what is new. Resolves to
-// {text, usage, kvcache, sources, firstPiece, total}, times in seconds as this page saw them.
+// {text, usage, kvcache, firstPiece, total}, times in seconds as this page saw them.
 export async function streamAnswer(path, body, { signal, onPiece }) {
   const started = performance.now();
   const since = () => (performance.now() - started) / 1000;
-  const found = { text: "", usage: null, kvcache: null, sources: null, firstPiece: null };
+  const found = { text: "", usage: null, kvcache: null, firstPiece: null };
   const response = await request(path, { ...body, stream: true }, signal);
   let ended = false;
   for await (const data of events(response)) {
@@ -81,13 +76,13 @@ export async function streamAnswer(path, body, { signal, onPiece }) {
     }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message ?? "The server stopped with an error.");
-    const piece = chunk.choices?.[0]?.delta?.content ?? chunk.text ?? "";
+    const piece = chunk.choices?.[0]?.delta?.content ?? "";
     if (piece) {
       found.firstPiece ??= since();
       found.text += piece;
       onPiece(piece);
     }
-    for (const part of ["usage", "kvcache", "sources"]) found[part] = chunk[part] ?? found[part];
+    for (const part of ["usage", "kvcache"]) found[part] = chunk[part] ?? found[part];
   }
   if (!ended) throw new Error("The answer broke off; ask again.");
   return { ...found, firstPiece: found.firstPiece ?? since(), total: since() };

@@ -23,35 +23,29 @@ const documents = new Documents(by("documents"), changed);
 const dial = new Dial(by("policy"), by("amount"), by("amount-name"), by("amount-value"), turned);
 const ratios = new Ratios({ value: by("ratio"), note: by("ratio-note"), marks: by("marks") });
 const costs = new Costs({ rows: by("costs"), said: by("cost") });
-const state = { model: "", window: null, full: null, asking: "", asked: null, running: null, timer: 0, config: {}, samples: [], putBack: null };
+const state = { model: "", window: null, full: null, asking: "", asked: null, running: null, timer: 0, config: {}, samples: [] };
 
 // ------------------------------------------------------------------ what is asked
 function asks() {
-  const question = by("question").value.trim();
-  if (by("retrieve").checked) return { question, documents: null, top: Number(by("top").value) };
-  return { question, documents: documents.texts };
+  return { question: by("question").value.trim(), documents: documents.texts };
 }
 
-function body({ question, documents: texts, top }, policy) {
-  const shared = { model: state.model, max_tokens: MOST_TOKENS, temperature: 0, kvcache: { policy } };
-  if (texts === null) return { ...shared, question, top_k: top };
-  return { ...shared, messages: [{ role: "user", content: question }], documents: texts };
+function body({ question, documents: texts }, policy) {
+  const messages = [{ role: "user", content: question }];
+  return { model: state.model, max_tokens: MOST_TOKENS, temperature: 0, kvcache: { policy }, messages, documents: texts };
 }
 
 function stream(card, asked, policy, signal) {
-  const path = asked.documents === null ? "/v1/rag" : "/v1/chat/completions";
-  const usage = asked.documents === null ? {} : { stream_options: { include_usage: true } };
-  return card.fill((onPiece) => streamAnswer(path, { ...body(asked, policy), ...usage }, { signal, onPiece }));
+  const sent = { ...body(asked, policy), stream_options: { include_usage: true } };
+  return card.fill((onPiece) => streamAnswer("/v1/chat/completions", sent, { signal, onPiece }));
 }
 
 // A policy under which explaining computes nothing, and that needs the same chunks as the dial's.
 const PEEKED = ["combination", "bestlast"];
 const peeking = () => (PEEKED.includes(dial.chosen.id) ? dial.text : "reuse");
 
-// The documents that are in the prompt are those that were given, or that the server found.
-function explain(asked, found, policy, signal) {
-  const documents = asked.documents ?? found?.sources?.map((source) => source.text) ?? [];
-  return postJson("/v1/explain", body({ ...asked, documents }, policy), signal);
+function explain(asked, policy, signal) {
+  return postJson("/v1/explain", body(asked, policy), signal);
 }
 
 // ------------------------------------------------------------------ what happens
@@ -121,15 +115,10 @@ async function ask(signal) {
   state.asking = JSON.stringify(asked);
   for (const id of ["warmth", "agreement"]) by(id).textContent = "";
   by("verdict").textContent = "Full prefill answers first …";
-  if (asked.documents) measureOver(asked.documents);
+  measureOver(asked.documents);
   cards.stitched.clear();
   by("answers").scrollIntoView({ block: "nearest" });
   state.full = await stream(cards.full, asked, "full", signal);
-  if (state.full.sources) {
-    const texts = state.full.sources.map((source) => source.text);
-    documents.set(texts, { readOnly: true });
-    measureOver(texts);
-  }
   costs.answered("full", state.full.kvcache?.ttft);
   state.asked = asked;
   by("verdict").textContent = "… now from stitched chunks.";
@@ -144,13 +133,13 @@ async function stitched(asked, signal) {
   by("agreement").textContent = "";
   if (state.full.text) cards.full.mark([{ text: state.full.text, differs: false }]);
   cards.stitched.policy.textContent = inWords(policy);
-  const before = await explain(asked, state.full, peeking(), signal);
+  const before = await explain(asked, peeking(), signal);
   const found = await stream(cards.stitched, asked, policy, signal);
   by("verdict").textContent = verdict(state.full, found);
   by("warmth").textContent = warmth(found.kvcache);
   await compare(found, signal);
   const isWarm = measured(policy, asked, found.kvcache);
-  const after = await explain(asked, found, policy, signal);
+  const after = await explain(asked, policy, signal);
   show(policy, after, isWarm ? new Set() : fresh(before));
   return policy;
 }
@@ -216,15 +205,15 @@ function turned() {
 async function again(signal) {
   const asked = state.asked;
   const policy = dial.text;
-  show(policy, await explain(asked, state.full, policy, signal));
+  show(policy, await explain(asked, policy, signal));
   await stitched(asked, signal);
 }
 
 async function look(signal) {
   const asked = state.asked ?? asks();
-  if (!asked.question || !(asked.documents || state.asked)) return;
+  if (!asked.question) return;
   const policy = dial.text;
-  const explained = await explain(asked, state.full, policy, signal);
+  const explained = await explain(asked, policy, signal);
   // Who chooses tokens has to look at the chunks, so those that were missing are there now.
   const looked = explained.recomputed_tokens ? fresh(explained) : new Set();
   show(policy, explained, looked);
@@ -234,9 +223,9 @@ async function look(signal) {
 // What the cache holds of the documents; computes nothing.
 async function peek(signal) {
   const asked = asks();
-  if (asked.documents) measureOver(asked.documents);
-  if (!asked.question || !asked.documents) return note("The prompt is shown once there are a question and its documents.");
-  const explained = await explain(asked, null, peeking(), signal);
+  measureOver(asked.documents);
+  if (!asked.question) return note("The prompt is shown once there are a question and its documents.");
+  const explained = await explain(asked, peeking(), signal);
   const missing = fresh(explained).size;
   show(peeking(), explained);
   if (!hasChunks(explained)) return;
@@ -276,20 +265,10 @@ function changed() {
 
 function choose(sample) {
   by("question").value = sample.question;
-  if (by("retrieve").checked) by("retrieve").click();
   documents.set(sample.documents, { isSample: true });
   tellOfFiles();
   if (sample.policy) dial.set(sample.policy);
   showPosition();
-  edited();
-}
-
-function retrieving() {
-  const is = by("retrieve").checked;
-  for (const id of ["top-row", "retrieve-note"]) by(id).hidden = !is;
-  by("adding").hidden = is;
-  if (is) state.putBack = documents.takeAside();
-  else state.putBack?.();
   edited();
 }
 
@@ -315,7 +294,6 @@ async function addFiles(files) {
 }
 
 async function readable(file) {
-  if (by("retrieve").checked) throw new Error("The server retrieves the documents; untick that to add files.");
   const texts = await chunksOf(file, state.config.file_bytes);
   const others = documents.isSample ? [] : documents.texts;
   if (others.length + texts.length > state.config.documents) {
@@ -373,8 +351,6 @@ async function begin() {
   showPosition();
   by("reader-note").hidden = !config.reader;
   by("key-form").hidden = !config.needs_key;
-  by("retrieve-row").hidden = !config.rag;
-  by("top").value = config.top_k;
   if (config.needs_key && !apiKey()) {
     by("key").focus();
     note("This server wants an API key; give yours above.");
@@ -399,7 +375,6 @@ by("question").addEventListener("keydown", (event) => {
     by("form").requestSubmit();
   }
 });
-by("retrieve").addEventListener("change", retrieving);
 by("add").addEventListener("click", () => documents.add("", { focus: true }));
 by("clear").addEventListener("click", () => {
   documents.set([]);

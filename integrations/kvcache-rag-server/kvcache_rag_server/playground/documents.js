@@ -19,24 +19,14 @@ export class Documents {
     return this.list.children.length;
   }
 
-  set(texts, { readOnly = false, isSample = false } = {}) {
+  set(texts, { isSample = false } = {}) {
     this.list.replaceChildren();
-    for (const text of texts) this.add(text, { readOnly });
+    for (const text of texts) this.add(text);
     this.isSample = isSample;
   }
 
-  // Takes all away; what it gives back puts them there again.
-  takeAside() {
-    const [items, isSample] = [[...this.list.children], this.isSample];
-    this.set([]);
-    return () => {
-      this.list.replaceChildren(...items);
-      this.isSample = isSample;
-    };
-  }
-
   // `source`: of which file it is.
-  add(text = "", { readOnly = false, focus = false, source = "" } = {}) {
+  add(text = "", { focus = false, source = "" } = {}) {
     const item = element("li");
     const label = element("label");
     const field = element("textarea");
@@ -44,10 +34,8 @@ export class Documents {
     field.rows = 2;
     field.spellcheck = false;
     field.value = text;
-    field.readOnly = readOnly;
     field.addEventListener("input", () => this.#changed());
-    item.append(label, field);
-    if (!readOnly) item.append(this.#button(item));
+    item.append(label, field, this.#button(item));
     this.list.append(item);
     this.#number();
     if (focus) field.focus();
@@ -78,7 +66,7 @@ export class Documents {
       label.htmlFor = field.id;
       const { source } = item.dataset;
       label.textContent = `Document ${index + 1}${source && ` of ${source}`}`;
-      button?.setAttribute("aria-label", `Take away document ${index + 1}`);
+      button.setAttribute("aria-label", `Take away document ${index + 1}`);
     });
   }
 }

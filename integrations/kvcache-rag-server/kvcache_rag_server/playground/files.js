@@ -1,6 +1,4 @@
-// Files as documents: texts are read here, PDFs by the server; each is cut into chunks.
-
-import { postFile } from "./api.js";
+// Files of text as documents; each is cut into chunks.
 
 const LONGEST = 1200; // characters of a chunk, some 300 tokens
 const PARAGRAPH = /\n\s*\n/;
@@ -11,22 +9,13 @@ const megabytes = (bytes) => `${(bytes / 2 ** 20).toFixed(1)} MiB`;
 
 // Texts of the chunks of a file; refused in one sentence.
 export async function chunksOf(file, mostBytes) {
-  const kind = file.name.toLowerCase().match(/\.(txt|md|pdf)$/)?.[1];
-  if (!kind) throw new Error(`${file.name} is no .txt, .md or .pdf file.`);
+  if (!/\.(txt|md)$/i.test(file.name)) throw new Error(`${file.name} is no .txt or .md file; save its text as one.`);
   if (file.size > mostBytes) {
     throw new Error(`${file.name} has ${megabytes(file.size)}, and a file may have ${megabytes(mostBytes)}; give a part of it.`);
   }
-  const chunks = cut(kind === "pdf" ? await pdfText(file) : await plainText(file));
+  const chunks = cut(await plainText(file));
   if (!chunks.length) throw new Error(`${file.name} has no text in it.`);
   return chunks;
-}
-
-async function pdfText(file) {
-  try {
-    return (await postFile("/v1/playground/pdf", file)).text;
-  } catch (error) {
-    throw new Error(`${file.name}: ${error.message}`);
-  }
 }
 
 async function plainText(file) {

@@ -34,17 +34,13 @@ from kvcache_rag_server.backend import (
 )
 from kvcache_rag_server.errors import (
     AGAIN,
-    NO_RETRIEVER,
-    OVERDUE,
     SHUT_DOWN,
-    START,
     ApiError,
     failure,
     overloaded,
 )
 from kvcache_rag_server.http import LostError, RefusedError
 from kvcache_rag_server.limits import ensure_fits, is_doubtful
-from kvcache_rag_server.queue import DEADLINE
 from vllm_kvcache_rag.front.routing import Routing, home_of
 from vllm_kvcache_rag.transfer.params import FIELD, TransferParams
 
@@ -53,7 +49,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.policies import ReusePolicy
     from kvcache_rag.verdict import Gate
-    from kvcache_rag_server.backend import BackendRequest, Event, RetrievedText, Retriever
+    from kvcache_rag_server.backend import BackendRequest, Event
     from vllm_kvcache_rag.front.client import EngineClient
     from vllm_kvcache_rag.front.prompts import Prompts, WrittenPrompt
     from vllm_kvcache_rag.transfer.grants import GrantKey
@@ -75,13 +71,14 @@ _LAW_TRIES: Final = 5
 _STORED_AT_ONCE: Final = 4
 
 # vLLM serves lower numbers first.
+_START: Final = 10.0  # seconds after which to repeat what waits for a server of vLLM to start
 _LATER: Final = 1
 
 LOST: Final = Failed(
     NOT_READY, OVERLOADED, "the server that was answering has ended; repeat the request", AGAIN
 )
 NO_ENGINE: Final = Failed(
-    NOT_READY, OVERLOADED, "no server of vLLM answers; repeat the request later", START
+    NOT_READY, OVERLOADED, "no server of vLLM answers; repeat the request later", _START
 )
 
 
@@ -91,7 +88,6 @@ class _Course:
 
     Attributes:
         begun: When the request came.
-        sources: What was retrieved for it.
         waited: Seconds until a server took it.
         first: When the first text came, or 0.
         text: All of it.
@@ -102,7 +98,6 @@ class _Course:
     """
 
     begun: float
-    sources: tuple[RetrievedText, ...] = ()
     waited: float = 0.0
     first: float = 0.0
     text: str = ""
@@ -156,12 +151,10 @@ class VLLMBackend:
         *,
         model: str,
         name: str = "",
-        retriever: Retriever | None = None,
         policy: ReusePolicy | None = None,
         gate: Gate | None = None,
         max_running: int = 64,
         max_waiting: int = 256,
-        retrieve_within: float = DEADLINE,
     ) -> None:
         """Serve by `engines`; nothing is asked of them yet.
 
@@ -171,17 +164,14 @@ class VLLMBackend:
             key: Says for which tenant a request is; the engines have it, too.
             model: Its name there.
             name: Under which clients ask for it; "" for `model`.
-            retriever: Finds chunks for requests with a query; None if none is.
             policy: Of requests that name none.
             gate: Of a verdict on these very servers; None to trust every policy.
             max_running: Requests that each server answers at a time.
             max_waiting: Requests that wait for one; one more is refused.
-            retrieve_within: Seconds after which a request whose documents have not come is refused.
         """
         self._engines = {engine.url: engine for engine in engines}
         self._prompts, self._key, self._model = prompts, key, model
-        self._name, self._retriever, self._policy = name or model, retriever, policy
-        self._retrieve_within = retrieve_within
+        self._name, self._policy = name or model, policy
         self._gate = gate
         self._verdict = None if gate is None else gate.loaded()
         self._max_running, self._max_waiting = max_running, max_waiting
@@ -225,31 +215,17 @@ class VLLMBackend:
             return
         self._waiting += 1
         try:
-            course.sources = await self._retrieved(work)
-            texts = [source.text for source in course.sources] or work.chunks
-            written = await in_thread(self._written, work, texts)
-        except TimeoutError:
-            yield OVERDUE
-            return
+            written = await in_thread(self._written, work)
         finally:
             self._waiting -= 1
-        if work.query and self._retriever is None:
-            yield NO_RETRIEVER
-            return
         async for event in self._from_any(work, written, course):
             yield event
 
-    async def _retrieved(self, work: BackendRequest) -> tuple[RetrievedText, ...]:
-        if not work.query or self._retriever is None:
-            return ()
-        retrieve = in_thread(self._retriever.retrieve, work.query, work.top_k, work.namespace)
-        return tuple(await asyncio.wait_for(retrieve, self._retrieve_within))
-
-    def _written(self, work: BackendRequest, texts: Sequence[str]) -> WrittenPrompt:
-        work = replace(work, chunks=tuple(texts), policy=work.policy or self._policy)
+    def _written(self, work: BackendRequest) -> WrittenPrompt:
+        work = replace(work, policy=work.policy or self._policy)
         if is_doubtful(self._prompts, work):
             ensure_fits(self._prompts, work)
-        return self._prompts.write(work, texts)
+        return self._prompts.write(work, work.chunks)
 
     async def _from_any(
         self, work: BackendRequest, written: WrittenPrompt, course: _Course
@@ -314,7 +290,7 @@ class VLLMBackend:
             if course.gate:
                 written = replace(written, params=None)
         course.waited = time.perf_counter() - course.begun
-        begun = Started(course.waited, course.sources, replica=_place(engine.url))
+        begun = Started(course.waited, replica=_place(engine.url))
         async for part in engine.stream(self._body(work, written), work.trace):
             self._note(part, course)
             text = "".join(choice.get("text", "") for choice in part.get("choices", ()))

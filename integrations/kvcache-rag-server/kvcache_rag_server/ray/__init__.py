@@ -1,1 +1,0 @@
-"""Several processes of the server: replicas of a Ray Serve deployment."""
