@@ -15,7 +15,7 @@ from llama_index.core.schema import TextNode
 from kvcache_rag import Auxiliary, CacheClip, Engine, InvalidInputError
 from kvcache_rag.integration.engine import EngineSettings, open_engine
 from kvcache_rag.prefill import Prefiller
-from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, prefill
+from langchain_kvcache_rag import ChatKVCache, KVCacheRAG
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def by_llama_index(llm: KVCacheLLM) -> Engine:
 
 
 def by_langchain(llm: ChatKVCache) -> Engine:
-    prefill([Document(text) for text in TEXTS], llm)
+    llm.prefill(TEXTS)
     return llm.engine
 
 

@@ -19,7 +19,7 @@ from llama_index.core.node_parser import MarkdownNodeParser, SentenceSplitter
 
 from kvcache_rag import KVCacheRagError
 from kvcache_rag.integration import read_folder, suffixes
-from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheLLM, prefill
+from llama_index.kvcache_rag import HashEmbedding, KVCacheChatEngine, KVCacheLLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ def chat_engine(arguments: argparse.Namespace) -> KVCacheChatEngine:
     llm = KVCacheLLM(model_name=arguments.model, kv_dir=arguments.kv, max_new_tokens=64)
     nodes = nodes_of(arguments.folder)
     if arguments.prefill:
-        prefill(nodes, llm, show_progress=True)  # else each when a question first needs it
+        llm.prefill(nodes, show_progress=True)  # else each when a question first needs it
     index = VectorStoreIndex(nodes, embed_model=embedding(arguments.embed))
     # SmolLM2 is too small to put a question into other words; a larger model does it by itself.
     return KVCacheChatEngine.from_defaults(

@@ -45,7 +45,6 @@ from langchain_kvcache_rag import (
     HashEmbeddings,
     KVCacheChroma,
     KVCacheRAG,
-    KVCacheVectorStore,
     document_block,
 )
 
@@ -112,13 +111,13 @@ def vector_store(kit: Kit) -> Asking:
     return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
 
 
-@app(FRAMEWORK, "Qdrant with `KVCacheVectorStore.wrap`: prefilled at ingestion")
+@app(FRAMEWORK, "Qdrant with `ChatKVCache.prefill`: prefilled at ingestion")
 def qdrant_store(kit: Kit) -> Asking:
-    inner = QdrantVectorStore.from_texts(
+    store = QdrantVectorStore.from_texts(
         [], HashEmbeddings(dimensions=64), location=":memory:", collection_name=kit.collection
     )
-    store = KVCacheVectorStore.wrap(inner, llm=kit.llm, name=kit.collection)
     store.add_documents(kit.documents())
+    kit.llm.prefill(kit.documents())
     return kit.chain(store.as_retriever(search_kwargs={"k": 2}))
 
 

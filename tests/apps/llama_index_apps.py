@@ -184,11 +184,12 @@ def vector_store(kit: Kit) -> Asking:
     return lambda: engine.query(QUESTION)
 
 
-def _over(kit: Kit, store: Any) -> Asking:
+def _over(kit: Kit, store: Any, **options: Any) -> Asking:
     index = VectorStoreIndex.from_documents(
         kit.documents(),
         storage_context=StorageContext.from_defaults(vector_store=store),
         embed_model=kit.embedding,
+        **options,
     )
     engine = KVCacheQueryEngine.from_index(index, kit.llm)
     return lambda: engine.query(QUESTION)
@@ -199,10 +200,10 @@ def faiss_store(kit: Kit) -> Asking:
     return _over(kit, FaissVectorStore(faiss.IndexFlatL2(64)))
 
 
-@app(FRAMEWORK, "Qdrant with `KVCacheVectorStore.wrap`: prefilled at ingestion")
+@app(FRAMEWORK, "Qdrant with `KVCachePrefill`: prefilled at ingestion")
 def qdrant_store(kit: Kit) -> Asking:
     store = QdrantVectorStore(kit.collection, client=QdrantClient(":memory:"))
-    return _over(kit, KVCacheVectorStore.wrap(store, llm=kit.llm, name=kit.collection))
+    return _over(kit, store, transformations=[SentenceSplitter(), KVCachePrefill(llm=kit.llm)])
 
 
 @app(FRAMEWORK, "`IngestionPipeline` with `KVCachePrefill`")

@@ -1,8 +1,8 @@
 """LangChain over kvcache-rag: chunks are prefilled once, little more when a question comes.
 
 Two lines of an app change: the chat model (`ChatKVCache`) and the step that puts documents into the
-prompt (`KVCacheRAG`); `KVCacheChroma`, `KVCacheVectorStore.wrap(store)` and `prefill` move
-prefilling to ingestion.  Names are imported when they are first used.
+prompt (`KVCacheRAG`); `KVCacheChroma` and `ChatKVCache.prefill` move prefilling
+to ingestion.  Names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
     from langchain_kvcache_rag.embeddings import HashEmbeddings
     from langchain_kvcache_rag.rag import KVCacheRAG
     from langchain_kvcache_rag.vector_store import KVCacheChroma
-    from langchain_kvcache_rag.wrapped_store import KVCacheVectorStore, prefill
 
 __all__ = [
     "ChatKVCache",
     "HashEmbeddings",
     "KVCacheChroma",
     "KVCacheRAG",
-    "KVCacheVectorStore",
     "create_kvcache_rag_chain",
     "document_block",
-    "prefill",
 ]
 
 _HOMES = {
@@ -35,10 +32,8 @@ _HOMES = {
     "HashEmbeddings": "embeddings",
     "KVCacheChroma": "vector_store",
     "KVCacheRAG": "rag",
-    "KVCacheVectorStore": "wrapped_store",
     "create_kvcache_rag_chain": "chain",
     "document_block": "blocks",
-    "prefill": "wrapped_store",
 }
 
 

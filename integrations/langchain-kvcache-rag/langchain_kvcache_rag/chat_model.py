@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag import cancellable, in_thread
-from kvcache_rag.integration import JSON_FORM, ToolChoice, is_remote, json_instruction
+from langchain_core.documents import Document
+
+from kvcache_rag import InvalidInputError, cancellable, in_thread
+from kvcache_rag.integration import (
+    JSON_FORM,
+    Reference,
+    ToolChoice,
+    is_remote,
+    json_instruction,
+    prefill_texts,
+)
 from langchain_kvcache_rag import batching, structured
+from langchain_kvcache_rag.blocks import checked_document, document_text
 from langchain_kvcache_rag.calls import (
     Call,
     call_of,
@@ -21,7 +31,8 @@ from langchain_kvcache_rag.retrieved import documents_in
 from langchain_kvcache_rag.settings import ChatSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    import threading
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
@@ -30,10 +41,11 @@ if TYPE_CHECKING:
     from langchain_core.language_models import LanguageModelInput
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
+    from langchain_core.prompts import StringPromptTemplate
     from langchain_core.runnables import Runnable, RunnableConfig
     from langchain_core.tools import BaseTool
 
-    from kvcache_rag import Engine
+    from kvcache_rag import ChunkKey, Engine
     from langchain_kvcache_rag.shared import Shared
 
 
@@ -66,6 +78,62 @@ class ChatKVCache(ChatSettings):
     if TYPE_CHECKING:
         # Else type checkers make one of the fields alone, as of a dataclass.
         def __init__(self, *, engine: Engine | None = None, **fields: Any) -> None: ...
+
+    def prefill(
+        self,
+        documents: Iterable[Document | str],
+        *,
+        document_prompt: StringPromptTemplate | None = None,
+        show_progress: bool = False,
+    ) -> list[ChunkKey | None]:
+        """Compute and store the KV of documents, for a vector store of any kind.
+
+        Questions find it by the documents' text, so nothing has to stand in their rows.
+
+        Args:
+            documents: As they are added to the store, or texts as they will stand in prompts.
+            document_prompt: As of `KVCacheRAG`.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            The key of each document's chunk, None for one without text.
+
+        Raises:
+            ContextTooLongError: If a text does not fit the model's context window; nothing is
+                computed then.
+            InvalidInputError: If something is no document, or lacks metadata that
+                `document_prompt` names.
+        """
+        return self._prefill(documents, document_prompt, show_progress)
+
+    async def aprefill(
+        self,
+        documents: Iterable[Document | str],
+        *,
+        document_prompt: StringPromptTemplate | None = None,
+        show_progress: bool = False,
+    ) -> list[ChunkKey | None]:
+        """`prefill` that does not block the event loop; cancelling it stops the model."""
+        return await cancellable(self._prefill, documents, document_prompt, show_progress)
+
+    def _prefill(
+        self,
+        documents: Iterable[Document | str],
+        document_prompt: StringPromptTemplate | None,
+        show_progress: bool,
+        cancelled: threading.Event | None = None,
+    ) -> list[ChunkKey | None]:
+        if isinstance(documents, (str, Document)):
+            raise InvalidInputError("prefill() takes a list of documents; put the one into a list")
+        given = [Document(one) if isinstance(one, str) else one for one in documents]
+        texts = [document_text(checked_document(one), document_prompt) for one in given]
+        ids = [one.id or str(at) for at, one in enumerate(given)]
+        engine = self.engine
+        keys = prefill_texts(engine, ids, texts, show_progress=show_progress, cancelled=cancelled)
+        for text, key in zip(texts, keys, strict=True):
+            if key is not None:
+                self.references.note(Reference.of(key, text, engine))
+        return keys
 
     def invoke(
         self,
@@ -115,7 +183,7 @@ class ChatKVCache(ChatSettings):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
-        answer = batching.answered_together(call)
+        answer = batching.ready_answer(call)
         return result(call.run() if answer is None else answer, self.model, call)
 
     async def _agenerate(
@@ -126,7 +194,7 @@ class ChatKVCache(ChatSettings):
         **kwargs: Any,
     ) -> ChatResult:
         call = await in_thread(self._call, messages, stop, kwargs)
-        answer = await batching.aanswered_together(call)
+        answer = batching.ready_answer(call)
         if answer is None:
             answer = await cancellable(call.run)
         return result(answer, self.model, call)
@@ -162,7 +230,8 @@ class ChatKVCache(ChatSettings):
         """Answer several prompts; those with documents in padded `generate()`s, not one by one.
 
         At most `max_batch_size`, and the config's `max_concurrency`, stand in one.  An answer
-        equals that of `invoke`; what cannot be answered together is answered one by one.
+        equals that of `invoke`; what cannot be answered together is answered one by one.  Callbacks
+        hear of a call when its answer lies ready, so a trace does not show how long it took.
         """
         return batching.batch(self, inputs, config, return_exceptions, kwargs)
 

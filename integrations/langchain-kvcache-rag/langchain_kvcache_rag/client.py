@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import References
-from langchain_kvcache_rag.collection import PrefilledCollection, behind
+from kvcache_rag.integration import References, behind
+from langchain_kvcache_rag.collection import DocumentCollection
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -68,24 +68,23 @@ class PrefilledClient:
         """For `isinstance`, which asks for the type first: it is a client of Chroma's, too."""
         return type(self.client)
 
-    def wrap(self, collection: Collection | PrefilledCollection) -> PrefilledCollection:
+    def wrap(self, collection: Collection | DocumentCollection) -> DocumentCollection:
         """The collection as one that prefills for this client's store."""
-        if isinstance(collection, PrefilledCollection):
-            collection = collection.collection
-        return PrefilledCollection(
-            collection,
+        inner: Any = collection
+        return DocumentCollection(
+            inner.collection if isinstance(inner, DocumentCollection) else inner,
             self._source,
             show_progress=self._show_progress,
             document_prompt=self._document_prompt,
         )
 
-    def get_or_create_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
+    def get_or_create_collection(self, *args: Any, **options: Any) -> DocumentCollection:
         return self.wrap(self.client.get_or_create_collection(*args, **options))
 
-    def create_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
+    def create_collection(self, *args: Any, **options: Any) -> DocumentCollection:
         return self.wrap(self.client.create_collection(*args, **options))
 
-    def get_collection(self, *args: Any, **options: Any) -> PrefilledCollection:
+    def get_collection(self, *args: Any, **options: Any) -> DocumentCollection:
         return self.wrap(self.client.get_collection(*args, **options))
 
     def delete_collection(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Rows in the columns that Chroma's collections take and give."""
+"""Rows of the columns that Chroma's collections take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from chromadb.api.types import validate_metadata
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import REFERENCE_KEYS, NewRow, Reference
+from kvcache_rag.integration import REFERENCE_KEYS, NewRow, listed, of_user
 
 
 def new_rows(ids: Any, embeddings: Any, metadatas: Any, documents: Any) -> list[NewRow]:
@@ -81,34 +81,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False  # a lone surrogate, as some PDF readers make them
     return True
-
-
-def of_user(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's metadata without the reference to its KV; keys that are none are their user's."""
-    if Reference.from_metadata(metadata) is None:
-        return dict(metadata)
-    return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}
-
-
-def listed(values: Any) -> list[Any]:
-    """One value or many as a list, as Chroma takes them."""
-    return [values] if isinstance(values, (str, Mapping)) else list(values)
-
-
-def without_ghosts(found: dict[str, Any]) -> dict[str, Any]:
-    """Query results without hits whose row is gone: neither document nor metadata."""
-    kept = [
-        [at for at, row in enumerate(zip(*columns, strict=True)) if row != (None, None)]
-        for columns in zip(found["documents"], found["metadatas"], strict=True)
-    ]
-    if all(len(ats) == len(ids) for ats, ids in zip(kept, found["ids"], strict=True)):
-        return found
-    columns = ("ids", "documents", "metadatas", "distances", "embeddings", "uris", "data")
-    return {
-        **found,
-        **{
-            name: [[hits[at] for at in ats] for hits, ats in zip(found[name], kept, strict=True)]
-            for name in columns
-            if found.get(name) is not None
-        },
-    }

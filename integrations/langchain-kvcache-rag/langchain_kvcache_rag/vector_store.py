@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag import Engine
     from kvcache_rag.integration import References
-    from langchain_kvcache_rag.collection import KVSource, PrefilledCollection
+    from langchain_kvcache_rag.collection import DocumentCollection, KVSource
 
 # SQLite refuses statements with tens of thousands of variables.
 _IDS = 5000
@@ -152,8 +152,8 @@ class KVCacheChroma(Chroma):
         return str(self._collection.id)
 
     @property
-    def _prefilled(self) -> PrefilledCollection:
-        return cast("PrefilledCollection", self._collection)
+    def _prefilled(self) -> DocumentCollection:
+        return cast("DocumentCollection", self._collection)
 
     # ------------------------------------------------------------------ writing
     def add_texts(

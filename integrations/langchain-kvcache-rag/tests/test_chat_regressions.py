@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chat_model_helpers import LONG, Steps, details, over
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import AsyncCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from langchain_core.runnables import ConfigurableField
@@ -35,36 +34,6 @@ TWO_ROLES = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 BOOLEAN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-
-
-class Held(AsyncCallbackHandler):
-    """Holds a call up before it reaches the model."""
-
-    def __init__(self) -> None:
-        self.reached = asyncio.Event()
-
-    async def on_chat_model_start(self, *arguments: Any, **options: Any) -> None:
-        self.reached.set()
-        await asyncio.sleep(60)
-
-
-async def test_a_batch_cancelled_before_its_generate_begins_none(
-    llm: ChatKVCache, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[int] = []
-    monkeypatch.setattr(engine, "generate_batch", lambda *_, **__: begun.append(1))
-    monkeypatch.setattr(engine, "generate", lambda *_, **__: begun.append(1))
-    held = Held()
-    configs: list[Any] = [{"callbacks": [held]}, {}, {}]
-    task = asyncio.create_task(llm.abatch([over(f"{n}?", "one") for n in "abc"], config=configs))
-    await held.reached.wait()
-    await asyncio.sleep(0.2)  # the others have arrived and wait
-    others = asyncio.all_tasks() - {task, asyncio.current_task()}
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.wait([one for one in others if not one.done()] or [task], timeout=1)
-    assert begun == []
 
 
 def test_an_interrupt_stops_a_batch(
@@ -89,7 +58,7 @@ def test_an_interrupt_stops_a_batch(
             llm.batch([over("what?", "one"), over("who?", "one")], **LONG)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert 3 < steps.count < 100
+    assert steps.count == 3
 
 
 async def test_a_row_that_no_message_can_be_made_of_spoils_only_itself(llm: ChatKVCache) -> None:

@@ -184,15 +184,6 @@ async def test_a_batch_of_a_whole_chain_is_one_generate_too(
     assert {shape[0] for shape in forwards} == {1, 2}
 
 
-def test_max_concurrency_limits_the_rows(
-    rag: KVCacheRAG, engine: Engine, forwards: list[tuple[int, ...]]
-) -> None:
-    engine.add(TEXTS)
-    forwards.clear()
-    rag.batch([ASKED] * 5, {"max_concurrency": 2})
-    assert max(shape[0] for shape in forwards) == 2
-
-
 def test_one_bad_question_spoils_only_itself(rag: KVCacheRAG, engine: Engine) -> None:
     asked: list[Any] = [
         ASKED,
@@ -211,26 +202,7 @@ def test_one_bad_question_spoils_only_itself(rag: KVCacheRAG, engine: Engine) ->
         rag.batch(asked)
 
 
-def test_an_empty_batch_is_empty(rag: KVCacheRAG) -> None:
-    assert rag.batch([]) == []
-
-
-# ---------------------------------------------------------------------- asking at once
-async def test_fifty_at_once_get_the_answers_they_would_get_alone(
-    rag: KVCacheRAG, engine: Engine
-) -> None:
-    asked: list[Any] = [
-        {"question": f"Who is number {number}?", "context": DOCUMENTS[number % 3 :]}
-        for number in range(50)
-    ]
-    alone = [
-        engine.generate(one["question"], TEXTS[number % 3 :], max_new_tokens=6).text
-        for number, one in enumerate(asked)
-    ]
-    together = await asyncio.gather(*(rag.ainvoke(one) for one in asked))
-    assert [one.content for one in together] == alone
-
-
+# ---------------------------------------------------------------------- the event loop
 @pytest.mark.parametrize("way", ["ainvoke", "abatch", "astream"])
 async def test_the_event_loop_goes_on(
     llm: ChatKVCache, loop: Loop, monkeypatch: pytest.MonkeyPatch, way: str

@@ -9,7 +9,7 @@ import pytest
 from langchain_core.documents import Document
 
 from kvcache_rag import CacheBlend, InvalidInputError, policy_by_name
-from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, document_block, prefill
+from langchain_kvcache_rag import ChatKVCache, KVCacheRAG, document_block
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,10 +59,10 @@ def test_what_is_no_document(llm: ChatKVCache) -> None:
     with pytest.raises(InvalidInputError, match=r"not a str; give Document\(text\)$"):
         document_block("a text")
     for one in (DOCUMENTS[0], "a text"):
-        with pytest.raises(InvalidInputError, match="a list of documents, not one"):
-            prefill(one, llm)
+        with pytest.raises(InvalidInputError, match="takes a list of documents"):
+            llm.prefill(one)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"not a int; give one such as a retriever gives$"):
-        prefill([3], llm)
+        llm.prefill([3])  # type: ignore[list-item]
 
 
 def test_without_documents_nothing_is_reused(llm: ChatKVCache) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import access
 import chromadb
 import pytest
 from langchain_core.documents import Document
-from store_helpers import Geometry, library, memory_store, metadata_of, survivors, texts_of
+from store_helpers import Geometry, library, memory_store, texts_of
 
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
@@ -121,53 +119,3 @@ async def test_prefilling_leaves_the_loop_alone(
     go_on.set()
     assert await adding == ["a"]
     assert len(await store.asimilarity_search("Text.")) == 1
-
-
-async def test_many_at_once(store: KVCacheChroma, prefilled: Callable[[], int]) -> None:
-    texts = [f"Fact {at % 5}." for at in range(20)]
-    calls = (store.aadd_texts([text], ids=[str(at)]) for at, text in enumerate(texts))
-    assert [one for (one,) in await asyncio.gather(*calls)] == [str(at) for at in range(20)]
-    assert prefilled() == 5
-    assert texts_of(store) == {str(at): text for at, text in enumerate(texts)}
-    assert all("kv_key" in metadata_of(store, str(at)) for at in range(20))
-
-
-# ---------------------------------------------------------------------- threads
-def test_threads_add_and_delete_the_same_texts(store: KVCacheChroma, engine: Engine) -> None:
-    letters, held = "abcdefgh", survivors(engine)
-
-    def work(worker: int) -> None:
-        for _ in range(4):
-            ids = [f"{worker}{letter}" for letter in letters]
-            store.add_texts([*letters], ids=ids)
-            assert store.similarity_search("a", k=8)
-            store.delete([one for one in ids if one[1] != letters[worker]])
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(4)))
-    finally:
-        sys.setswitchinterval(switch)
-    assert sorted(texts_of(store)) == [f"{at}{letters[at]}" for at in range(4)]
-    assert held(*letters) == letters[:4]
-
-
-def test_text_that_is_released_while_it_is_added_stays(
-    store: KVCacheChroma, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = survivors(engine)
-    store.add_texts(["t"], ids=["old"])
-    raw: Any = access.collection(store)
-    upsert = raw.collection.upsert
-
-    def after_a_deletion(**values: Any) -> None:
-        monkeypatch.setattr(raw.collection, "upsert", upsert)
-        store.delete(["old"])
-        upsert(**values)
-
-    monkeypatch.setattr(raw.collection, "upsert", after_a_deletion)
-    store.add_texts(["t"], ids=["new"])
-    assert texts_of(store) == {"new": "t"}
-    assert held("t") == "t"

@@ -19,7 +19,7 @@ from kvcache_rag.integration import REFERENCE_KEYS
 from langchain_kvcache_rag.blocks import document_block
 from langchain_kvcache_rag.chat_model import ChatKVCache
 from langchain_kvcache_rag.client import PrefilledClient
-from langchain_kvcache_rag.collection import PrefilledCollection
+from langchain_kvcache_rag.collection import DocumentCollection
 from langchain_kvcache_rag.vector_store import KVCacheChroma
 
 if TYPE_CHECKING:
@@ -213,5 +213,5 @@ def test_client_and_collection_are_chromas_for_those_who_ask(llm: ChatKVCache) -
     assert isinstance(client, chromadb.ClientCreator)
     assert isinstance(client, PrefilledClient)
     assert isinstance(collection, chromadb.Collection)
-    assert isinstance(collection, PrefilledCollection)
+    assert isinstance(collection, DocumentCollection)
     assert type(copy.copy(client)) is PrefilledClient

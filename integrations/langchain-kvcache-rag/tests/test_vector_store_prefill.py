@@ -17,7 +17,6 @@ from kvcache_rag import (
     ContextTooLongError,
     DiskStore,
     InvalidInputError,
-    PromptTemplate,
     StoredChunk,
 )
 from kvcache_rag.integration import REFERENCE_KEYS, References
@@ -90,24 +89,6 @@ def test_reading_tells_the_chat_model_where_the_kv_is(
     assert llm.references.chunk("Text.", engine) == StoredChunk(key, "Text.")
     assert llm.references.chunk("Text!", engine) == "Text!"
     assert prefilled() == 1
-
-
-def test_same_text_is_prefilled_once(store: KVCacheChroma, prefilled: Count) -> None:
-    store.add_texts(["One text.", "One text.", "Another."])
-    assert prefilled() == 2
-    store.add_texts(["One text."])
-    assert prefilled() == 0
-
-
-def test_blank_text_has_no_reference(store: KVCacheChroma, prefilled: Count) -> None:
-    store.add_texts(["", " \n", "Text."], [{"page": 1}, {}, {}], ids=["a", "b", "c"])
-    assert prefilled() == 1
-    assert metadata_of(store, "a") == {"page": 1}
-    assert metadata_of(store, "b") == {}
-    assert texts_of(store) == {"a": "", "b": " \n", "c": "Text."}
-    # A row that becomes blank has none any more.
-    store.update_document("c", Document(" ", metadata={"page": 2}))
-    assert metadata_of(store, "c") == {"page": 2}
 
 
 def test_without_engine_rows_have_no_reference(store: KVCacheChroma) -> None:
@@ -242,13 +223,6 @@ def test_replaced_row_releases_its_old_text(store: KVCacheChroma, held: Held, wa
     assert metadata_of(store, "1")["kv_key"] == metadata_of(store, "2")["kv_key"]
 
 
-def test_update_keeps_missing_ids_away(store: KVCacheChroma, held: Held) -> None:
-    store.add_texts(["a"], ids=["1"])
-    store.update_documents(["1", "2"], [Document("b"), Document("c")])
-    assert texts_of(store) == {"1": "b"}
-    assert held("a", "b", "c") == "b"
-
-
 @pytest.mark.parametrize("way", ["delete_collection", "reset_collection"])
 def test_collection_that_goes_releases_everything(
     store: KVCacheChroma, held: Held, way: str
@@ -262,13 +236,6 @@ def test_collection_that_goes_releases_everything(
         store.add_texts(["d"])
         assert held(*"bcd") == "bcd"
         assert store.owner != other.owner
-
-
-def test_released_text_is_there_for_the_grace_time(store: KVCacheChroma, prefilled: Count) -> None:
-    store.add_texts(["Text."], ids=["a"])
-    store.delete(["a"])
-    store.add_texts(["Text."], ids=["b"])
-    assert prefilled() == 1
 
 
 def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: Held) -> None:
@@ -329,52 +296,6 @@ def test_long_call_fails_as_a_whole(
     assert held(*"abcdpqrst") == "pqrst"
 
 
-def test_write_that_fails_claims_nothing(
-    store: KVCacheChroma, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.add_texts([*"ab"], ids=["1", "2"])
-
-    def fails(**_: Any) -> None:
-        raise chromadb.errors.InternalError("disk full")
-
-    raw: Any = access.collection(store)
-    with monkeypatch.context() as patch:
-        patch.setattr(raw.collection, "upsert", fails)
-        with pytest.raises(chromadb.errors.InternalError, match="disk full"):
-            store.add_texts([*"acd"], ids=["1", "3", "4"])
-        with pytest.raises(chromadb.errors.InternalError, match="disk full"):
-            store.update_documents(["1"], [Document("e")])
-    assert texts_of(store) == {"1": "a", "2": "b"}
-    assert held(*"abcde") == "ab"
-
-
-def test_vectors_of_the_wrong_size_claim_nothing(store: KVCacheChroma, held: Held) -> None:
-    store.add_texts(["a"])
-    wrong = memory_store(
-        Geometry({"b": [1.0, 2.0]}),
-        collection_name=access.collection(store).name,
-        engine=store.engine,
-    )
-    with pytest.raises(chromadb.errors.InvalidArgumentError, match="dimension"):
-        wrong.add_texts([*"ab"])
-    assert held(*"ab") == "a"
-
-
-def test_embedding_that_fails_writes_nothing(store: KVCacheChroma, held: Held) -> None:
-    class Broken(Geometry):
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            raise OSError("no embedding today")
-
-    broken = memory_store(
-        Broken(), collection_name=access.collection(store).name, engine=store.engine
-    )
-    store.add_texts(["a"])
-    store.delete()
-    with pytest.raises(OSError, match="today"):
-        broken.add_texts(["a"])
-    assert (texts_of(store), held("a")) == ({}, "")
-
-
 @pytest.mark.parametrize("way", ["add_documents", "aadd_documents", "afrom_documents"])
 async def test_documents_are_embedded_while_they_are_prefilled(
     llm: ChatKVCache, engine: Engine, monkeypatch: pytest.MonkeyPatch, way: str
@@ -405,30 +326,6 @@ async def test_documents_are_embedded_while_they_are_prefilled(
     assert all(set(REFERENCE_KEYS) <= metadata_of(store, one).keys() for one in texts_of(store))
 
 
-def test_failure_in_a_later_batch_keeps_rows_and_claims_in_step(
-    engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server: Any = access.client(access.collection(memory_store()))
-    monkeypatch.setattr(server, "get_max_batch_size", lambda: 2)
-    store = memory_store(engine=engine)
-    store.add_texts([*"abcdef"], ids=[*"123456"])
-    raw: Any = access.collection(store)
-    upsert, calls = raw.collection.upsert, []
-
-    def second_fails(**values: Any) -> None:
-        calls.append(len(values["ids"]))
-        if len(calls) == 2:
-            raise chromadb.errors.InternalError("disk full")
-        upsert(**values)
-
-    monkeypatch.setattr(raw.collection, "upsert", second_fails)
-    with pytest.raises(chromadb.errors.InternalError, match="disk full"):
-        store.add_texts([*"uvwxyz"], ids=[*"123456"])
-    assert calls == [2, 2]
-    assert texts_of(store) == dict(zip("123456", "uvcdef", strict=True))
-    assert held(*"abcdefuvwxyz") == "cdefuv"
-
-
 # ---------------------------------------------------------------------- filling up
 def test_prefill_missing_fills_a_collection_of_the_stock_store(
     store: KVCacheChroma, llm: ChatKVCache, prefilled: Count
@@ -449,29 +346,6 @@ def test_prefill_missing_fills_a_collection_of_the_stock_store(
     # Evicted KV comes back too, though no reference has to be written.
     llm.engine.store.delete(key)
     assert (store.prefill_missing(), prefilled()) == (0, 1)
-
-
-def test_references_of_another_prefix_are_rewritten(
-    store: KVCacheChroma, make_engine: Callable[..., Engine]
-) -> None:
-    store.add_texts(["Text."], [{"page": 1}], ["a"])
-    before = metadata_of(store, "a")
-    # As many tokens as the other engine's prefix, so its length does not give it away.
-    engine = make_engine(template=PromptTemplate(system="Rest.\n"))
-    other = memory_store(collection_name=access.collection(store).name, engine=engine)
-    assert other.references is not None
-    other.similarity_search("Text.")
-    outdated = other.references.chunk("Text.", engine)
-    assert isinstance(outdated, StoredChunk)
-    assert outdated.outdated
-    assert other.prefill_missing() == 1
-    after = metadata_of(other, "a")
-    assert (after["kv_key"], after["page"]) == (engine.keys(["Text."])[0].digest, 1)
-    assert after["kv_key"] != before["kv_key"]
-    other.similarity_search("Text.")
-    renewed = other.references.chunk("Text.", engine)
-    assert isinstance(renewed, StoredChunk)
-    assert not renewed.outdated
 
 
 # ---------------------------------------------------------------------- several stores

@@ -133,22 +133,6 @@ def test_prefill_missing_that_cannot_write_claims_nothing(
     assert held(*"ab") == "ab"
 
 
-def test_collection_deleted_while_its_rows_are_prefilled(
-    store: KVCacheChroma, engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = engine.add
-
-    def deleting(*args: Any, **options: Any) -> Any:
-        chromadb.EphemeralClient().delete_collection(access.collection(store).name)
-        return add(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "add", deleting)
-        with pytest.raises(chromadb.errors.NotFoundError):
-            store.add_texts(["a"])
-    assert held("a") == ""
-
-
 def test_picture_in_the_place_of_a_text_releases_it(
     llm: ChatKVCache, held: Held, prefilled: Count, tmp_path: Path
 ) -> None:
@@ -184,15 +168,6 @@ def test_row_deleted_while_its_update_is_prefilled_stays_deleted(
 
 
 # ---------------------------------------------------------------------- too late
-def test_collection_that_is_gone_is_known_before_prefilling(
-    store: KVCacheChroma, prefilled: Count
-) -> None:
-    chromadb.EphemeralClient().delete_collection(access.collection(store).name)
-    with pytest.raises(chromadb.errors.NotFoundError):
-        store.add_texts(["a"])
-    assert prefilled() == 0
-
-
 def test_vectors_of_another_size_write_nothing(store: KVCacheChroma, engine: Engine) -> None:
     stock(store).add_texts(["a"])
     other = memory_store(

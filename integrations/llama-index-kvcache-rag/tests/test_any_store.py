@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import threading
+import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import access
+import chromadb
 import faiss
 import pytest
 from kv_cache_fields import FIELDS
@@ -17,27 +18,24 @@ from llama_index.core import Document, Settings, StorageContext, VectorStoreInde
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, QueryBundle, TextNode
-from llama_index.core.vector_stores import FilterCondition, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore, FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore
-from qdrant_client import AsyncQdrantClient, QdrantClient
+from qdrant_client import QdrantClient
 from small import make_model
 
 from kvcache_rag import ContextTooLongError, DiskStore, InvalidInputError, Metrics
 from kvcache_rag.integration import REFERENCE_KEYS
-from kvcache_rag.integration.record import OwnerRecord
 from llama_index.kvcache_rag import (
     HashEmbedding,
     KVCacheLLM,
     KVCachePrefill,
     KVCacheQueryEngine,
     KVCacheVectorStore,
-    prefill,
 )
-from llama_index.kvcache_rag.wrapped_store import WrappedVectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +71,11 @@ STORES: dict[str, Callable[[], BasePydanticVectorStore]] = {
     "qdrant": qdrant_store,
     "simple": SimpleVectorStore,
 }
-DELETING = [name for name in STORES if name != "faiss"]  # whose LlamaIndex store cannot
+
+
+def chroma_store(llm: KVCacheLLM) -> KVCacheVectorStore:
+    name = f"c-{uuid.uuid4().hex}"
+    return KVCacheVectorStore.from_params(name, client=chromadb.EphemeralClient(), llm=llm)
 
 
 def documents() -> list[Document]:
@@ -104,212 +106,44 @@ def disk_llm(make_engine: Callable[..., Engine], tmp_path: Path) -> KVCacheLLM:
     return KVCacheLLM(engine=make_engine(store=store), max_new_tokens=4)
 
 
-def held(llm: KVCacheLLM) -> set[str]:
-    """Which of the documents' texts are stored after a sweep."""
-    llm.engine.store.sweep()
-    texts = [one.get_content(MetadataMode.LLM) for one in documents()]
-    keys = llm.engine.keys(texts)
-    return {f"d{at}" for at, key in enumerate(keys) if llm.engine.store.contains(key)}
-
-
-# ---------------------------------------------------------------------- wrap
-@pytest.mark.parametrize("kind", STORES)
-def test_the_first_question_reuses_what_was_added(
-    kind: str, llm: KVCacheLLM, embedding: HashEmbedding, prefilled: Count
-) -> None:
-    store = KVCacheVectorStore.wrap(STORES[kind](), llm=llm)
-    index = index_over(store, embedding)
-    assert prefilled() == 3
-    found = ask(index, llm)
-    assert found["misses"] == 0
-    assert found["reused_tokens"] > 0
-    # By reference where the node comes back with its metadata, else by its text.
-    assert found["references"] == (2 if store.stores_text else 0)
-    assert prefilled() == 0
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_questions_get_what_the_store_itself_gives(
-    kind: str, llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    def found(store: Any) -> list[Any]:
-        retriever = index_over(store, embedding).as_retriever(similarity_top_k=3)
-        nodes = retriever.retrieve("A cat?")
-        modes = (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE)
-        return [(round(one.score or 0.0, 5), *map(one.node.get_content, modes)) for one in nodes]
-
-    assert found(KVCacheVectorStore.wrap(STORES[kind](), llm=llm)) == found(STORES[kind]())
-
-
-@pytest.mark.parametrize("kind", DELETING)
-def test_deleting_a_document_releases_its_chunk(
-    kind: str, disk_llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    index = index_over(
-        KVCacheVectorStore.wrap(STORES[kind](), llm=disk_llm, name="docs"), embedding
-    )
-    assert held(disk_llm) == {"d0", "d1", "d2"}
-    index.delete_ref_doc("d1", delete_from_docstore=True)
-    assert held(disk_llm) == {"d0", "d2"}
-
-
-def test_deleting_nodes_releases_their_chunks(
-    disk_llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    store = KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm, name="docs")
-    index_over(store, embedding)
-    (one,) = store.get_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="page", value=0)]))
-    store.delete_nodes([one.node_id])
-    assert held(disk_llm) == {"d1", "d2"}
-    of_two = [MetadataFilter(key="page", value=1), MetadataFilter(key="page", value=7)]
-    store.delete_nodes(filters=MetadataFilters(filters=of_two, condition=FilterCondition.OR))
-    assert held(disk_llm) == {"d2"}
-    store.clear()
-    assert held(disk_llm) == set()
-
-
-def test_what_another_node_or_another_store_wants_stays(
-    disk_llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    first = KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm, name="first")
-    second = KVCacheVectorStore.wrap(SimpleVectorStore(), llm=disk_llm, name="second")
-    vector = embedding.get_text_embedding("x")
-    twins = [TextNode(id_=f"0000000{n}-0000-0000-0000-000000000000") for n in (1, 2)]
-    for twin in twins:
-        twin.text, twin.metadata, twin.embedding = "The tower is tall.", {"page": 0}, vector
-    first.add(twins)
-    first.delete_nodes([twins[0].node_id])
-    assert held(disk_llm) == {"d0"}
-    index_over(second, embedding)
-    first.delete_nodes([twins[1].node_id])
-    assert held(disk_llm) == {"d0", "d1", "d2"}
-
-
-def test_replacing_a_node_releases_what_it_said_before(
-    disk_llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    store = KVCacheVectorStore.wrap(SimpleVectorStore(), llm=disk_llm, name="docs")
-    old, new, blank = documents()
-    for node, text in ((old, old.text), (new, new.text), (blank, " ")):
-        node.embedding = embedding.get_text_embedding("x")
-        row = TextNode(id_="row", text=text, metadata=node.metadata, embedding=node.embedding)
-        store.add([row])
-        if node is old:
-            assert held(disk_llm) == {"d0"}
-        if node is new:
-            assert held(disk_llm) == {"d1"}
-
-
-def test_without_a_name_nothing_is_claimed(
-    disk_llm: KVCacheLLM, embedding: HashEmbedding, tmp_path: Path
-) -> None:
-    index = index_over(KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm), embedding)
-    index.delete_ref_doc("d1")
-    assert held(disk_llm) == {"d0", "d1", "d2"}
-    assert not [*tmp_path.glob("kv/*/records"), *tmp_path.rglob("*.owner-*")]
-
-
-def test_nodes_of_the_caller_stay_as_they_are(llm: KVCacheLLM, embedding: HashEmbedding) -> None:
-    mine = TextNode(text="The tower is tall.", metadata={"page": 0})
-    mine.embedding = embedding.get_text_embedding("x")
-    before = copy.deepcopy(mine)
-    store = KVCacheVectorStore.wrap(qdrant_store(), llm=llm)
-    store.add([mine])
-    assert mine == before
-    (back,) = store.get_nodes([mine.node_id])
-    assert set(back.metadata) == {"page", *REFERENCE_KEYS}
-    for mode in MetadataMode.LLM, MetadataMode.EMBED:
-        assert back.get_content(mode) == mine.get_content(mode)
-
-
-def test_a_node_that_is_too_long_is_named_and_nothing_is_added(
-    llm: KVCacheLLM, embedding: HashEmbedding
-) -> None:
-    store = KVCacheVectorStore.wrap(SimpleVectorStore(), llm=llm)
-    nodes = [TextNode(id_="short", text="A cat."), TextNode(id_="long", text="cat " * 9999)]
-    for node in nodes:
-        node.embedding = embedding.get_text_embedding("x")
-    with pytest.raises(ContextTooLongError, match="row 'long'"):
-        store.add(nodes)
-    assert not store.store.to_dict()["embedding_dict"]
-
-
-def test_a_store_that_refuses_claims_nothing(disk_llm: KVCacheLLM, tmp_path: Path) -> None:
-    store = KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm, name="docs")
-    with pytest.raises(ValueError, match="embedding not set"):
-        store.add([TextNode(text="The tower is tall.")])
-    assert not [*tmp_path.rglob("*.owner-*")]
-
-
-async def test_async_ways_do_the_same(disk_llm: KVCacheLLM, embedding: HashEmbedding) -> None:
-    client = AsyncQdrantClient(":memory:")
-    store = KVCacheVectorStore.wrap(
-        QdrantVectorStore("docs", aclient=client), llm=disk_llm, name="docs"
-    )
-    nodes = [
-        TextNode(text=one.text, metadata=one.metadata, embedding=embedding.get_text_embedding("x"))
-        for one in documents()
-    ]
-    await store.async_add(nodes)
-    assert held(disk_llm) == {"d0", "d1", "d2"}
-    await store.adelete_nodes([nodes[0].node_id])
-    assert held(disk_llm) == {"d1", "d2"}
-    page = MetadataFilters(filters=[MetadataFilter(key="page", value=1)])
-    await store.adelete_nodes(filters=page)
-    assert held(disk_llm) == {"d2"}
-    assert len(await store.aget_nodes(filters=MetadataFilters(filters=[]))) == 1
-    await store.aclear()
-    assert held(disk_llm) == set()
-    await client.close()
-
-
-def test_the_rest_is_the_stores_own(llm: KVCacheLLM, tmp_path: Path) -> None:
-    inner = faiss_store()
-    store = KVCacheVectorStore.wrap(inner, llm=llm)
-    assert isinstance(store, WrappedVectorStore)
-    assert (store.store, store.client, store.stores_text) == (inner, inner.client, False)
-    store.persist(str(tmp_path / "index"))
-    assert (tmp_path / "index").is_file()
-    assert KVCacheVectorStore.wrap(qdrant_store(), llm=llm).collection_name == "docs"
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = store.no_such_thing
-    second = copy.deepcopy(store)
-    assert (second.store, second.engine) == (inner, llm.engine)
-
-
-def test_settings_have_the_llm(llm: KVCacheLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Settings, "_llm", llm)
-    assert KVCacheVectorStore.wrap(SimpleVectorStore()).engine is llm.engine
-
-
-def test_what_cannot_be_wrapped_says_so(llm: KVCacheLLM, engine: Engine) -> None:
-    with pytest.raises(InvalidInputError, match="a vector store of LlamaIndex, not a dict"):
-        KVCacheVectorStore.wrap({}, llm=llm)  # type: ignore[arg-type]
-    store = KVCacheVectorStore.wrap(SimpleVectorStore(), llm=llm)
-    with pytest.raises(InvalidInputError, match="prefills already"):
-        KVCacheVectorStore.wrap(store, llm=llm)
-    with pytest.raises(InvalidInputError, match="not both"):
-        KVCacheVectorStore.wrap(SimpleVectorStore(), llm=llm, engine=engine)
-
-
 # ---------------------------------------------------------------------- prefill
 @pytest.mark.parametrize("kind", STORES)
 def test_prefilled_nodes_are_reused_from_any_store(
     kind: str, llm: KVCacheLLM, embedding: HashEmbedding, prefilled: Count
 ) -> None:
     nodes = SentenceSplitter().get_nodes_from_documents(documents())
-    assert prefill([*nodes, nodes[0], TextNode(text=" ")], llm) == 3
+    llm.prefill(nodes)
     assert prefilled() == 3
     found = ask(index_over(STORES[kind](), embedding), llm)
     assert (found["misses"], found["references"], prefilled()) == (0, 0, 0)
 
 
-def test_prefill_claims_under_a_name(disk_llm: KVCacheLLM) -> None:
+def test_prefill_gives_the_key_of_each_node(llm: KVCacheLLM, prefilled: Count) -> None:
     nodes = SentenceSplitter().get_nodes_from_documents(documents())
-    prefill(nodes, disk_llm, name="docs")
-    store = KVCacheVectorStore.wrap(SimpleVectorStore(), llm=disk_llm, name="docs")
-    store.delete("d0")
-    assert held(disk_llm) == {"d1", "d2"}
+    texts = [node.get_content(MetadataMode.LLM) for node in nodes]
+    found = llm.prefill([*nodes, nodes[0], TextNode(text=" ")])
+    assert found == [*llm.engine.keys([*texts, texts[0]]), None]
+    assert prefilled() == 3
+    assert all(not {*REFERENCE_KEYS} & {*node.metadata} for node in nodes)
+
+
+async def test_prefill_does_not_block_and_can_be_stopped(
+    llm: KVCacheLLM, prefilled: Count, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = SentenceSplitter().get_nodes_from_documents(documents())
+    loop.watch(monkeypatch, make_model(), "forward")
+    assert await llm.aprefill(nodes) == llm.prefill(nodes)
+    assert prefilled() == 3
+    assert loop.turns
+
+
+def test_a_node_that_is_too_long_is_named_and_nothing_is_computed(
+    llm: KVCacheLLM, prefilled: Count
+) -> None:
+    nodes = [TextNode(id_="short", text="A cat."), TextNode(id_="long", text="cat " * 9999)]
+    with pytest.raises(ContextTooLongError, match="row 'long'"):
+        llm.prefill(nodes)
+    assert prefilled() == 0
 
 
 def test_a_pipeline_prefills_for_any_store(
@@ -370,8 +204,7 @@ async def test_nodes_are_embedded_while_they_are_prefilled(
     llm: KVCacheLLM, embedding: HashEmbedding, meeting: Meeting, prefilled: Count, way: str
 ) -> None:
     steps = [SentenceSplitter(), KVCachePrefill(llm=llm, embed_model=meeting)]
-    inner = SimpleVectorStore()
-    store = KVCacheVectorStore.wrap(inner, llm=llm)
+    store = SimpleVectorStore()
     pipeline = IngestionPipeline(transformations=steps, vector_store=store)
     if way == "run":
         pipeline.run(documents=documents())
@@ -385,27 +218,23 @@ async def test_nodes_are_embedded_while_they_are_prefilled(
         )
     assert prefilled() == 3
     texts = [one.get_content(MetadataMode.EMBED) for one in documents()]
-    assert [*inner.data.embedding_dict.values()] == embedding.get_text_embedding_batch(texts)
-    assert [*inner.data.text_id_to_ref_doc_id.values()] == ["d0", "d1", "d2"]
+    assert [*store.data.embedding_dict.values()] == embedding.get_text_embedding_batch(texts)
+    assert [*store.data.text_id_to_ref_doc_id.values()] == ["d0", "d1", "d2"]
 
 
 @pytest.mark.parametrize("way", ["run", "arun"])
-async def test_an_embedding_that_fails_claims_and_adds_nothing(
-    disk_llm: KVCacheLLM, way: str
-) -> None:
+async def test_an_embedding_that_fails_adds_nothing(llm: KVCacheLLM, way: str) -> None:
     class Failing(HashEmbedding):
         def _get_text_embedding(self, text: str) -> list[float]:
             raise OSError("no embedding today")
 
     store = SimpleVectorStore()
-    step = KVCachePrefill(llm=disk_llm, embed_model=Failing(), name="docs")
+    step = KVCachePrefill(llm=llm, embed_model=Failing())
     pipeline = IngestionPipeline(transformations=[step], vector_store=store)
     run: Any = pipeline.arun if way == "arun" else partial(asyncio.to_thread, pipeline.run)
     with pytest.raises(OSError, match="no embedding today"):
         await run(documents=documents())
     assert store.data.embedding_dict == {}
-    record = OwnerRecord.beside(disk_llm.engine.store, disk_llm.engine.namespace, "docs")
-    assert record.chunks() == set()
 
 
 async def test_a_text_too_long_ends_an_embedding_that_waits(llm: KVCacheLLM) -> None:
@@ -429,11 +258,16 @@ def test_two_models_do_not_share_a_pipelines_cache(llm: KVCacheLLM) -> None:
     assert json.dumps(one.to_dict(), default=str) != json.dumps(two.to_dict(), default=str)
 
 
-def test_prefill_needs_an_llm_that_reuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_index.core.llms import MockLLM
-
+def test_a_step_takes_the_llm_of_the_settings(
+    llm: KVCacheLLM, prefilled: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [TextNode(text="A cat.")]
+    monkeypatch.setattr(Settings, "_llm", llm)
+    assert KVCachePrefill()(nodes) == nodes
+    assert prefilled() == 1
+    monkeypatch.setattr(Settings, "_llm", MockLLM())
     with pytest.raises(InvalidInputError, match="need a KVCacheLLM, not a MockLLM"):
-        prefill([TextNode(text="A cat.")], MockLLM())
+        KVCachePrefill()(nodes)
 
 
 # ---------------------------------------------------------------------- what an answer says
@@ -441,7 +275,7 @@ def test_kv_cache_has_the_documented_fields_and_reasons(
     disk_llm: KVCacheLLM, embedding: HashEmbedding
 ) -> None:
     engine = disk_llm.engine
-    index = index_over(KVCacheVectorStore.wrap(qdrant_store(), llm=disk_llm), embedding)
+    index = index_over(chroma_store(disk_llm), embedding)
     first = ask(index, disk_llm)
     assert ({*first}, first["missed"], first["references"]) == (FIELDS, [], 2)
     texts = [one.get_content(MetadataMode.LLM) for one in documents()]
@@ -456,7 +290,7 @@ def test_kv_cache_has_the_documented_fields_and_reasons(
 def test_a_node_that_was_edited_misses_for_its_text(
     llm: KVCacheLLM, embedding: HashEmbedding
 ) -> None:
-    store = KVCacheVectorStore.wrap(qdrant_store(), llm=llm)
+    store = chroma_store(llm)
     index = index_over(store, embedding)
     nodes = index.as_retriever(similarity_top_k=1).retrieve("A cat?")
     nodes[0].node.metadata["page"] = 77
@@ -466,7 +300,7 @@ def test_a_node_that_was_edited_misses_for_its_text(
 
 
 def test_usage_has_the_cached_tokens(llm: KVCacheLLM, embedding: HashEmbedding) -> None:
-    index = index_over(KVCacheVectorStore.wrap(SimpleVectorStore(), llm=llm), embedding)
+    index = index_over(chroma_store(llm), embedding)
     found: list[Any] = []
     answer = KVCacheLLM.answer
 

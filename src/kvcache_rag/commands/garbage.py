@@ -1,8 +1,7 @@
 """`kvcache-rag store gc`: release chunks that no row of the named collections refers to any more.
 
-What a Chroma collection refers to, its rows say; what another vector store uses, says the record
-beside the chunks that prefilling under its name keeps.  Only claims of the named owners are
-touched, in all tiers, so no other collection or store can lose a chunk.  A claim younger than the
+What a Chroma collection refers to, its rows say.  Only claims of the named owners are touched, in
+all tiers, so no other collection can lose a chunk.  A claim younger than the
 grace time is left alone, because a row may still be on its way, and what was released by mistake is
 claimed again when a row turns up.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.commands.collections import (
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from kvcache_rag.integration.record import OwnerRecord
     from kvcache_rag.stores import ChunkStore
     from kvcache_rag.stores.disk.folders import (
         Leftover,
@@ -57,7 +54,6 @@ class Owner:
         still_used: Which of some keys rows refer to now.
         id: What the mark is a digest of, "" if only the mark is known.
         used: Keys that rows referred to when it was looked.
-        forget: Called with keys that were released.
     """
 
     name: str
@@ -65,7 +61,6 @@ class Owner:
     still_used: Callable[[list[str]], set[str]]
     used: frozenset[str] = frozenset()
     id: str = ""
-    forget: Callable[[list[str]], None] = lambda keys: None
 
 
 def collection_owner(collection: Any) -> Owner:
@@ -80,59 +75,6 @@ def collection_owner(collection: Any) -> Owner:
 
     owner, used = str(collection.id), frozenset(referenced(collection))
     return Owner(plain(f"collection {collection.name}"), owner_mark(owner), still_used, used, owner)
-
-
-def recorded_owner(name: str, namespaces: list[NamespaceFolder], used_since: float | None) -> Owner:
-    """The claims of a vector store of any kind, under whose name chunks were prefilled.
-
-    Args:
-        name: Of the store.
-        namespaces: Where to look.
-        used_since: Of what was last used before, in seconds since the epoch, rows do not count;
-            None: all rows count.
-
-    Raises:
-        InvalidInputError: If nothing was prefilled under the name.
-    """
-    from kvcache_rag.stores.disk.folders import identity
-
-    mark = identity(name)
-    records = _records(namespaces, mark)
-    if not records:
-        raise InvalidInputError(
-            f"no vector store was prefilled under the name {name!r} here; say the name= that "
-            "prefill or wrap was given"
-        )
-    idle = set() if used_since is None else _idle(namespaces, mark, used_since)
-
-    def using(keys: list[str]) -> set[str]:
-        return {key for record in records for key in record.using(keys)} - idle
-
-    used = frozenset(key for record in records for key in record.chunks()) - idle
-    return Owner(plain(f"store {name}"), mark, using, used, name, partial(_forget, records))
-
-
-def _records(namespaces: list[NamespaceFolder], mark: str) -> list[OwnerRecord]:
-    from kvcache_rag.integration.record import known_record
-
-    records = (known_record(folder.path, mark) for folder in namespaces)
-    return [record for record in records if record is not None]
-
-
-def _forget(records: list[OwnerRecord], keys: list[str]) -> None:
-    for record in records:
-        record.forget(keys)
-
-
-def _idle(namespaces: list[NamespaceFolder], mark: str, used_since: float) -> set[str]:
-    """Keys of an owner's chunks that were last used before `used_since`."""
-    return {
-        file.digest
-        for folder in namespaces
-        for spec in folder.specs()
-        for file in spec.chunks()
-        if mark in file.owners and file.used < used_since
-    }
 
 
 @dataclass
@@ -226,13 +168,11 @@ def release(found: Unused, owner: Owner, remote: Remote | None = None) -> int:
         if file.digest in used:
             file.restore(owner.mark)
     released = [file.digest for file in files if file.digest not in used]
-    owner.forget(released)
     if remote is not None:
         remote.release(found.spec, released, owner.id)
     return len(released)
 
 
-DAY = 86400.0  # seconds
 LEFTOVER_AGE = 3600.0  # seconds; as of `DiskStore.temp_age`
 
 
@@ -243,24 +183,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_place(parser)
     parser.add_argument(
-        "--name",
-        action="append",
-        default=[],
-        help="a vector store of any kind, by the name= of prefill or wrap; repeatable",
-    )
-    parser.add_argument(
-        "--unused-for",
-        type=float,
-        metavar="DAYS",
-        help="with --name: release what no question used for so long, whatever its rows say",
-    )
-    parser.add_argument(
         "--owner",
         action="append",
         default=[],
         metavar="ID",
-        help="release all that a deleted collection or store claimed: its id or name, or as "
-        "`store ls` prints it",
+        help="release all that a deleted collection claimed: its id, or as `store ls` prints it",
     )
     parser.add_argument(
         "--leftovers", action="store_true", help="unfinished and quarantined files of an hour ago"
@@ -278,13 +205,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what would be released, or release it; 0."""
-    if not (arguments.collection or arguments.name or arguments.owner or arguments.leftovers):
-        raise InvalidInputError("say what to look at: --collection, --name, --owner or --leftovers")
-    if arguments.unused_for is not None:
-        if not arguments.name:
-            raise InvalidInputError("--unused-for is about stores that --name names; say one")
-        if not arguments.unused_for > 0:
-            raise InvalidInputError("--unused-for must be a number of days above 0")
+    if not (arguments.collection or arguments.owner or arguments.leftovers):
+        raise InvalidInputError("say what to look at: --collection, --owner or --leftovers")
     if not arguments.grace >= 0:  # NaN, too
         raise InvalidInputError("--grace must be at least 0 seconds")
     remote = open_remote(arguments, grace=arguments.grace)
@@ -333,22 +255,11 @@ def _owners(arguments: argparse.Namespace) -> Iterator[Owner]:
                     f"say --collection {name} to keep what its rows use"
                 )
         yield from map(collection_owner, open_collections(client, arguments.collection))
-    yield from _recorded(arguments)
     for owner in arguments.owner:
         mark = owner_mark(owner)
         if arguments.remote is not None and mark == owner:
             raise InvalidInputError("with --remote, --owner needs the whole id of the collection")
-        records = _records(list(chosen(arguments)), mark)
-        forget = partial(_forget, records)
-        yield Owner(f"owner {owner}", mark, lambda _: set(), id=owner, forget=forget)
-
-
-def _recorded(arguments: argparse.Namespace) -> Iterator[Owner]:
-    since = None
-    if arguments.unused_for is not None:
-        since = time.time() - arguments.unused_for * DAY
-    for name in arguments.name:
-        yield recorded_owner(name, list(chosen(arguments)), since)
+        yield Owner(f"owner {owner}", mark, lambda _: set(), id=owner)
 
 
 def _collect(arguments: argparse.Namespace, owner: Owner, remote: Remote | None) -> None:

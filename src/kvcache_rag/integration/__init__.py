@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.chat import reference_to as reference_to
     from kvcache_rag.integration.chat import referring as referring
     from kvcache_rag.integration.chat import whole_texts as whole_texts
+    from kvcache_rag.integration.collection import PrefilledCollection as PrefilledCollection
+    from kvcache_rag.integration.collection import behind as behind
+    from kvcache_rag.integration.collection import listed as listed
+    from kvcache_rag.integration.collection import of_user as of_user
     from kvcache_rag.integration.embedding import hash_vector as hash_vector
     from kvcache_rag.integration.engine import open_engine as open_engine
     from kvcache_rag.integration.engine import remote_engine as remote_engine
@@ -40,10 +44,9 @@ if TYPE_CHECKING:
     from kvcache_rag.integration.extraction import suffixes as suffixes
     from kvcache_rag.integration.known_texts import FoundText as FoundText
     from kvcache_rag.integration.known_texts import KnownTexts as KnownTexts
-    from kvcache_rag.integration.prefiller import IngestedText as IngestedText
     from kvcache_rag.integration.prefiller import RowPrefiller as RowPrefiller
-    from kvcache_rag.integration.prefiller import TextPrefiller as TextPrefiller
     from kvcache_rag.integration.prefiller import beside as beside
+    from kvcache_rag.integration.prefiller import prefill_texts as prefill_texts
     from kvcache_rag.integration.references import REFERENCE_KEYS as REFERENCE_KEYS
     from kvcache_rag.integration.references import Reference as Reference
     from kvcache_rag.integration.references import References as References

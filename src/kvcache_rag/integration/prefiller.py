@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import sqlite3
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcache_rag.errors import (
-    ContextTooLongError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    check_name,
-)
-from kvcache_rag.integration.record import OwnerRecord, Use
-from kvcache_rag.integration.references import Reference, is_remote
+from kvcache_rag.errors import ContextTooLongError, InvalidInputError
+from kvcache_rag.integration.references import Reference
 from kvcache_rag.integration.rows import NewRow, Row, is_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvcache_rag.engine import Engine
     from kvcache_rag.integration.rows import Rows
@@ -32,8 +24,6 @@ if TYPE_CHECKING:
 
 _AnyRow = TypeVar("_AnyRow", Row, NewRow)
 _Got = TypeVar("_Got")
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -178,10 +168,8 @@ class RowPrefiller:
     def _prefill(
         self, rows: Sequence[Row | NewRow], texts: Sequence[str], **options: Any
     ) -> list[Reference | None]:
-        try:
+        with _naming(self.engine, [row.id for row in rows], texts):
             return self.prefill(texts, **options)
-        except ContextTooLongError as error:
-            raise _naming(error, self.engine, [row.id for row in rows], texts) from error
 
     def delete(self, rows: Sequence[Row]) -> None:
         """Delete rows and release their KV; if that fails midway, the KV of those that are gone."""
@@ -268,6 +256,36 @@ class RowPrefiller:
         return len(unchanged)
 
 
+def prefill_texts(
+    engine: Engine,
+    ids: Sequence[str],
+    texts: Sequence[str],
+    *,
+    show_progress: bool = False,
+    cancelled: threading.Event | None = None,
+) -> list[ChunkKey | None]:
+    """Compute and store what is missing, for rows of a vector store of any kind.
+
+    For a model whose chunks cannot be stitched nothing is computed, with one warning.
+
+    Args:
+        engine: Prefills.
+        ids: Of the rows, to name one that is too long.
+        texts: Of the rows, as they will stand in prompts.
+        show_progress: Whether to show a bar.
+        cancelled: Stops it before the next batch.
+
+    Returns:
+        The key of each text, None for a blank one.
+
+    Raises:
+        concurrent.futures.CancelledError: If `cancelled` stopped it.
+        ContextTooLongError: If a text does not fit the context window; nothing is computed then.
+    """
+    with _naming(engine, ids, texts):
+        return _prefilled(engine, texts, show_progress=show_progress, cancelled=cancelled)
+
+
 def _prefilled(engine: Engine, texts: Sequence[str], **options: Any) -> list[ChunkKey | None]:
     """What `Engine.add` gives, but None for a blank text, and for a refused model all are None."""
     if engine.refusal:
@@ -278,14 +296,15 @@ def _prefilled(engine: Engine, texts: Sequence[str], **options: Any) -> list[Chu
     return [next(keys) if text.strip() else None for text in texts]
 
 
-def _naming(
-    error: ContextTooLongError, engine: Engine | None, ids: Sequence[str], texts: Sequence[str]
-) -> ContextTooLongError:
-    """The error with the id of the row: texts that are counted nobody could find among rows."""
-    pairs = zip(ids, texts, strict=True)
-    return ContextTooLongError(
-        f"row {next((id_ for id_, text in pairs if _is_too_long(engine, text)), '?')!r}: {error}"
-    )
+@contextmanager
+def _naming(engine: Engine | None, ids: Sequence[str], texts: Sequence[str]) -> Iterator[None]:
+    """Have an error name its row by id: texts that are counted nobody could find among rows."""
+    try:
+        yield
+    except ContextTooLongError as error:
+        pairs = zip(ids, texts, strict=True)
+        id_ = next((id_ for id_, text in pairs if _is_too_long(engine, text)), "?")
+        raise ContextTooLongError(f"row {id_!r}: {error}") from error
 
 
 def _is_too_long(engine: Engine | None, text: str) -> bool:
@@ -307,134 +326,3 @@ def _references(rows: Sequence[Row | NewRow]) -> list[Reference]:
     """Those of the rows that have one."""
     references = (Reference.from_metadata(row.metadata) for row in rows)
     return [reference for reference in references if reference is not None]
-
-
-# ---------------------------------------------------------------------- stores of any kind
-@dataclass(frozen=True)
-class IngestedText:
-    """What a row of some vector store says in prompts.
-
-    Attributes:
-        id: The row's id in its store.
-        text: Its text, as it will stand in prompts.
-        document: What it was cut from, and may be deleted with; "" for none.
-    """
-
-    id: str
-    text: str
-    document: str = ""
-
-
-@dataclass(frozen=True)
-class TextPrefiller:
-    """The KV side of a vector store of any kind.
-
-    Under a name, chunks are claimed and a record is kept of the rows that use them (`OwnerRecord`),
-    so that deleting the last row of a text releases its chunk.  Without one nothing is claimed:
-    chunks go when the limit of their store drops them.
-
-    Attributes:
-        engine: What prefills.
-        name: Of the vector store, the same whenever it is opened; "" for none.
-    """
-
-    engine: Engine
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        check_name("name", self.name)
-
-    @cached_property
-    def _record(self) -> OwnerRecord:
-        return OwnerRecord.beside(self.engine.store, self.engine.namespace, self.name)
-
-    def prefill(
-        self,
-        rows: Sequence[IngestedText],
-        *,
-        show_progress: bool = False,
-        cancelled: threading.Event | None = None,
-    ) -> list[ChunkKey | None]:
-        """Compute what is missing; the key of each row's text, None for a blank one.
-
-        For a model whose chunks cannot be stitched nothing is computed, with one warning.
-
-        Raises:
-            concurrent.futures.CancelledError: If `cancelled` stopped it.
-            ContextTooLongError: If a text does not fit the context window; nothing is computed
-                then.
-        """
-        texts = [row.text for row in rows]
-        try:
-            return _prefilled(self.engine, texts, show_progress=show_progress, cancelled=cancelled)
-        except ContextTooLongError as error:
-            raise _naming(error, self.engine, [row.id for row in rows], texts) from error
-
-    @property
-    def _claims(self) -> bool:
-        """Whether chunks are kept for rows; what a server keeps is its own affair."""
-        return bool(self.name) and not is_remote(self.engine)
-
-    def claim(self, rows: Iterable[IngestedText], keys: Iterable[ChunkKey | None]) -> None:
-        """Claim the chunks of rows, and release those that no row uses any more instead.
-
-        Args:
-            rows: Of equal ids the last one counts.
-            keys: Of each row, as `prefill` gave them.
-        """
-        if not self._claims:
-            return
-        used = {row.id: (row.document, key) for row, key in zip(rows, keys, strict=True)}
-        wanted = {
-            id_: (document, Use(key.digest, key.spec, key.tokens))
-            for id_, (document, key) in used.items()
-            if key is not None
-        }
-        blank = used.keys() - wanted.keys()
-        try:
-            replaced = self._record.drop(ids=blank) if blank else []
-            replaced += self._record.put(wanted)
-        except (OSError, sqlite3.Error) as error:
-            # Without a record nobody could tell later that they are wanted, so they stay unclaimed.
-            _LOGGER.warning("chunks of %r are not claimed: %s", self.name, error)
-            return
-        for key in dict.fromkeys(key for _, key in used.values() if key is not None):
-            self.engine.store.claim(key, self.name)
-        self._release(replaced)
-
-    def drop(self, *, ids: Iterable[str] = (), documents: Iterable[str] = ()) -> None:
-        """Release the chunks of rows that were deleted, by id or with their document.
-
-        What another row of the store uses stays, and so does what the record does not know.
-        """
-        self._dropping(lambda record: record.drop(ids=ids, documents=documents))
-
-    def clear(self) -> None:
-        """Release the chunks of all rows."""
-        self._dropping(OwnerRecord.clear)
-
-    def _dropping(self, drop: Callable[[OwnerRecord], list[Use]]) -> None:
-        if not self._claims:
-            return
-        try:
-            self._release(drop(self._record))
-        except (OSError, sqlite3.Error) as error:
-            _LOGGER.warning("chunks of %r are not released: %s", self.name, error)
-
-    def _release(self, uses: Sequence[Use]) -> None:
-        if not uses:
-            return
-        keys = {use.chunk: self._key(use) for use in uses}
-        self.engine.release(keys.values(), self.name)
-        # A row of the same text may have been written since.
-        for chunk in self._record.using(keys):
-            self.engine.store.claim(keys[chunk], self.name)
-
-    def _key(self, use: Use) -> ChunkKey:
-        try:
-            return self.engine.reference(use.chunk, use.spec, use.tokens)
-        except FingerprintMismatchError:
-            from kvcache_rag.kv.chunk import ChunkKey  # loads torch
-
-            # Another model's; to release it on a disk needs no more than its path.
-            return ChunkKey(use.chunk, use.spec, self.engine.namespace, use.tokens, 0)

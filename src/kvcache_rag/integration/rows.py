@@ -59,14 +59,12 @@ class Row:
         id: Its id.
         document: Its text.
         metadata: Its metadata, without absent values.
-        embedding: Its vector, if it was asked for.
         distance: To the query, if there was one.
     """
 
     id: str
     document: str
     metadata: Mapping[str, Any]
-    embedding: Sequence[float] | None = None
     distance: float = 0.0
 
 
@@ -198,48 +196,17 @@ class Rows:
         for batch in _batches(ids, self._batch):
             self.collection.delete(ids=batch)
 
-    def nearest(
-        self,
-        embedding: Sequence[float],
-        count: int,
-        *,
-        where: Where | None = None,
-        ids: Sequence[str] | None = None,
-        with_embeddings: bool = False,
-        **options: Any,
-    ) -> list[Row]:
-        """The `count` rows nearest to `embedding`, best first.
-
-        Args:
-            embedding: The query's vector.
-            count: How many; fewer if there are not so many.
-            where: Condition on the metadata.
-            ids: Only these rows; they must exist.
-            with_embeddings: Whether to bring their vectors along.
-            options: Further arguments of Chroma's `query`.
-        """
-        if count < 1 or (ids is not None and not ids):
-            return []
-        include: Any = [
-            "metadatas",
-            "documents",
-            "distances",
-            *(["embeddings"] if with_embeddings else []),
-        ]
+    def nearest(self, embedding: Sequence[float], count: int) -> list[Row]:
+        """The `count` rows nearest to a vector, best first; fewer if there are not so many."""
         vector: Any = [list(embedding)]
+        columns = ("documents", "metadatas", "distances")
         result: Any = self.collection.query(
-            query_embeddings=vector,
-            n_results=count,
-            where=where,
-            ids=None if ids is None else list(ids),
-            include=include,
-            **options,
+            query_embeddings=vector, n_results=count, include=[*columns]
         )
-        vectors = result["embeddings"][0] if with_embeddings else [None] * len(result["ids"][0])
-        columns = (result[name][0] for name in ("ids", "documents", "metadatas", "distances"))
+        found = zip(*(result[name][0] for name in ("ids", *columns)), strict=True)
         return [
-            Row(id_, document or "", metadata or {}, vector, distance)
-            for id_, document, metadata, distance, vector in zip(*columns, vectors, strict=True)
+            Row(id_, document or "", metadata or {}, distance)
+            for id_, document, metadata, distance in found
             # Another process deleted the row, and this one's index does not know yet.
             if not (document is None and metadata is None)
         ]

@@ -1,9 +1,9 @@
 """LlamaIndex over kvcache-rag: chunks are prefilled once, little more when a question comes.
 
 Two lines of an app change: the LLM (`KVCacheLLM`) and the query engine (`KVCacheQueryEngine`, or
-any engine with a `KVCacheSynthesizer`); `KVCacheVectorStore`, `KVCacheVectorStore.wrap(store)`,
-`prefill` and `KVCachePrefill` move prefilling to ingestion.  Names are imported when they are first
-used, so that a command line that only prints its help does not load torch.
+any engine with a `KVCacheSynthesizer`); `KVCacheVectorStore`, `KVCachePrefill` and
+`KVCacheLLM.prefill` move prefilling to ingestion.  Names are imported when they are first used, so
+that a command line that only prints its help does not load torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llama_index.kvcache_rag.chat_response import KVCacheChatResponse
     from llama_index.kvcache_rag.embeddings import HashEmbedding
     from llama_index.kvcache_rag.events import KVCacheReuseEvent
-    from llama_index.kvcache_rag.ingestion import KVCachePrefill, prefill
+    from llama_index.kvcache_rag.ingestion import KVCachePrefill
     from llama_index.kvcache_rag.llm import KVCacheLLM
     from llama_index.kvcache_rag.query_engine import KVCacheQueryEngine
     from llama_index.kvcache_rag.synthesizer import KVCacheSynthesizer
@@ -32,7 +32,6 @@ __all__ = [
     "KVCacheReuseEvent",
     "KVCacheSynthesizer",
     "KVCacheVectorStore",
-    "prefill",
 ]
 
 _HOMES = {
@@ -45,7 +44,6 @@ _HOMES = {
     "KVCacheReuseEvent": "events",
     "KVCacheSynthesizer": "synthesizer",
     "KVCacheVectorStore": "vector_store",
-    "prefill": "ingestion",
 }
 
 

@@ -49,6 +49,7 @@ from kvcache_rag.integration import (
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
 from llama_index.kvcache_rag.matching import Ask, watch, writing
 from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
+from llama_index.kvcache_rag.prefilling import prefill_nodes
 from llama_index.kvcache_rag.responses import (
     Grounded,
     Prompt,
@@ -74,11 +75,12 @@ if TYPE_CHECKING:
 
     from llama_index.core.llms.llm import ToolSelection
     from llama_index.core.prompts import BasePromptTemplate
+    from llama_index.core.schema import BaseNode
     from llama_index.core.tools.types import BaseTool
     from llama_index.core.types import TokenAsyncGen, TokenGen
     from typing_extensions import Self
 
-    from kvcache_rag import Engine, PromptTemplate, ReusePolicy
+    from kvcache_rag import ChunkKey, Engine, PromptTemplate, ReusePolicy
 
 
 # What an LLM of LlamaIndex has where its user wrote no form of his own.
@@ -293,6 +295,40 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
                     f"the LLM keeps its KV {place} already; give kv_dir= to the KVCacheLLM only"
                 )
             self.kv_dir = os.fspath(kv_dir)
+
+    def prefill(
+        self, nodes: Sequence[BaseNode], *, show_progress: bool = False
+    ) -> list[ChunkKey | None]:
+        """Compute and store the KV of nodes, for a vector store of any kind.
+
+        Questions find it by the nodes' text, so nothing has to stand in their rows.
+
+        Args:
+            nodes: As they are added to the store; what counts is their LLM text.
+            show_progress: Whether to show a bar.
+
+        Returns:
+            The key of each node's chunk, None for a node without text.
+
+        Raises:
+            ContextTooLongError: If a node does not fit the model's context window; nothing is
+                computed then.
+        """
+        return self._prefill(nodes, show_progress)
+
+    async def aprefill(
+        self, nodes: Sequence[BaseNode], *, show_progress: bool = False
+    ) -> list[ChunkKey | None]:
+        """`prefill` that does not block the event loop; cancelling it stops the model."""
+        return await cancellable(self._prefill, nodes, show_progress)
+
+    def _prefill(
+        self,
+        nodes: Sequence[BaseNode],
+        show_progress: bool,
+        cancelled: threading.Event | None = None,
+    ) -> list[ChunkKey | None]:
+        return prefill_nodes(self.engine, nodes, show_progress=show_progress, cancelled=cancelled)
 
     # ------------------------------------------------------------------ templates
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:

@@ -1,17 +1,32 @@
-"""What `add` prefills of a node, and whether it shows a bar meanwhile."""
+"""Prefill nodes: what of them stands in prompts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores.utils import metadata_dict_to_node
+
+from kvcache_rag.integration import of_user, prefill_texts
 from llama_index.kvcache_rag.references import llm_text, without_reference
-from llama_index.kvcache_rag.rows import to_node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import FrameType
+    from collections.abc import Sequence
 
+    from llama_index.core.schema import BaseNode
+
+    from kvcache_rag import ChunkKey, Engine
     from kvcache_rag.integration import NewRow, Row
+
+CONTENT_KEY = "_node_content"
+
+
+def prefill_nodes(
+    engine: Engine, nodes: Sequence[BaseNode], **options: Any
+) -> list[ChunkKey | None]:
+    """The key of each node's LLM text, computed where it is missing; see `prefill_texts`."""
+    texts = [llm_text(without_reference(node)) for node in nodes]
+    return prefill_texts(engine, [node.node_id for node in nodes], texts, **options)
 
 
 def row_text(row: Row | NewRow) -> str:
@@ -19,16 +34,6 @@ def row_text(row: Row | NewRow) -> str:
 
     The node is read as it will be read back: a tuple in its metadata, say, comes back as a list.
     """
-    return llm_text(without_reference(to_node(row)))
-
-
-def shows_progress(kwargs: Mapping[str, Any], caller: FrameType) -> bool:
-    """Whether the ingestion that calls `add` shows bars.
-
-    LlamaIndex does not hand its `show_progress` on to vector stores, so it is read where it stands:
-    in the frame of the index or pipeline that calls.
-    """
-    if "show_progress" in kwargs:
-        return bool(kwargs["show_progress"])
-    ingests = str(caller.f_globals.get("__name__", "")).startswith("llama_index.core.")
-    return ingests and caller.f_locals.get("show_progress") is True
+    if row.metadata.get(CONTENT_KEY):
+        return llm_text(metadata_dict_to_node(dict(row.metadata), text=row.document))
+    return llm_text(TextNode(text=row.document, metadata=of_user(row.metadata)))

@@ -26,13 +26,6 @@ def llm_text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.LLM)
 
 
-def attach(node: BaseNode, reference: Reference) -> None:
-    """Put the reference on a node read from a row, out of sight of LLM and embedding texts."""
-    node.metadata.update(reference.to_metadata())
-    for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
-        excluded.extend(key for key in REFERENCE_KEYS if key not in excluded)
-
-
 def without_reference(node: BaseNode) -> BaseNode:
     """The node as its user made it: itself, or a copy if it carries a reference from a row."""
     if not any(key in node.metadata for key in REFERENCE_KEYS):

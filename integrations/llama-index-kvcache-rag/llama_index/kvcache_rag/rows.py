@@ -1,4 +1,4 @@
-"""LlamaIndex nodes as rows of a collection, in the form that LlamaIndex's own Chroma store writes.
+"""LlamaIndex nodes as rows of a collection, in the form that LlamaIndex's own Chroma store reads.
 
 So a collection made by that store can be opened here, and the other way round.  Rows that no
 LlamaIndex wrote become text nodes with the row's metadata.
@@ -6,20 +6,53 @@ LlamaIndex wrote become text nodes with the row's metadata.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
-from llama_index.core.schema import BaseNode, MetadataMode, TextNode
-from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
+from llama_index.core.schema import MetadataMode
+from llama_index.core.vector_stores.utils import node_to_metadata_dict
 
-from kvcache_rag.integration import REFERENCE_KEYS, NewRow, Reference, Row, flat
-from llama_index.kvcache_rag.references import attach, without_reference
+from kvcache_rag.integration import (
+    REFERENCE_KEYS,
+    NewRow,
+    PrefilledCollection,
+    Reference,
+    flat,
+    of_user,
+)
+from llama_index.kvcache_rag.prefilling import CONTENT_KEY, row_text
+from llama_index.kvcache_rag.references import without_reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-CONTENT_KEY = "_node_content"
+    from llama_index.core.schema import BaseNode
+
+    from kvcache_rag.integration import Row
+
 DOCUMENT_KEY = "document_id"
+
+
+class NodeCollection(PrefilledCollection):
+    """A collection of nodes, each of which carries the reference of its row to the answering side.
+
+    There it stands under keys that are kept out of the texts for LLM and embedding.
+    """
+
+    def text(self, row: Row | NewRow) -> str:
+        return row_text(row)
+
+    def shown(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        found = of_user(metadata)
+        reference = Reference.from_metadata(metadata)
+        if reference is not None and found.get(CONTENT_KEY):
+            node = json.loads(found[CONTENT_KEY])
+            node["metadata"] = {**node.get("metadata", {}), **reference.to_metadata()}
+            for excluded in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys"):
+                node[excluded] = [*node.get(excluded, ()), *REFERENCE_KEYS]
+            found[CONTENT_KEY] = json.dumps(node)
+        return found
 
 
 def to_row(node: BaseNode) -> NewRow:
@@ -35,22 +68,3 @@ def to_row(node: BaseNode) -> NewRow:
         metadata=flat(node_to_metadata_dict(plain, remove_text=True, flat_metadata=False)),
         embedding=node.get_embedding(),
     )
-
-
-def to_node(row: Row | NewRow) -> BaseNode:
-    """A new node from a row, with the row's reference if it has one."""
-    node = _bare_node(row)
-    reference = Reference.from_metadata(row.metadata)
-    if reference is not None:
-        attach(node, reference)
-    return node
-
-
-def _bare_node(row: Row | NewRow) -> BaseNode:
-    if row.metadata.get(CONTENT_KEY):
-        return metadata_dict_to_node(dict(row.metadata), text=row.document)
-    return TextNode(id_=row.id, text=row.document, metadata=_user_metadata(row.metadata))
-
-
-def _user_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}

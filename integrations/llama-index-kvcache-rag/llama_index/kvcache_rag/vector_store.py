@@ -1,4 +1,4 @@
-"""A Chroma vector store that prefills what it is given.
+"""LlamaIndex's Chroma store over a collection that prefills what it is given.
 
 `add` computes the KV of every node's LLM text and writes a reference beside the row; `delete`,
 `delete_nodes`, `clear` and updates release it.  Rows without a reference (a collection that existed
@@ -9,47 +9,46 @@ by `prefill_missing`.
 from __future__ import annotations
 
 import asyncio
-import math
-import sys
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
+    FilterOperator,
+    MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
+from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import RowPrefiller, Rows, refuse_unknown
+from kvcache_rag.integration import refuse_unknown
 from llama_index.kvcache_rag.collection import open_collection
 from llama_index.kvcache_rag.llm import KVCacheLLM
 from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
-from llama_index.kvcache_rag.prefilling import row_text, shows_progress
-from llama_index.kvcache_rag.retrieval import Retrieval
-from llama_index.kvcache_rag.rows import DOCUMENT_KEY, to_node, to_row
-from llama_index.kvcache_rag.wrapped_store import WrappedVectorStore
+from llama_index.kvcache_rag.rows import DOCUMENT_KEY, NodeCollection, to_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
     from os import PathLike
 
     from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
-    from llama_index.core.llms.llm import LLM
     from llama_index.core.schema import BaseNode
     from typing_extensions import Self
 
     from kvcache_rag import Engine
-    from kvcache_rag.integration import Row
 
 _NO_LLM: Final = object()
 _PLACE = ("persist_dir", "host", "port", "ssl", "headers")
 
 
-class KVCacheVectorStore(BasePydanticVectorStore):
-    """Chroma (persistent, HTTP or in memory) with prefilled rows.
+class KVCacheVectorStore(ChromaVectorStore):
+    """`ChromaVectorStore` (persistent, HTTP or in memory) with prefilled rows.
+
+    Queries, their filters and MMR are the stock store's.  Calls may have any size, an existing id
+    is replaced, `doc_ids` and `node_ids` of a query count, and the async forms do not block.
 
     One process owns a persistent directory; several share a collection through `chroma run` and
     `host=`.
@@ -60,22 +59,21 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         host: Server, with `port`, `ssl` and `headers`.
         collection_kwargs: Further arguments for a new collection, such as
             `{"configuration": {"hnsw": {"space": "cosine"}}}`.
-        show_progress: Show a bar while prefilling even if the ingestion did not ask for one.
+        show_progress: Whether to show a bar while prefilling; LlamaIndex does not hand on what an
+            index or a pipeline is told.
     """
 
-    stores_text: bool = True
     flat_metadata: bool = False
 
     collection_name: str | None = None
     persist_dir: PathText | None = None
     host: str | None = None
-    port: int | None = None
+    port: str | int | None = None
     ssl: bool = False
     headers: dict[str, str] | None = Field(default=None, exclude=True, repr=False)
     collection_kwargs: dict[str, Any] = Field(default_factory=dict)
     show_progress: bool = False
 
-    _rows: Rows = PrivateAttr()
     _llm: KVCacheLLM | None = PrivateAttr(default=None)
     _engine: Engine | None = PrivateAttr(default=None)
     _reopens: bool = PrivateAttr(default=False)
@@ -109,24 +107,28 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         refuse_unknown(
             fields, {*type(self).model_fields, *own}, f"argument of {type(self).__name__}"
         )
-        super().__init__(**fields)
         if llm is not None and engine is not None:
             raise InvalidInputError("give llm= or engine=, not both; an LLM brings its engine")
         if kv_dir is not None:
             if llm is None:
                 raise InvalidInputError("kv_dir= needs llm=; an engine already has its store")
             llm.keep_in(kv_dir)
-        self._reopens = chroma_collection is None and client is None
+        reopens = chroma_collection is None and client is None
         if chroma_collection is None:
             chroma_collection = open_collection(
-                self.collection_name or "",
+                fields.get("collection_name") or "",
                 client=client,
-                options=self.collection_kwargs,
-                **{name: getattr(self, name) for name in _PLACE},
+                options=fields.get("collection_kwargs"),
+                **{name: fields[name] for name in _PLACE if fields.get(name) is not None},
             )
-        self.collection_name = getattr(chroma_collection, "name", self.collection_name)
-        self._rows = Rows(chroma_collection)
-        self._llm, self._engine = llm, engine
+        fields["collection_name"] = getattr(
+            chroma_collection, "name", fields.get("collection_name")
+        )
+        super().__init__(chroma_collection, **fields)
+        self.show_progress = fields.get("show_progress", False)
+        wrapped: Any = NodeCollection(chroma_collection, self)
+        self._collection = wrapped
+        self._llm, self._engine, self._reopens = llm, engine, reopens
 
     @classmethod
     def class_name(cls) -> str:
@@ -139,37 +141,11 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         return cls(collection, **options)
 
     @classmethod
-    def from_params(cls, collection_name: str, **options: Any) -> Self:
+    def from_params(  # type: ignore[override]  # keywords alone, `client` among them
+        cls, collection_name: str, **options: Any
+    ) -> Self:
         """A store over a new or existing collection."""
         return cls(collection_name=collection_name, **options)
-
-    @staticmethod
-    def wrap(
-        store: BasePydanticVectorStore,
-        *,
-        llm: LLM | None = None,
-        engine: Engine | None = None,
-        name: str = "",
-        show_progress: bool = False,
-    ) -> WrappedVectorStore:
-        """A vector store of any kind (FAISS, Qdrant, pgvector, ...) that prefills what is added.
-
-        Args:
-            store: An open store; it stays usable beside.
-            llm: Prefills with its engine; None for `Settings.llm`.
-            engine: Prefills, if there is no `llm`.
-            name: Of the store, the same whenever it is opened.  Under it chunks are claimed, those
-                of deleted nodes are released, and `kvcache-rag store gc --name` finds what nobody
-                uses.  "": nothing is claimed; chunks go when the limit `kv_max_bytes` drops them.
-            show_progress: Whether to show a bar while prefilling.
-
-        Raises:
-            InvalidInputError: If it is no vector store, or one that prefills already, or both
-                `llm` and `engine` are given.
-        """
-        return WrappedVectorStore(
-            store, llm=llm, engine=engine, name=name, show_progress=show_progress
-        )
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Settings, with those of the LLM under "llm".
@@ -203,7 +179,7 @@ class KVCacheVectorStore(BasePydanticVectorStore):
 
     @property
     def client(self) -> Collection:
-        collection: Collection = self._rows.collection
+        collection: Collection = self._prefilled.collection
         return collection
 
     @property
@@ -214,11 +190,11 @@ class KVCacheVectorStore(BasePydanticVectorStore):
     @property
     def owner(self) -> str:
         """By this name the collection claims its chunks in the KV store."""
-        return str(self.client.id)
+        return self._prefilled.owner
 
     @property
-    def _prefilling(self) -> RowPrefiller:
-        return RowPrefiller(self._rows, self.engine, self.owner)
+    def _prefilled(self) -> NodeCollection:
+        return cast("NodeCollection", self._collection)
 
     def _refuse_lost(self) -> None:
         if self._lost:
@@ -228,12 +204,14 @@ class KVCacheVectorStore(BasePydanticVectorStore):
             )
 
     # ------------------------------------------------------------------ writing
-    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+    def add(
+        self, nodes: Sequence[BaseNode], *, show_progress: bool | None = None, **_: Any
+    ) -> list[str]:
         """Prefill nodes and write them; a node whose id exists replaces that row.
 
         Args:
             nodes: With embeddings.
-            kwargs: `show_progress`; else that of the ingestion that calls.
+            show_progress: Whether to show a bar; None for the store's setting.
 
         Raises:
             ContextTooLongError: If a node does not fit the model's context window; nothing is
@@ -241,18 +219,14 @@ class KVCacheVectorStore(BasePydanticVectorStore):
             InvalidInputError: If the store was read from a dict and lost its engine.
             ValueError: If a node has no embedding; nothing is prefilled then.
         """
-        return self._add(nodes, shows_progress(kwargs, sys._getframe(1)))
+        self._refuse_lost()
+        shows = self.show_progress if show_progress is None else show_progress
+        self._prefilled.write([*map(to_row, nodes)], show_progress=shows)
+        return [node.node_id for node in nodes]
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """`add` that does not block the event loop."""
-        return await asyncio.to_thread(self._add, nodes, shows_progress(kwargs, sys._getframe(1)))
-
-    def _add(self, nodes: Sequence[BaseNode], show_progress: bool) -> list[str]:
-        self._refuse_lost()
-        prefilling, last = self._prefilling, {node.node_id: node for node in nodes}
-        shows, plain = show_progress or self.show_progress, [*map(to_row, last.values())]
-        prefilling.write(plain, [*map(row_text, plain)], show_progress=shows)
-        return [node.node_id for node in nodes]
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
 
     def prefill_missing(self, *, show_progress: bool = False) -> int:
         """Prefill every row whose KV is not stored, and write the missing or outdated references.
@@ -264,28 +238,24 @@ class KVCacheVectorStore(BasePydanticVectorStore):
             InvalidInputError: If the store has neither `llm` nor `engine`.
         """
         self._refuse_lost()
-        return self._prefilling.fill(row_text, show_progress=show_progress)
+        return self._prefilled.prefill_missing(show_progress=show_progress)
 
     # ------------------------------------------------------------------ deleting
-    def delete(self, ref_doc_id: str, **_: Any) -> None:
-        """Delete the nodes of a document; one that is not there is no error."""
-        self.delete_documents([ref_doc_id])
-
     def delete_documents(self, ref_doc_ids: Sequence[str], keep: Container[str] = ()) -> None:
         """`delete` for many documents in few calls; nodes of the ids in `keep` stay."""
-        self._drop(lambda: self._rows.holding(DOCUMENT_KEY, ref_doc_ids), keep)
+        self._prefilled.delete_holding(DOCUMENT_KEY, ref_doc_ids, keep)
 
-    async def adelete(self, ref_doc_id: str, **_: Any) -> None:
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """`delete` that does not block the event loop."""
-        await asyncio.to_thread(self.delete, ref_doc_id)
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
 
-    def delete_nodes(
+    def delete_nodes(  # type: ignore[override]  # the stock store says a list of filters, and takes one
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
     ) -> None:
         """Delete nodes by id, by filters, or by both together; with neither nothing is deleted."""
-        if node_ids or (filters is not None and filters.filters):
-            found = Retrieval(self._rows)
-            self._drop(lambda: found.select(node_ids=node_ids, filters=filters))
+        if filters is not None and filters.filters:
+            node_ids = [node.node_id for node in self.get_nodes(node_ids, filters)]
+        self._prefilled.delete(node_ids or [])
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any
@@ -294,29 +264,18 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(self.delete_nodes, node_ids, filters)
 
     def clear(self) -> None:
-        self._drop(lambda: self._rows.get(metadata_only=True))
+        self._prefilled.clear()
 
     async def aclear(self) -> None:
         """`clear` that does not block the event loop."""
         await asyncio.to_thread(self.clear)
 
-    def _drop(self, select: Callable[[], Sequence[Row]], keep: Container[str] = ()) -> None:
-        with self._rows.writing():
-            rows = [row for row in select() if row.id not in keep]
-            if any("kv_key" in row.metadata for row in rows):
-                self._prefilling.delete(rows)
-            else:
-                self._rows.delete([row.id for row in rows])
-
     # ------------------------------------------------------------------ reading
-    def get_nodes(
+    def get_nodes(  # type: ignore[override]  # as above
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Nodes by id, by filters, by both together, or all."""
-        found = Retrieval(self._rows).select(
-            node_ids=node_ids, filters=filters, with_documents=True
-        )
-        return [to_node(row) for row in found]
+        return super().get_nodes(node_ids, filters)  # type: ignore[arg-type]
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -328,20 +287,21 @@ class KVCacheVectorStore(BasePydanticVectorStore):
         """The nodes nearest to a query, each with the reference to its KV.
 
         Args:
-            query: Modes DEFAULT and MMR; without an embedding its filters alone select.
-            kwargs: `mmr_threshold`, `mmr_prefetch_factor`, `mmr_prefetch_k`; `where` and
-                `where_document` for Chroma.
-
-        Raises:
-            InvalidInputError: If the mode is not supported or an argument cannot be used.
+            query: As for the stock store, with `doc_ids` and `node_ids`.
+            kwargs: The stock store's.
         """
-        rows = Retrieval(self._rows).query(query, **kwargs)
-        return VectorStoreQueryResult(
-            nodes=[to_node(row) for row in rows],
-            # As LlamaIndex's own Chroma store scores, so that cut-offs keep their meaning.
-            similarities=[math.exp(-row.distance) for row in rows],
-            ids=[row.id for row in rows],
-        )
+        if query.node_ids:
+            # Chroma fails on ids that it does not hold.
+            kwargs["ids"] = self._collection.get(ids=query.node_ids, include=[])["ids"]
+            if not kwargs["ids"]:
+                return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
+        if query.doc_ids:
+            document = MetadataFilter(
+                key=DOCUMENT_KEY, value=query.doc_ids, operator=FilterOperator.IN
+            )
+            filters: list[Any] = [document, *([query.filters] if query.filters else [])]
+            query = replace(query, filters=MetadataFilters(filters=filters))
+        return super().query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """`query` that does not block the event loop."""

@@ -70,8 +70,8 @@ _LAW_TRIES: Final = 5
 # Chunks that one request to store many has each server compute at a time.
 _STORED_AT_ONCE: Final = 4
 
-# vLLM serves lower numbers first.
 _START: Final = 10.0  # seconds after which to repeat what waits for a server of vLLM to start
+# vLLM serves lower numbers first.
 _LATER: Final = 1
 
 LOST: Final = Failed(

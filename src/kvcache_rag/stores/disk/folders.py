@@ -6,7 +6,6 @@
     root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
     root/<namespace digest>/locks/<00..ff>.lock
     root/<namespace digest>/quarantine/<time>-<digest>
-    root/<namespace digest>/records/<owner's id>.sqlite  which rows of a vector store use what
     root/<namespace digest>/<spec[:16]>/spec.json        for people: which model
     root/<namespace digest>/<spec[:16]>/<digest[:2]>/<digest>.safetensors
                                                      <digest>.owner-<id>  <digest>.released-<id>
@@ -52,8 +51,6 @@ DELETED = ".deleted-"
 QUARANTINE = "quarantine"
 
 EPOCH = "epoch"
-
-RECORDS = "records"
 
 MANIFEST = "spec.json"
 
@@ -133,11 +130,6 @@ def identity(owner: str) -> str:
 def owner_mark(owner: str) -> str:
     """The same, of an owner's name or of such digits themselves, as people copy them."""
     return owner if _OWNER.fullmatch(owner) else identity(owner)
-
-
-def record_path(folder: str, owner: str) -> str:
-    """Where a namespace's folder has the record of an owner, known by `identity`."""
-    return f"{folder}/{RECORDS}/{owner}.sqlite"
 
 
 class FileName(NamedTuple):

@@ -1,0 +1,237 @@
+"""A Chroma collection whose rows are prefilled, for stock stores that know nothing of KV.
+
+A stock store works on it as on any other: it reads and deletes by Chroma's own calls.  References
+to KV stand beside the metadata of rows; a framework says by a subclass what it shows of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration.prefiller import RowPrefiller
+from kvcache_rag.integration.references import REFERENCE_KEYS, Reference
+from kvcache_rag.integration.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping, Sequence
+
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.integration.rows import NewRow, Row
+
+_T = TypeVar("_T")
+
+
+class EngineHolder(Protocol):
+    """What prefills, once it is needed."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """Loaded when it is first asked for; None for a collection that only stores."""
+
+
+class PrefilledCollection(ABC):
+    """A Chroma collection with references to KV beside its rows' metadata.
+
+    Calls may have any size; empty ones do nothing.  What is not defined here is Chroma's own.
+    """
+
+    def __init__(
+        self, collection: Any, holder: EngineHolder | None, *, show_progress: bool = False
+    ) -> None:
+        """Wrap `collection`; it stays usable beside."""
+        self.collection = collection
+        self._rows = Rows(collection)
+        self._holder, self._show_progress = holder, show_progress
+
+    def __getattr__(self, name: str) -> Any:
+        return behind(self, "collection", name)
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def __class__(self) -> Any:
+        """For `isinstance`, which asks for the type first: it is a collection of Chroma's, too."""
+        return type(self.collection)
+
+    @property
+    def owner(self) -> str:
+        """By this name the collection claims its chunks in the KV store."""
+        return str(self.collection.id)
+
+    @property
+    def prefiller(self) -> RowPrefiller:
+        """The KV side of the rows."""
+        engine = None if self._holder is None else self._holder.engine
+        return RowPrefiller(self._rows, engine, self.owner)
+
+    # ------------------------------------------------------------------ a framework's
+    @abstractmethod
+    def text(self, row: Row | NewRow) -> str:
+        """What of a row stands in prompts."""
+
+    @abstractmethod
+    def shown(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """What a stock store gets to see of a row's metadata."""
+
+    # ------------------------------------------------------------------ writing
+    def write(
+        self, rows: Sequence[NewRow], *, show_progress: bool | None = None, **options: Any
+    ) -> None:
+        """Prefill rows and write them; an existing row is replaced, metadata included.
+
+        Args:
+            rows: The last of equal ids wins.
+            show_progress: Whether to show a bar; None for the collection's setting.
+            options: As of `RowPrefiller.write`, which says what it raises, too.
+        """
+        last = list({row.id: row for row in rows}.values())
+        if last:
+            texts = [*map(self.text, last)]
+            shows = self._shows(show_progress)
+            self.prefiller.write(last, texts, show_progress=shows, **options)
+
+    def prefill_missing(self, *, show_progress: bool | None = None) -> int:
+        """Prefill every row whose KV is not stored; returns how many references were written."""
+        return self.prefiller.fill(self.text, show_progress=self._shows(show_progress))
+
+    def _shows(self, show_progress: bool | None) -> bool:
+        return self._show_progress if show_progress is None else show_progress
+
+    # ------------------------------------------------------------------ deleting
+    def delete(
+        self, ids: Any = None, where: Any = None, where_document: Any = None, **options: Any
+    ) -> dict[str, int]:
+        """Delete rows by id, by conditions, or by all together, and release their KV.
+
+        Returns:
+            As Chroma's: how many were `deleted`.
+
+        Raises:
+            InvalidInputError: If it is not said which; `clear` deletes all.
+        """
+        if where is None and where_document is None:
+            if ids is None:
+                raise InvalidInputError("say which rows to delete by ids, where or where_document")
+            if options.get("limit") is not None:
+                raise InvalidInputError("limit= needs where= or where_document=; ids are the limit")
+        which = {"where": where, "where_document": where_document, **options}
+        wanted = None if ids is None else listed(ids)
+        return self._drop(lambda: self._rows.get(ids=wanted, metadata_only=True, **which))
+
+    def delete_holding(self, key: str, values: Sequence[str], keep: Container[str] = ()) -> None:
+        """Delete rows whose metadata `key` is one of `values`, in few calls.
+
+        Args:
+            key: Of the metadata.
+            values: Any number.
+            keep: Ids of rows that stay.
+        """
+        self._drop(lambda: [row for row in self._rows.holding(key, values) if row.id not in keep])
+
+    def clear(self) -> None:
+        self._drop(lambda: self._rows.get(metadata_only=True))
+
+    def _drop(self, select: Callable[[], Sequence[Row]]) -> dict[str, int]:
+        with self._rows.writing():
+            rows = select()
+            prefiller = self._prefiller_of(rows)
+            if prefiller is None:
+                self._rows.delete([row.id for row in rows])
+            else:
+                prefiller.delete(rows)
+        return {"deleted": len(rows)}
+
+    def drop_by(self, delete: Callable[[], None]) -> None:
+        """Run `delete`, which drops the collection, and release everything that it claimed."""
+        with self._rows.writing():
+            rows = self._rows.get(metadata_only=True)
+            prefiller = self._prefiller_of(rows)
+            delete()
+        engine = None if prefiller is None else prefiller.engine
+        if engine is not None:
+            held = {Reference.from_metadata(row.metadata) for row in rows}
+            keys = [one.resolve(engine) for one in held if one is not None]
+            engine.release([key for key in keys if key is not None], self.owner)
+
+    def replace_by(self, ids: Sequence[str], write: Callable[[], _T]) -> _T:
+        """Run `write`, which may replace rows without prefilling, and release what they held."""
+        with self._rows.writing():
+            rows = self._rows.get(ids=ids, metadata_only=True)
+            prefiller = self._prefiller_of(rows)
+            written = write()
+            if prefiller is not None:
+                prefiller.release(rows)
+        return written
+
+    def _prefiller_of(self, rows: Sequence[Row]) -> RowPrefiller | None:
+        """What releases the rows' KV, loaded before they go; None if there is nothing to release.
+
+        So a model that cannot be loaded is known before anything is deleted, and none is loaded for
+        rows without references.
+        """
+        held = any(Reference.from_metadata(row.metadata) for row in rows)
+        return self.prefiller if held else None
+
+    # ------------------------------------------------------------------ reading
+    def get(self, ids: Any = None, **options: Any) -> Any:
+        """As Chroma's; no ids are no rows."""
+        if ids is not None and not listed(ids):
+            # Chroma refuses an empty list of ids, but knows how an answer without rows looks.
+            include = {name: options[name] for name in ("include",) if name in options}
+            return self.collection.get(limit=0, **include)
+        found: Any = self.collection.get(ids=ids, **options)
+        if found["metadatas"] is not None:
+            found["metadatas"] = [self._shown(one) for one in found["metadatas"]]
+        return found
+
+    def query(self, *args: Any, **options: Any) -> Any:
+        """As Chroma's, without rows that another process deleted."""
+        found: Any = self.collection.query(*args, **options)
+        if found["metadatas"] is None:
+            return found
+        if found["documents"] is not None:
+            found = _without_ghosts(found)
+        found["metadatas"] = [[self._shown(one) for one in column] for column in found["metadatas"]]
+        return found
+
+    def _shown(self, metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return None if metadata is None else self.shown(metadata) or None
+
+
+def behind(proxy: Any, attribute: str, name: str) -> Any:
+    """An attribute of what a proxy stands for."""
+    # Copying asks a proxy for its magic methods before it has anything behind it.
+    if name.startswith("__") or name == attribute:
+        raise AttributeError(name)
+    return getattr(getattr(proxy, attribute), name)
+
+
+def listed(values: Any) -> list[Any]:
+    """One value or many as a list, as Chroma takes them."""
+    return [values] if isinstance(values, (str, dict)) else list(values)
+
+
+def of_user(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's metadata without the reference to its KV; keys that are none are their user's."""
+    if Reference.from_metadata(metadata) is None:
+        return dict(metadata)
+    return {key: value for key, value in metadata.items() if key not in REFERENCE_KEYS}
+
+
+def _without_ghosts(found: dict[str, Any]) -> dict[str, Any]:
+    """Query results without hits whose row is gone: neither document nor metadata."""
+    kept = [
+        [at for at, row in enumerate(zip(*columns, strict=True)) if row != (None, None)]
+        for columns in zip(found["documents"], found["metadatas"], strict=True)
+    ]
+    if all(len(ats) == len(ids) for ats, ids in zip(kept, found["ids"], strict=True)):
+        return found
+    columns = ("ids", "documents", "metadatas", "distances", "embeddings", "uris", "data")
+    return {
+        **found,
+        **{
+            name: [[hits[at] for at in ats] for hits, ats in zip(found[name], kept, strict=True)]
+            for name in columns
+            if found.get(name) is not None
+        },
+    }
