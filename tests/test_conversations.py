@@ -74,13 +74,10 @@ FOUND: Final = (
 CASES: Final[dict[str, Case]] = {
     "a question": Case((("user", "Where?"),)),
     "spaces around": Case((("user", "  Where?\n"),)),
-    "no question": Case((("user", " "),), verdict="LangChain and the server: nothing is asked"),
+    "no question": Case((("user", " "),)),
     "the own instruction": Case((("system", OWN), ("user", "Where?"))),
     "a foreign instruction": Case((("system", "Be brief."), ("user", "Where?"))),
-    "two instructions": Case(
-        (("system", "Be brief."), ("system", "Be kind."), ("user", "Where?")),
-        verdict="LangChain and the server: chat templates refuse neighbours of one role",
-    ),
+    "two instructions": Case((("system", "Be brief."), ("system", "Be kind."), ("user", "Where?"))),
     "an instruction in between": Case(
         (("user", "Who?"), ("assistant", "Vug."), ("system", "Be brief."), ("user", "Where?"))
     ),
@@ -93,23 +90,16 @@ CASES: Final[dict[str, Case]] = {
         verdict="both: a chat model goes on from anything, the server's API wants a question",
     ),
     "turns": Case((("user", "Who?"), ("assistant", "Vug."), ("user", "Where?"))),
-    "two questions": Case(
-        (("user", "Who?"), ("user", "Where?")),
-        verdict="LangChain and the server: chat templates refuse neighbours of one role",
-    ),
+    "two questions": Case((("user", "Who?"), ("user", "Where?"))),
     "two answers": Case(
-        (("user", "Who?"), ("assistant", "Vug."), ("assistant", "Or Tesk."), ("user", "Where?")),
-        verdict="LangChain and the server: chat templates refuse neighbours of one role",
+        (("user", "Who?"), ("assistant", "Vug."), ("assistant", "Or Tesk."), ("user", "Where?"))
     ),
     "an answer first": Case((("assistant", "Ask."), ("user", "Where?"))),
     "an answer last": Case(
         (("user", "Where?"), ("assistant", "In Kiel.")),
         verdict="both: a chat model goes on from anything, the server's API wants a question",
     ),
-    "an empty turn": Case(
-        (("user", "Who?"), ("assistant", ""), ("user", " "), ("user", "Where?")),
-        verdict="LangChain and the server: chat templates refuse neighbours of one role",
-    ),
+    "an empty turn": Case((("user", "Who?"), ("assistant", ""), ("user", " "), ("user", "Where?"))),
     "thoughts": Case(
         (("user", "Who?"), ("assistant", "<think>It is Vug.</think>Vug."), ("user", "Where?"))
     ),
@@ -134,14 +124,11 @@ CASES: Final[dict[str, Case]] = {
         verdict="both: the server knows no tools",
     ),
     "two roles, an instruction": Case(
-        (("system", "Be brief."), ("user", "Where?")),
-        template=TWO_ROLES,
-        verdict="LangChain and the server: a template may know two roles only",
+        (("system", "Be brief."), ("user", "Where?")), template=TWO_ROLES
     ),
     "two roles, turns": Case(
         (("system", "Be brief."), ("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")),
         template=TWO_ROLES,
-        verdict="LangChain and the server: a template may know two roles only",
     ),
     "documents": Case((("user", "Where?"),), (A, B)),
     "documents, spaces around": Case((("user", "  Where?\n"),), (f" {A} ", B)),
@@ -160,9 +147,7 @@ CASES: Final[dict[str, Case]] = {
         (("system", "Be brief."), ("system", "Be kind."), ("user", "Where?")), (A, B)
     ),
     "documents, an instruction twice": Case(
-        (("system", "Be brief."), ("system", "Be brief."), ("user", "Where?")),
-        (A, B),
-        verdict="LlamaIndex: what is said twice says no more",
+        (("system", "Be brief."), ("system", "Be brief."), ("user", "Where?")), (A, B)
     ),
     "documents, an instruction and turns": Case(
         (("system", "Be brief."), ("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")),

@@ -1,6 +1,6 @@
 """What a request is between the HTTP layer and a model, and what a backend answers to it.
 
-Everything here can be pickled: the same values cross threads, processes and machines.
+All of it are plain values, which cross threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BackendRequest:
         question: Text of the last user message, or the prompt of a completion.
         chunks: Texts, best first unless there are scores.
         history: Earlier turns, oldest first.
-        system: System messages of the request, joined by a blank line; "" for none.
+        system: System messages of the request over documents.
         namespace: Tenant, from the API key; never from the request's body.
         policy: What to reuse; None for the engine's own.
         max_new_tokens: Of the answer.
@@ -48,7 +48,7 @@ class BackendRequest:
     question: str
     chunks: tuple[str, ...] = ()
     history: tuple[Message, ...] = ()
-    system: str = ""
+    system: tuple[str, ...] = ()
     namespace: str = ""
     policy: ReusePolicy | None = None
     max_new_tokens: int = 128

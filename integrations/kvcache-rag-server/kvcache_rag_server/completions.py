@@ -2,7 +2,6 @@
 
 # FastAPI reads the annotations of routes when they are made, so they are not postponed.
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
@@ -10,12 +9,13 @@ from starlette.responses import Response
 
 from kvcache_rag.generation.request import DEFAULT_NEW_TOKENS
 from kvcache_rag.metrics import Answer
+from kvcache_rag.prompt.conversation import joined, opened, said
 from kvcache_rag.prompt.template import Message
 from kvcache_rag_server.backend import BackendRequest, Started
 from kvcache_rag_server.bodies import CheckedRoute
 from kvcache_rag_server.errors import ApiError
 from kvcache_rag_server.lifecycle import AppContext, Caller, respond
-from kvcache_rag_server.requests import ChatMessage, ChatRequest, CompletionRequest, work_of
+from kvcache_rag_server.requests import ChatRequest, CompletionRequest, work_of
 from kvcache_rag_server.responses import (
     ANSWERING,
     AssistantMessage,
@@ -30,7 +30,6 @@ from kvcache_rag_server.responses import (
     plain,
     reason_of,
 )
-from kvcache_rag_server.worker import joined
 
 STREAM: Final = {
     "text/event-stream": {
@@ -117,42 +116,27 @@ def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> Backend
             "the last message must be the user's and have text; put the question there",
             param=f"messages[{last}]",
         )
+    turns = [
+        said("system" if one.role == "developer" else one.role, one.text) for one in body.messages
+    ]
     if body.documents is None:
-        turns = _opened(_turns(body.messages), context.settings.system_prompt)
+        turns = opened(joined(turns), context.settings.system_prompt)
         asked: dict[str, Any] = {"is_chat": True}
     else:
-        turns = _turns(
-            [message for message in body.messages if message.role not in ("system", "developer")]
-        )
-        systems = (
-            message.text for message in body.messages if message.role in ("system", "developer")
-        )
-        asked = {"system": "\n\n".join(text for text in systems if text.strip())}
-    *history, (_, question) = turns
+        system = (turn["content"] for turn in turns if turn["role"] == "system")
+        asked = {"system": tuple(text for text in system if text.strip())}
+        turns = joined(turn for turn in turns if turn["role"] != "system")
+    *history, question = turns
     return work_of(
         context,
         caller,
         body,
         kind="chatcmpl",
         tokens=tokens,
-        question=question,
-        history=tuple(Message(role, text) for role, text in history),
+        question=question["content"],
+        history=tuple(Message(turn["role"], turn["content"]) for turn in history),
         **asked,
     )
-
-
-def _turns(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    return joined(
-        ("system" if message.role == "developer" else message.role, message.text)
-        for message in messages
-    )
-
-
-def _opened(turns: list[tuple[str, str]], instruction: str | None) -> list[tuple[str, str]]:
-    """A conversation begun with the server's instruction unless it has one of its own."""
-    if not instruction or any(role == "system" for role, _ in turns):
-        return turns
-    return [("system", instruction), *turns]
 
 
 class TextForm(CompletionForm):

@@ -83,10 +83,6 @@ class ApiError(KVCacheRagError):
             retry_after=failed.retry_after,
         )
 
-    def __reduce__(self) -> Any:
-        # Exceptions are made anew of their message alone; this one crosses processes too.
-        return ApiError.of, (self.failed,)
-
 
 class FailedRequest(HTTPException):
     """An `ApiError` of a body that is being read, where FastAPI lets no other class pass.
@@ -104,6 +100,9 @@ class FailedRequest(HTTPException):
 # ------------------------------------------------------------------------- refusals of queues
 AGAIN: Final = 1.0
 """Seconds after which to repeat what would have been answered but for an accident."""
+
+START: Final = 10.0
+"""Seconds after which to repeat what waits for a server to start."""
 
 FAULT: Final = Failed(
     SERVER_FAULT,

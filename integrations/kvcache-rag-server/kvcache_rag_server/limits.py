@@ -215,6 +215,6 @@ def ensure_fits(prompts: PromptWriter, work: BackendRequest) -> None:
 
 def _texts(work: BackendRequest) -> Iterator[str]:
     yield work.question
-    yield work.system
+    yield from work.system
     yield from (turn.content for turn in work.history)
     yield from work.chunks

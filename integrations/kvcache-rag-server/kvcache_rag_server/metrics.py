@@ -105,8 +105,7 @@ class BackendCollector(Collector):
         up.add_metric([], float(stats is not None))
         yield up
         gauge = GaugeMetricFamily(f"{self._prefix}_replicas", "Processes that answer")
-        # What only computes ahead has no queue.
-        gauge.add_metric([], sum(_is_number(replica.get("waiting")) for replica in replicas))
+        gauge.add_metric([], len(replicas))
         yield gauge
         yield from self._queues(replicas)
         yield from self._prefetches(replicas)

@@ -75,7 +75,6 @@ class Prefetch:
         turn_in: Tells in how many seconds its turn will come.
         done: Done when nothing more will be computed or loaded for it; its result says whether all
             that is needed is there.
-        computed: Chunks and combinations that were computed for it.
         scores: Of the chunks, higher is better; None where the best stands first.
     """
 
@@ -85,7 +84,6 @@ class Prefetch:
     due: float
     turn_in: Callable[[], float]
     done: Future[bool] = field(default_factory=Future)
-    computed: int = 0
     scores: tuple[float, ...] | None = None
     _state: _State = _State.WAITING
     _is_begun: bool = False
@@ -318,7 +316,6 @@ class Prefetcher:
         with self._changed:
             self._counts["started"] += not prefetch._is_begun
             prefetch._is_begun = True
-            prefetch.computed += count if name == "computed" else 0
             self._counts[name] += count
 
 

@@ -7,6 +7,7 @@ refuses calls without a token, which lies in a private folder together with Ray'
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 
@@ -30,6 +31,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _LONGEST_PLACE: Final = 40  # characters, of the 107 that the path of a socket in it may have
 _PREFIX: Final = "ray-"
 _ALIVE: Final = "alive"  # a file that is locked as long as the session lasts
+_LOCK: Final = fcntl.LOCK_EX | fcntl.LOCK_NB  # refused where another session holds it
 _YOUNG: Final = 60.0  # seconds in which a session may not have locked it yet, or Ray still ends
 # Ray reads some of it when it is imported, all of it in each of its processes.
 _SETTINGS: Final = {
@@ -53,8 +55,7 @@ def ray_session(
     *,
     address: str | None = None,
     cpus: float | None = None,
-    gpus: float | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str],
     **options: Any,
 ) -> Iterator[Any]:
     """Start Ray on this machine, or join a cluster; it is left, and what was started stopped.
@@ -65,7 +66,6 @@ def ray_session(
         address: `host:port` of a running cluster, whose `RAY_AUTH_MODE` and token come from the
             environment as Ray documents; None starts one on loopback.
         cpus: Places for actors and tasks that a started Ray has; None for the machine's cores.
-        gpus: GPUs that it may give out; None for all.
         environment: Further variables for Ray and its processes, meanwhile.
         options: Further arguments of `ray.init`.
 
@@ -78,7 +78,7 @@ def ray_session(
             imported before this could ask for a token.
     """
     if address is not None:
-        with _environment({"RAY_USAGE_STATS_ENABLED": "0", **(environment or {})}, ()):
+        with _environment({"RAY_USAGE_STATS_ENABLED": "0", **environment}, ()):
             ray = _import()
             with _initialised(ray, address, {"log_to_driver": False, **options}):
                 yield ray
@@ -87,12 +87,11 @@ def ray_session(
         token = Path(own, "token")
         token.touch(0o600)
         token.write_text(_TOKEN, encoding="ascii")
-        settings = {**_SETTINGS, **(environment or {}), "RAY_AUTH_TOKEN_PATH": str(token)}
+        settings = {**_SETTINGS, **environment, "RAY_AUTH_TOKEN_PATH": str(token)}
         with _environment(settings, ("RAY_AUTH_TOKEN", "RAY_ADDRESS")):
             ray = _import(needs_token=True)
             own_options = {
                 "num_cpus": cpus,
-                "num_gpus": gpus,
                 "_node_ip_address": _LOOPBACK,
                 # Not `own` itself: Ray lets everybody write to its folder, so ours lies around it.
                 "_temp_dir": os.path.join(own, "r"),
@@ -113,7 +112,7 @@ def _folder() -> Iterator[str]:
         tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place, ignore_cleanup_errors=True) as own,
         open(os.path.join(own, _ALIVE), "wb") as file,
     ):
-        _lock(file)  # until this process ends, however that is
+        fcntl.flock(file, _LOCK)  # until this process ends, however that is
         yield own
 
 
@@ -124,28 +123,18 @@ def _remove_dead(place: str) -> None:
             with suppress(OSError):
                 if entry.name.startswith(_PREFIX) and _is_private(entry.path):
                     with open(os.path.join(entry.path, _ALIVE), "rb") as file:
-                        _lock(file)
+                        fcntl.flock(file, _LOCK)
                         if time.time() - os.fstat(file.fileno()).st_mtime > _YOUNG:
                             shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _is_private(path: str) -> bool:
     status = os.lstat(path)
-    is_ours = hasattr(os, "getuid") and status.st_uid == os.getuid()
-    return is_ours and stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
-
-
-def _lock(file: BinaryIO) -> None:
-    """Lock a file at once.
-
-    Raises:
-        OSError: If another process, or another session of this one, holds it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # no folder is private there (`_is_private`), so none is removed
-        return
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return (
+        status.st_uid == os.getuid()
+        and stat.S_ISDIR(status.st_mode)
+        and not stat.S_IMODE(status.st_mode) & 0o077
+    )
 
 
 def _place() -> str:

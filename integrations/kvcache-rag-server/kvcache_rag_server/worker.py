@@ -13,19 +13,17 @@ from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.generation.telemetry import continued
+from kvcache_rag.prompt.conversation import instructed, rendered, said
 from kvcache_rag_server.backend import Finished, Piece, Started
 from kvcache_rag_server.errors import USERS, failure
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from kvcache_rag.engine import Engine
@@ -41,15 +39,10 @@ _OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "do_sample"})
 
 
 def grounded(prompts: PromptWriter, work: BackendRequest) -> tuple[str, bool]:
-    """The question of a request with documents, and whether its instruction was another one.
-
-    An instruction that is not the engine's cannot stand before the chunks, which were computed
-    behind that one; it stands before the question.
-    """
-    own = prompts.template.system.strip()
-    if work.system.strip() in ("", own):
-        return work.question, False
-    return f"{work.system}\n\n{work.question}", True
+    """The question of a request with documents, and whether its instruction was another one."""
+    turns = [*(said("system", text) for text in work.system), said("user", work.question)]
+    asked, is_foreign = instructed(turns, prompts.template.system)
+    return asked[-1]["content"] if asked else work.question, is_foreign  # the engine refuses ""
 
 
 def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:
@@ -60,25 +53,8 @@ def plain_prompt(prompts: PromptWriter, work: BackendRequest) -> str:
     """
     if not work.is_chat:
         return work.question
-    turns = [*((turn.role, turn.content) for turn in work.history), ("user", work.question)]
-    try:
-        return _rendered(prompts, turns)
-    except InvalidInputError:
-        plain = joined(("user" if role == "system" else role, text) for role, text in turns)
-        if plain == turns:
-            raise
-        return _rendered(prompts, plain)  # for chat templates that know two roles only
-
-
-def joined(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Turns that have text; consecutive ones of one role are one, as chat templates want it."""
-    written = (turn for turn in turns if turn[1].strip())
-    runs = groupby(written, key=itemgetter(0))
-    return [(role, "\n\n".join(text for _, text in run)) for role, run in runs]
-
-
-def _rendered(prompts: PromptWriter, turns: list[tuple[str, str]]) -> str:
-    return prompts.render_chat([{"role": role, "content": text} for role, text in turns])
+    turns = [*(said(turn.role, turn.content) for turn in work.history), said("user", work.question)]
+    return rendered(prompts.render_chat, turns)
 
 
 def kind_of(work: BackendRequest) -> Hashable:

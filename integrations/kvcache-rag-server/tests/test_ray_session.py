@@ -101,18 +101,18 @@ def test_folders_of_killed_sessions_go_and_no_others(
         make("ray-unmarked", mark="other"),
         make("other-dead"),
     ]
-    with ray_session():
+    with ray_session(environment={}):
         first = ray.folder
         assert not dead.exists()
         os.utime(first / "alive", (0, 0))
-        with ray_session():
+        with ray_session(environment={}):
             assert first.is_dir(), "a session that lasts was removed"
     assert all(one.is_dir() for one in others)
     assert not first.exists()
 
 
 def test_a_cluster_is_joined_with_the_users_own_token(ray: Ray) -> None:
-    with ray_session(address="head:6379"):
+    with ray_session(address="head:6379", environment={}):
         assert ray.options["address"] == "head:6379"
         assert ray.environment["RAY_AUTH_TOKEN"] == "the user's"
         assert "RAY_AUTH_MODE" not in ray.environment
@@ -128,7 +128,7 @@ def test_a_cluster_is_joined_with_the_users_own_token(ray: Ray) -> None:
 def test_a_ray_that_does_not_come_is_one_sentence(ray: Ray, address: str | None, said: str) -> None:
     ray.error = ConnectionError("no\nroom")
     before = dict(os.environ)
-    with pytest.raises(InvalidInputError, match=said), ray_session(address=address):
+    with pytest.raises(InvalidInputError, match=said), ray_session(address=address, environment={}):
         pytest.fail("it was not started")
     assert ray.stopped == 1
     assert dict(os.environ) == before
@@ -138,19 +138,25 @@ def test_a_ray_that_was_imported_without_a_token_is_not_started(
     ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_imported_here", False)
-    with pytest.raises(InvalidInputError, match="in a process of its own"), ray_session():
+    with (
+        pytest.raises(InvalidInputError, match="in a process of its own"),
+        ray_session(environment={}),
+    ):
         pytest.fail("it was started")
     assert not ray.options
     monkeypatch.setattr(module, "_imported_here", True)
     monkeypatch.setattr(Ray, "is_initialized", lambda _: True)
-    with pytest.raises(InvalidInputError, match="runs in this process already"), ray_session():
+    with (
+        pytest.raises(InvalidInputError, match="runs in this process already"),
+        ray_session(environment={}),
+    ):
         pytest.fail("it was started twice")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(module, "_imported_here", True)
-    with pytest.raises(MissingExtraError, match=r"kvcache-rag\[ray\]"), ray_session():
+    with pytest.raises(MissingExtraError, match=r"kvcache-rag\[ray\]"), ray_session(environment={}):
         pytest.fail("it was started")
 
 
@@ -163,7 +169,7 @@ class Actor:
     def there(self):
         return 1
 
-with ray_session(cpus=1) as ray:
+with ray_session(cpus=1, environment={}) as ray:
     actor = ray.remote(Actor).remote()
     print(ray.get(actor.there.remote()), flush=True)
     sys.stdin.readline()

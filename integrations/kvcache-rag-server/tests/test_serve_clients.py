@@ -219,21 +219,6 @@ def test_langchain_has_a_conversation(langchain: Any, engine: Engine) -> None:
     assert langchain("Kelo").invoke(turns).content == expected
 
 
-async def test_langchain_without_blocking(url: str, engine: Engine) -> None:
-    expected = engine.generate(QUESTION, texts("Dovan")).text
-    async with httpx.AsyncClient(timeout=DEADLINE) as client:
-        made: Any = ChatOpenAI
-        llm = made(
-            model="tiny",
-            base_url=url,
-            api_key="none",
-            http_async_client=client,
-            extra_body={"documents": documents("Dovan")},
-        )
-        assert (await llm.ainvoke(QUESTION)).content == expected
-        assert "".join([str(one.content) async for one in llm.astream(QUESTION)]) == expected
-
-
 # ---------------------------------------------------------------------- LlamaIndex
 @pytest.fixture
 def llama(url: str) -> Iterator[Any]:
@@ -279,22 +264,3 @@ def test_llama_index_completes(llama: Any, engine: Engine) -> None:
     assert last.text == expected
     grounded = llama("Mira", is_chat=False).complete(QUESTION).text
     assert grounded == engine.generate(QUESTION, texts("Mira"), max_new_tokens=32).text
-
-
-async def test_llama_index_without_blocking(url: str, engine: Engine) -> None:
-    expected = engine.generate(QUESTION, texts("Mira"), max_new_tokens=32).text
-    async with httpx.AsyncClient(timeout=DEADLINE) as client:
-        llm = OpenAILike(
-            model="tiny",
-            api_base=url,
-            api_key="none",
-            is_chat_model=True,
-            temperature=0.0,
-            max_tokens=32,
-            async_http_client=client,
-            additional_kwargs={"extra_body": {"documents": documents("Mira")}},
-        )
-        message = ChatMessage(role="user", content=QUESTION)
-        assert (await llm.achat([message])).message.content == expected
-        pieces = [one async for one in await llm.astream_chat([message])]
-    assert pieces[-1].message.content == expected

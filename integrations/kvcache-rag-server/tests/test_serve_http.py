@@ -64,7 +64,7 @@ async def test_the_last_message_is_asked_behind_the_earlier_ones() -> None:
     assert work.question == "And\n\nwhere?"
     assert work.history == (Message("user", "Who?"), Message("assistant", "Ada."))
     assert work.chunks == ("Ada is here.",)
-    assert (work.is_chat, work.is_plain, work.system) == (False, False, "")
+    assert (work.is_chat, work.is_plain, work.system) == (False, False, ())
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", work.id)
 
 
@@ -75,7 +75,7 @@ async def test_with_documents_instructions_are_told_apart_from_turns() -> None:
         {"role": "user", "content": "Who?"},
     ]
     work = await asked({"model": "tiny", "messages": messages, "documents": []})
-    assert (work.system, work.question) == ("Be brief.\n\nBe kind.", "Who?")
+    assert (work.system, work.question) == (("Be brief.", "Be kind."), "Who?")
     assert (work.history, work.chunks, work.is_chat) == ((), (), False)
 
 

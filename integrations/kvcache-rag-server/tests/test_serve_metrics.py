@@ -62,7 +62,6 @@ STATS = {
             "tiers": [TIER, {**TIER, "tier": "memory", "bytes": None}],
         },
         {"replica": "b", "waiting": 0, "tiers": [TIER]},
-        {"replica": "generator", "prefetch": {"finished": 2}},
     ]
 }
 
@@ -162,7 +161,6 @@ async def test_the_backends_counters_are_shown_by_replica_and_tier() -> None:
         ("waiting_requests", "replica=b"): 0,
         ("outcomes_total", "outcome=answered,replica=a"): 12,
         ("waiting_prefetches", "replica=a"): 6,
-        ("prefetches_total", "event=finished,replica=generator"): 2,
         ("prefetches_total", "event=started,replica=a"): 4,
         ("prefetches_total", "event=finished,replica=a"): 3,
         ("store_bytes", "replica=a,tier=disk"): 9,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -146,12 +145,6 @@ def test_an_explanation_is_refused_like_an_answer(scheduler: Scheduler, desk: De
     desk.is_held = False
     desk.go.release()
     assert all(one.result(PATIENCE) == {} for one, _ in waiting)
-
-
-def test_a_refusal_can_cross_processes() -> None:
-    error = ApiError(503, "full", kind="overloaded", param="p", code="c", retry_after=2.0)
-    found = pickle.loads(pickle.dumps(error))
-    assert (type(found), str(found), vars(found)) == (ApiError, "full", vars(error))
 
 
 @pytest.fixture

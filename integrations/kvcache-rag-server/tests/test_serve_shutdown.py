@@ -538,13 +538,12 @@ def begun(url: str, key: str = "none") -> tuple[httpx.Client, Any, Any]:
     return http, reply, lines
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_by_a_signal_all_get_their_answer_and_the_process_ends_well(number: int) -> None:
+def test_by_a_signal_all_get_their_answer_and_the_process_ends_well() -> None:
     with process(0.2, "--grace", "2") as (started, url):
         http, _, lines = begun(url)
         waiting = Call(url)
         time.sleep(0.5)
-        os.kill(started.pid, number)
+        os.kill(started.pid, signal.SIGTERM)
         ensure_refused(waiting.done())
         error, done = data_of("\n".join(lines))[-2:]
         assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from serve_fakes import scripted
 
 from kvcache_rag import PromptTemplate
 from kvcache_rag.errors import InvalidInputError
@@ -45,3 +46,9 @@ def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(InvalidInputError, match="enough"):
             startup.open_engine(ServerSettings("tiny", revision=revision))
     assert asked == [{"revision": "abc"}, {}]
+
+
+def test_a_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Else it is closed in the moment in which a client (httpx: after 5 s) uses it again."""
+    app, _ = scripted()
+    assert min(startup._PATIENCE, startup.server_of(app).config.timeout_keep_alive) > 10

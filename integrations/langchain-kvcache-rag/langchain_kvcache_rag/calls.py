@@ -9,8 +9,8 @@ from langchain_core.runnables.config import ensure_config
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import ConversationForms, ToolChoice, given_policy
-from langchain_kvcache_rag.messages import Asked, Conversation, Grounded, in_two_roles
+from kvcache_rag.integration import ConversationForms, ToolChoice, given_policy, rendered
+from langchain_kvcache_rag.messages import Asked, Conversation, Grounded
 
 if TYPE_CHECKING:
     import threading
@@ -110,14 +110,7 @@ class Call:
 
     def prompt(self) -> str:
         """The conversation as one text; over documents, as if there were none."""
-        turns, chat = self.form.turns, self.form.chat
-        try:
-            return self.engine.render_chat(turns, **chat)
-        except InvalidInputError:
-            plain = in_two_roles(turns)
-            if self.form.is_native or plain == turns:
-                raise
-            return self.engine.render_chat(plain, **chat)
+        return rendered(self.engine.render_chat, self.form.turns, **self.form.chat)
 
 
 def call_of(

@@ -10,11 +10,22 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import reference_to, referring, scores_by_step, whole_texts
+from kvcache_rag.integration import (
+    instructed,
+    joined,
+    opened,
+    reference_to,
+    referring,
+    said,
+    scores_by_step,
+    whole_texts,
+)
 from langchain_kvcache_rag.blocks import DOCUMENT_TYPE, SCORE, block_score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvcache_rag.integration import Turn
 
 _ROLES: Final = {
     "system": "system",
@@ -38,10 +49,6 @@ _SILENT: Final = frozenset(
 )
 
 
-Turn: TypeAlias = "dict[str, Any]"
-"""A turn as chat templates read it: role, content, and calls of tools or whose result it is."""
-
-
 @dataclass(frozen=True)
 class Conversation:
     """Messages without documents.
@@ -56,9 +63,7 @@ class Conversation:
 
     def opened(self, system_prompt: str | None) -> Conversation:
         """The same, begun with `system_prompt` unless it has a system message of its own."""
-        if not system_prompt or any(turn["role"] == "system" for turn in self.turns):
-            return self
-        return replace(self, turns=(said("system", system_prompt), *self.turns))
+        return replace(self, turns=tuple(opened(self.turns, system_prompt)))
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,6 @@ class Grounded:
     def all_turns(self) -> tuple[Turn, ...]:
         """Earlier turns and the question."""
         return (*self.turns, said("user", self.question)) if self.question else self.turns
-
-
-def said(role: str, content: str) -> Turn:
-    """A turn of text."""
-    return {"role": role, "content": content}
-
-
-def in_two_roles(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """Turns for chat templates that know users and assistants only."""
-    others = (
-        turn if turn["role"] == "assistant" else said("user", turn["content"]) for turn in turns
-    )
-    return tuple(_joined(others))
 
 
 def documents_of(message: BaseMessage) -> list[str]:
@@ -147,15 +139,7 @@ def read_messages(
             "the last message has no text; put the question into it, beside or behind the "
             "document blocks"
         )
-    foreign = [
-        one.text
-        for one in read
-        if one.role == "system" and one.text.strip() not in ("", system.strip())
-    ]
-    # Only who asks, answers and finds may stand behind the chunks.
-    turns = _joined(one.turn(texts.index) for one in read if one.role != "system")
-    if foreign:
-        _open_last_question(turns, foreign)
+    turns, is_foreign = instructed([one.turn(texts.index) for one in read], system)
     if suffix and last.role == "tool":
         turns.append(said("user", suffix.strip()))
     elif suffix:
@@ -163,7 +147,7 @@ def read_messages(
     question = turns.pop()["content"] if turns[-1]["role"] == "user" else ""
     scores = scores_by_step(_steps(read))
     known = None if scores is None else tuple(scores[text] for text in texts)
-    return Grounded(question, texts, tuple(turns), bool(foreign), known)
+    return Grounded(question, texts, tuple(turns), is_foreign, known)
 
 
 def _steps(read: Sequence[_Read]) -> Iterator[list[tuple[str, Any]]]:
@@ -171,16 +155,6 @@ def _steps(read: Sequence[_Read]) -> Iterator[list[tuple[str, Any]]]:
     alone = ("tool", "assistant")
     for _, step in groupby(enumerate(read), lambda at: at[0] if at[1].role in alone else None):
         yield [pair for _, one in step for pair in one.scored if pair[0].strip()]
-
-
-def _open_last_question(turns: list[Turn], instructions: Sequence[str]) -> None:
-    """Write instructions before what the user said last."""
-    users = [index for index, turn in enumerate(turns) if turn["role"] == "user"]
-    if not users:
-        turns.insert(0, said("user", "\n\n".join(instructions)))
-        return
-    content = turns[users[-1]]["content"]
-    turns[users[-1]] = said("user", "\n\n".join([*instructions, content]))
 
 
 @dataclass(frozen=True)
@@ -312,7 +286,7 @@ def _text_of(index: int, block: dict[str, Any]) -> str:
 
 
 def _conversation(read: Sequence[_Read], suffix: str) -> Conversation:
-    turns = _joined(one.turn() for one in read)
+    turns = joined(one.turn() for one in read)
     if not turns:
         raise InvalidInputError("there is no message with text; ask something")
     if suffix:
@@ -323,21 +297,3 @@ def _conversation(read: Sequence[_Read], suffix: str) -> Conversation:
         )
     brought = tuple(one.text for one in read if one.role in ("system", "user"))
     return Conversation(tuple(turns), brought)
-
-
-def _joined(turns: Iterable[Turn]) -> list[Turn]:
-    """Turns that say something; consecutive ones of one role are one, as chat templates want it.
-
-    Calls of tools and their results stay what they are: each result belongs to its call.
-    """
-    joined: list[Turn] = []
-    for turn in turns:
-        is_plain = len(turn) == len(said("", "")) and turn["role"] != "tool"
-        if is_plain and not turn["content"].strip():
-            continue
-        last = joined[-1] if joined else None
-        if is_plain and last and last["role"] == turn["role"] and "tool_calls" not in last:
-            joined[-1] = said(turn["role"], f"{last['content']}\n\n{turn['content']}")
-        else:
-            joined.append(turn)
-    return joined

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.prompt.conversation import joined, said
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -193,15 +194,14 @@ def json_turns(turns: Sequence[Mapping[str, Any]], instruction: str) -> list[dic
             role, content = "user", f"Result of {name}: {content}"
         elif role == "assistant" and (turn.get("tool_calls") or instruction):
             content = _as_json(turn)
-        if written and written[-1]["role"] == role:
-            content = f"{written.pop()['content']}\n\n{content}"
-        written.append({"role": role, "content": content})
+        written.append(said(role, content))
+    written = joined(written)
     if instruction:
         first = next((i for i, turn in enumerate(written) if turn["role"] == "user"), None)
         if first is None:
-            return [*written, {"role": "user", "content": instruction}]
+            return [*written, said("user", instruction)]
         asked = written[first]["content"]
-        written[first] = {"role": "user", "content": f"{instruction}\n\n{asked}"}
+        written[first] = said("user", f"{instruction}\n\n{asked}")
     return written
 
 

@@ -69,6 +69,13 @@ if TYPE_CHECKING:
     from kvcache_rag.progress import is_rich as is_rich
     from kvcache_rag.progress import plain as plain
     from kvcache_rag.progress import table as table
+    from kvcache_rag.prompt.conversation import Turn as Turn
+    from kvcache_rag.prompt.conversation import foreign_instructions as foreign_instructions
+    from kvcache_rag.prompt.conversation import instructed as instructed
+    from kvcache_rag.prompt.conversation import joined as joined
+    from kvcache_rag.prompt.conversation import opened as opened
+    from kvcache_rag.prompt.conversation import rendered as rendered
+    from kvcache_rag.prompt.conversation import said as said
     from kvcache_rag.prompt.scores import scores_by_step as scores_by_step
     from kvcache_rag.prompt.scores import whole_scores as whole_scores
 else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.integration import foreign_instructions, joined
 from llama_index.kvcache_rag.options import turn
 from llama_index.kvcache_rag.prompts import split_template
 
@@ -56,20 +57,13 @@ class Conversation:
     @classmethod
     def of(cls, messages: Sequence[ChatMessage], engine: Engine) -> Conversation:
         """Sort messages by what becomes of them."""
-        said = [one for one in map(turn, messages) if one["content"].strip()]
-        own = {engine.prefix_text.strip(), engine.template.system.strip()}
-        system = [one["content"].strip() for one in said if one["role"] == "system"]
-        turns: list[dict[str, str]] = []
-        for one in said:
-            if turns and turns[-1]["role"] == one["role"]:
-                turns[-1] = {**one, "content": f"{turns[-1]['content']}\n\n{one['content']}"}
-            elif one["role"] in ("user", "assistant"):
-                turns.append(one)
+        said = [turn(message) for message in messages]
+        own = (engine.prefix_text, engine.template.system)
+        turns = joined(one for one in said if one["role"] in ("user", "assistant"))
         unanswered: tuple[str, ...] = ()
         if turns and turns[-1]["role"] == "user":
             unanswered = (turns.pop()["content"],)
-        instructions = tuple(dict.fromkeys(text for text in system if text not in own))
-        return cls(tuple(turns), instructions, unanswered)
+        return cls(tuple(turns), tuple(foreign_instructions(said, *own)), unanswered)
 
     def ask(self, question: str) -> str:
         """The question with everything that has to be said in the same breath."""

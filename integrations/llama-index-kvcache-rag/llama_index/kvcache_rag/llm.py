@@ -44,7 +44,9 @@ from kvcache_rag.integration import (
     MetadataWatch,
     first_problem,
     given_policy,
+    joined,
     refuse_unknown,
+    rendered,
 )
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
 from llama_index.kvcache_rag.matching import Ask, watch, writing
@@ -467,7 +469,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             return self.engine.compose(
                 lambda cover: own([_covered(message, cover) for message in messages])
             )
-        return self.engine.render_chat([turn(message) for message in messages], **chat)
+        return rendered(self.engine.render_chat, joined(map(turn, messages)), **chat)
 
     # `prompt` is for callbacks; `request` comes by position because keywords end up in events.
     @spanned(llm_completion_callback())

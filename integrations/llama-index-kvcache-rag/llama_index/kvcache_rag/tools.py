@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -28,6 +28,8 @@ from kvcache_rag.integration import (
     ToolCall,
     ToolChoice,
     UnreadableCall,
+    instructed,
+    joined,
     reference_to,
     scores_by_step,
 )
@@ -40,15 +42,18 @@ if TYPE_CHECKING:
 
     from llama_index.core.base.llms.types import CompletionResponse
 
-    from kvcache_rag.integration import AnswerPart, AnswerReader, ConversationForm, FoundText
+    from kvcache_rag.integration import (
+        AnswerPart,
+        AnswerReader,
+        ConversationForm,
+        FoundText,
+        Turn,
+    )
     from llama_index.kvcache_rag.llm import KVCacheLLM
     from llama_index.kvcache_rag.responses import Prompt
 
 _HOLDING: Final = ("logits_processor", "json_schema")
 """Arguments that decide how an answer is written, so that it can be no call of a tool."""
-
-Turn: TypeAlias = "dict[str, Any]"
-"""A turn as chat templates read it."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +172,11 @@ class _Conversation:
         read = cls(scores)
         for message in messages:
             read.add(message, llm)
-        if not read.found:
-            return read
-        own = {llm.engine.prefix_text.strip(), llm.engine.template.system.strip()}
-        system = [one["content"] for one in read.turns if one["role"] == "system"]
-        read.turns = [one for one in read.turns if one["role"] != "system"]
-        foreign = [text for text in system if text.strip() not in own]
-        if foreign:
-            read.prefix_mismatch = True
-            read.open_last_question(foreign)
+        if read.found:
+            own = (llm.engine.prefix_text, llm.engine.template.system)
+            read.turns, read.prefix_mismatch = instructed(read.turns, *own)
+        else:
+            read.turns = joined(read.turns)
         return read
 
     def add(self, message: ChatMessage, llm: KVCacheLLM) -> None:
@@ -190,24 +191,7 @@ class _Conversation:
             one |= {name: message.additional_kwargs.get(name) for name in named}
         elif calls := _calls(message):
             one["tool_calls"] = calls
-        elif not one["content"].strip():
-            return
-        elif self.turns and self.turns[-1].keys() == one.keys() and self._goes_on(one):
-            one["content"] = f"{self.turns.pop()['content']}\n\n{one['content']}"
         self.turns.append({name: value for name, value in one.items() if value is not None})
-
-    def _goes_on(self, one: Turn) -> bool:
-        """Whether who spoke last speaks on; many chat templates refuse two turns of one role."""
-        return bool(self.turns[-1]["role"] == one["role"] != "system")
-
-    def open_last_question(self, instructions: Sequence[str]) -> None:
-        """Write instructions before what the user said last."""
-        users = [index for index, one in enumerate(self.turns) if one["role"] == "user"]
-        if not users:
-            self.turns.insert(0, {"role": "user", "content": "\n\n".join(instructions)})
-            return
-        asked = self.turns[users[-1]]
-        asked["content"] = "\n\n".join([*instructions, asked["content"]])
 
     def _referring(self, content: str, found: Sequence[FoundText]) -> str:
         parts, at = [], 0
