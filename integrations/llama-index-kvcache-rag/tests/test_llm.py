@@ -112,9 +112,7 @@ def test_chat_template_writes_messages(chat_engine: Engine, engine: Engine) -> N
         ChatMessage(role=MessageRole.CHATBOT, content=None),
     ]
     templated = KVCacheLLM(engine=chat_engine).chat_prompt(messages)
-    assert templated == "<s><system>be brief</s><user>hello</s><assistant>", (
-        "who says nothing is left out"
-    )
+    assert templated == "<s><system>be brief</s><user>hello</s><assistant>"
     assert KVCacheLLM(engine=engine).chat_prompt(HELLO) == "User: hello\nAssistant:"
     own = KVCacheLLM(engine=engine, messages_to_prompt=lambda messages: f"[{len(messages)}]")
     assert own.chat_prompt(messages) == "[3]"
