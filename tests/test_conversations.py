@@ -133,11 +133,7 @@ CASES: Final[dict[str, Case]] = {
     "documents": Case((("user", "Where?"),), (A, B)),
     "documents, spaces around": Case((("user", "  Where?\n"),), (f" {A} ", B)),
     "documents, no question": Case((("user", " "),), (A, B)),
-    "documents, one twice": Case(
-        (("user", "Where?"),),
-        (A, B, A),
-        verdict="LangChain and the server: what is read twice says no more",
-    ),
+    "documents, one twice": Case((("user", "Where?"),), (A, B, A)),
     "documents, one empty": Case((("user", "Where?"),), (A, " ", B)),
     "documents, all empty": Case((("user", "Where?"),), (" ",)),
     "documents, turns": Case((("user", "Who?"), ("assistant", "Vug."), ("user", "Where?")), (A, B)),

@@ -100,15 +100,15 @@ def test_a_node_without_text_has_no_say(llm: KVCacheLLM, fresh: list[int]) -> No
 
 
 def test_several_rounds_keep_them(llm: KVCacheLLM, engine: Engine) -> None:
-    long = [f"{text} " * 20 for text in TEXTS]
+    long = [f"{text}{end} " * 20 for end in ("", ";") for text in TEXTS]
     given = [
         NodeWithScore(node=TextNode(text=text), score=score)
-        for text, score in zip(long * 2, (*SCORES, *SCORES[::-1]), strict=True)
+        for text, score in zip(long, (*SCORES, *SCORES[::-1]), strict=True)
     ]
     response = KVCacheSynthesizer(llm, policy="bestlast").synthesize(QUESTION, given)
     expected = engine.generate(
         QUESTION,
-        long * 2,
+        long,
         scores=(*SCORES, *SCORES[::-1]),
         policy=BestLast(),
         overflow="refine",

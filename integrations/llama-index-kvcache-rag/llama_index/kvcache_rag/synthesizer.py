@@ -24,7 +24,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from kvcache_rag import InvalidInputError, Metrics
-from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, whole_scores
+from kvcache_rag.integration import given_policy, json_instruction, refuse_unknown, scores_by_step
 from llama_index.kvcache_rag.conversation import Conversation, Mismatches, Wording
 from llama_index.kvcache_rag.defaults import kv_llm_with_class
 from llama_index.kvcache_rag.events import KVCacheReuseEvent
@@ -250,12 +250,27 @@ class KVCacheSynthesizer(BaseSynthesizer):
             wording = found
         question, turns, mismatch = wording.question, spoken.turns, bool(wording.mismatches)
         self._mismatches.note(wording.mismatches)
-        chunks = tuple(chunks_of([one.node for one in nodes], texts, llm.engine))
         for one, text in zip(nodes, texts, strict=False):
             warn_of_changes(one.node, text, llm.watch)
-        # As for chunks: a node without text is none.
-        scores = whole_scores(
-            one.score for one, text in zip(nodes, texts, strict=False) if text.strip()
+        # What is read twice says no more; what has no text is no chunk.
+        places = {text: index for index, text in reversed([*enumerate(texts)]) if text.strip()}
+        read = sorted(places.values())
+        known = scores_by_step(
+            [
+                [
+                    (texts[index], nodes[index].score)
+                    for index in range(len(nodes))
+                    if texts[index] in places
+                ]
+            ]
+        )
+        scores = None if known is None else tuple(known[texts[index]] for index in read)
+        chunks = tuple(
+            chunks_of(
+                [nodes[index].node for index in read] if nodes else [],
+                [texts[index] for index in read],
+                llm.engine,
+            )
         )
         request = Grounded(question, chunks, self._policy, self._overflow, mismatch, scores, turns)
         prompt = written_prompt(llm.engine, texts, spoken.written(question))
