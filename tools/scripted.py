@@ -1,6 +1,6 @@
 """Scripted questions over tiny models, and an ear for every function of ours that is entered.
 
-Shared by `tools/walks.py` and `tools/work.py`. The scripts use public names only, so they say the
+Of `tools/walks.py`.  The scripts use public names only, so they say the
 same of two versions of the code.
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -159,45 +159,6 @@ def reader_engine(store: ChunkStore, **options: Any) -> Engine:
     from kvcache_rag_lab.reader import model_path
 
     return Engine.from_pretrained(model_path(), store=store, device="cpu", **options)
-
-
-@lru_cache(maxsize=1)
-def wide_model() -> tuple[Any, Any]:
-    """Three layers of random weights, 1 KiB of keys per token and layer, and the reader's words."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from kvcache_rag.models.adapters import note_training
-    from kvcache_rag_lab.reader import model_path
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        intermediate_size=128,
-        max_position_embeddings=8192,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    note_training(config, blocks=True)  # plain reuse by default, as of the packaged reader
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = LlamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = None  # so many tokens as were asked for
-    return model, tokenizer
-
-
-def wide_engine(store: ChunkStore, **options: Any) -> Engine:
-    """An engine of `wide_model`."""
-    from kvcache_rag import Engine
-
-    model, tokenizer = wide_model()
-    return Engine(model, tokenizer, store=store, **options)
 
 
 def texts(count: int, sentences: int = 12, *, first: int = 0) -> list[str]:
