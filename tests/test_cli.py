@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
         (["echo"], "kvcache-rag echo: error: the following arguments are required: word ("),
         (["--hlep"], "kvcache-rag: error: there is no option --hlep; did you mean --help? ("),
         (["store", "ls", "kv", "--chnks"], "kvcache-rag store ls: error: there is no option --ch"),
-        (["store", "lss", "kv"], "kvcache-rag store: error: there is no 'lss' among ls, du, "),
+        (["store", "lss", "kv"], "kvcache-rag store: error: there is no 'lss' among ls, list, "),
         (
             ["serve", "--weight-format", "int9"],
             "argument --weight-format: there is no 'int9' among auto, plain, int8, int4; did you ",

@@ -125,9 +125,9 @@ def test_law_the_recomputed_tokens_are_those_that_generate_computes(
     chosen: list[int] = []
     real = context.recompute
 
-    def recompute(row: Any, selected: Tensor, policy: ReusePolicy) -> int:
+    def recompute(row: Any, selected: Tensor) -> None:
         chosen.extend(selected.nonzero()[:, 0].tolist())
-        return real(row, selected, policy)
+        real(row, selected)
 
     found = engine.explain(QUESTION, TEXTS, policy=policy)
     monkeypatch.setattr(context, "recompute", recompute)

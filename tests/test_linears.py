@@ -526,14 +526,11 @@ def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:
 
 
 def test_commands_take_a_weight_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Some words to be cached. " * 20, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "Some words."}\n', encoding="utf-8")
-    plan = ["plan", str(tmp_path), "--json", "--sample", "1"]
-    assert main([*plan, "--weight-format", "int8"]) == 0
     build_ = ["build", "tiny", str(tmp_path / "b.jsonl"), "--store", str(tmp_path / "kv")]
     assert main([*build_, "--weight-format", "int8"]) == 0
     assert main([*build_, "--weight-format", "int8"]) == 0
     assert "0 prefilled, 1 already there" in capsys.readouterr().out
     assert main(["models", "check", "tiny", "--weight-format", "int4"]) == 0
     with pytest.raises(SystemExit):
-        main([*plan, "--weight-format", "int2"])
+        main([*build_, "--weight-format", "int2"])

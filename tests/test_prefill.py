@@ -318,24 +318,6 @@ def test_without_threads_batches_are_written_all_the_same(
     assert all(locked for key, locked in store.written if key.start)
 
 
-def test_new_weights_wait_for_what_is_on_its_way_to_the_store() -> None:
-    store = GatedStore()
-    engine = make_engine(store=store)
-    prefiller: Any = access.prefiller(engine)
-    adding = threading.Thread(target=engine.add, args=(LONG,))
-    adding.start()
-    assert store.reached.wait(20)
-    following = threading.Thread(target=prefiller.follow_weights)
-    following.start()
-    following.join(0.2)
-    assert following.is_alive(), "it must drop what is written later"
-    store.gate.set()
-    following.join(20)
-    adding.join(20)
-    assert not following.is_alive()
-    assert not adding.is_alive()
-
-
 def test_a_stopped_ingestion_ends_with_its_batch_and_goes_on_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

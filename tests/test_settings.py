@@ -28,7 +28,6 @@ from kvcache_rag import (
     RemoteStore,
     Reuse,
     TieredStore,
-    auto,
 )
 from kvcache_rag.cli import main
 from kvcache_rag.errors import InvalidInputError, KVCacheRagError
@@ -84,7 +83,6 @@ def owners(
         "CacheBlend": CacheBlend,
         "CacheClip": CacheClip,
         "Ape": Ape,
-        "auto": partial(auto, 1.0),
         "RequestLimits": RequestLimits,
         "ServerSettings": partial(ServerSettings, "tiny"),
         "BuildSettings": partial(BuildSettings, model="tiny", store=str(folder / "kv")),
