@@ -20,11 +20,12 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 VERSION: Final = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 _PROJECT: Final = r'(?m)^(version = ")([^"]+)(")$'
 # A fix of one dist goes with every fix of the others: the first two numbers have to agree.
-_PIN: Final = r'("kvcache-rag(?:\[[a-z,]+\])?~=)([^",;]+)(["; ])'
+_OURS: Final = r'"(?:[a-z-]+-)?kvcache-rag(?:-[a-z0-9]+)?(?:\[[a-z,]+\])?'
+_PIN: Final = rf'({_OURS}~=)([^",;]+)(["; ])'
 # Any other form would stay what it was.
-_ASKED: Final = r'"kvcache-rag(?:\[[a-z,]+\])?([~=<>!][^";]*)'
+_ASKED: Final = rf'{_OURS}([~=<>!][^";]*)'
 PLACES: Final = (
-    ("pyproject.toml", (_PROJECT,)),
+    ("pyproject.toml", (_PROJECT, _PIN)),
     ("src/kvcache_rag/__init__.py", (r'(?m)^(__version__ = ")([^"]+)(")$',)),
     ("integrations/kvcache-rag-server/pyproject.toml", (_PROJECT, _PIN)),
     ("integrations/kvcache-rag-smollm2/pyproject.toml", (_PROJECT, _PIN)),

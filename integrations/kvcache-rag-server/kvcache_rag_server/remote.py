@@ -36,6 +36,8 @@ from kvcache_rag.prompt.template import Message, PromptTemplate
 from kvcache_rag.verdict import Identity
 from kvcache_rag_server.http import LostError, RefusedError, ServerClient
 
+__all__ = ["RemoteEngine"]
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
