@@ -10,7 +10,8 @@ _PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 def _first_cells(head: str) -> set[str]:
     table = _PAGE.read_text(encoding="utf-8").partition(f"| {head} |")[2].partition("\n\n")[0]
-    return set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    return set(re.findall(r"`([^`]+)`", " ".join(cells)))
 
 
 FIELDS = _first_cells("field")
