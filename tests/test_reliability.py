@@ -24,14 +24,14 @@ def test_the_page_is_what_the_counts_say() -> None:
 
 def test_another_figure_would_be_another_page() -> None:
     name, row = next(iter(KEPT.items()))
-    other = page(TEXT, {**KEPT, name: replace(row, count=row.count + 1)})
+    other = page(TEXT, {**KEPT, name: replace(row, tried="something else", count=row.count + 1)})
     assert other != TEXT
-    assert f"{row.count + 1:,}" in other
+    assert f"| something else | {row.count + 1:,} |" in other
 
 
 def test_a_page_without_a_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="has tables for"):
-        page(TEXT.replace("counts: damage", "counts of damage"), KEPT)
+    with pytest.raises(ValueError, match="has not one table"):
+        page(TEXT.replace("<!-- counts -->", "counts"), KEPT)
 
 
 def test_every_long_test_writes_counts_and_every_row_is_of_one() -> None:
@@ -70,3 +70,15 @@ def test_counts_come_back_as_they_were_written(
     assert "| `kill -9` | 3 | chunks lost: 0; seconds: 0.1 |" in page(TEXT, {"one": row})
     with pytest.raises(ValueError, match="no part"):
         reliability.record("one", "luck", "", 1)
+
+
+def test_counts_of_one_test_that_differ_in_two_words_share_a_row() -> None:
+    row = reliability.Count(
+        "kills", "put by 8 into 5 MB", 3, {"lost": 0, "most": "1.2"}, "a::b[8]", "", ""
+    )
+    other = replace(row, tried="put by 1 into 40 MB", count=4, seen={"lost": 1, "most": "0.9"})
+    told = "| put by 1, 8 into 5, 40 MB | 7 | lost: 1; most: 0.9 to 1.2 |"
+    assert told in page(TEXT, {"one": row, "two": other})
+    apart = page(TEXT, {"one": row, "two": replace(other, test="a::c")})
+    assert "| put by 8 into 5 MB | 3 |" in apart
+    assert "| put by 1 into 40 MB | 4 |" in apart

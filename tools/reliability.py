@@ -1,10 +1,11 @@
-"""Write the tables of docs/reliability.md from what the long tests counted.
+"""Write the table of docs/reliability.md from what the long tests counted.
 
 python tools/reliability.py [--take]
 
 Every long test writes its counts to build/reliability/ when it has passed.  `--take` keeps those of
-this checkout in tests/soak/counts/, beside the ones that were there.  The words between the tables
-are written by hand; no figure in a table is.
+this checkout in tests/soak/counts/, beside the ones that were there.  The words around the table
+are written by hand; no figure in it is.  Counts of one test whose words differ in two places at
+most share a row.
 """
 
 from __future__ import annotations
@@ -26,43 +27,74 @@ if TYPE_CHECKING:
 
 PAGE: Final = ROOT / "docs" / "reliability.md"
 
-_TABLE: Final = re.compile(r"(?<=<!-- counts: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_TABLE: Final = re.compile(r"(?<=<!-- counts -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_DIFFER: Final = 2
 
 
 def page(text: str, rows: Mapping[str, Count]) -> str:
-    """A page with its tables written anew.
+    """A page with its table written anew.
 
     Args:
-        text: The page; a table stands between `<!-- counts: PART -->` and `<!-- end -->`.
-        rows: By name; in a table they stand in the order of their names.
+        text: The page; the table stands between `<!-- counts -->` and `<!-- end -->`.
+        rows: By name; in the table they stand by part, in the order of their names.
 
     Raises:
-        ValueError: If the page has not exactly one table for each part.
+        ValueError: If the page has not exactly one table.
     """
-    parts = [match[1] for match in _TABLE.finditer(text)]
-    if sorted(parts) != sorted(PARTS):
-        raise ValueError(f"the page has tables for {parts}, and the parts are {list(PARTS)}")
-    return _TABLE.sub(lambda match: match[1] + match[2] + _table(match[1], rows), text)
+    if len(_TABLE.findall(text)) != 1:
+        raise ValueError("the page has not one table between its marks")
+    return _TABLE.sub(lambda _: _table(rows), text)
 
 
-def _table(part: str, rows: Mapping[str, Count]) -> str:
-    own = [rows[name] for name in sorted(rows) if rows[name].part == part]
-    lines = ["| tried | how often | what happened | test | when, where |", "|---|--:|---|---|---|"]
-    return "\n".join([*lines, *map(_line, own), f"\nTogether: {_total(own)}.\n\n"])
+def _table(rows: Mapping[str, Count]) -> str:
+    groups: list[list[Count]] = []
+    for part in PARTS:
+        for row in (rows[name] for name in sorted(rows) if rows[name].part == part):
+            same = next((one for one in groups if _alike(one[0], row)), None)
+            if same is None:
+                groups.append([row])
+            else:
+                same.append(row)
+    lines = ["| tried | how often | what happened |", "|---|--:|---|", *map(_line, groups)]
+    where = "; ".join(sorted({f"{row.date}, {row.machine}" for row in rows.values()}))
+    return "\n".join([*lines, f"\n{where}.\n"])
 
 
-def _line(row: Count) -> str:
-    seen = "; ".join(f"{name}: {_figure(value)}" for name, value in row.seen.items())
-    test = row.test.rpartition("::")[2].partition("[")[0]
-    return f"| {row.tried} | {row.count:,} | {seen} | `{test}` | {row.date}, {row.machine} |"
+def _alike(one: Count, other: Count) -> bool:
+    """Whether two counts of one test are tried in nearly the same words."""
+    ours, theirs = one.tried.split(), other.tried.split()
+    of_one_test = one.test.partition("[")[0] == other.test.partition("[")[0]
+    differ = sum(word != word2 for word, word2 in zip(ours, theirs, strict=False))
+    return of_one_test and len(ours) == len(theirs) and differ <= _DIFFER
 
 
-def _total(rows: Sequence[Count]) -> str:
-    return f"{sum(row.count for row in rows):,}"
+def _line(group: Sequence[Count]) -> str:
+    tried = zip(*(row.tried.split() for row in group), strict=True)
+    each = (", ".join(sorted(dict.fromkeys(at), key=_by_number)) for at in tried)
+    words = " ".join(each).replace(",,", ",")
+    names = dict.fromkeys(name for row in group for name in row.seen)
+    seen = "; ".join(
+        f"{name}: {_together([row.seen.get(name) for row in group])}" for name in names
+    )
+    return f"| {words} | {sum(row.count for row in group):,} | {seen} |"
 
 
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
+def _by_number(word: str) -> float:
+    return float(word) if re.fullmatch(r"[\d.]+", word) else 0
+
+
+def _together(values: Sequence[float | str | None]) -> str:
+    """The sum of counts; of texts the least and the most."""
+    numbers, texts = [], set()
+    for value in values:
+        if isinstance(value, str):
+            texts.add(value)
+        elif value is not None:
+            numbers.append(value)
+    if not texts:
+        return f"{sum(numbers):,}"
+    ordered = sorted(texts, key=_by_number)
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def main() -> int:
