@@ -17,11 +17,9 @@ BEFORE = """\
 # What keeps its caches
 
 Patterns of apps as the documentation of LlamaIndex and LangChain writes them, around the LLM or
-the chat model of this project. Each is a short function in [tests/apps](../tests/apps), built and
-asked the same question twice by `make test`; the engine counts what the second question reuses and
-computes. "Every chunk": all chunk tokens of the second question were loaded and none was computed,
-and the answer is that of the first question. (What the first question computes is what the vector
-stores compute at ingestion.) Written by `python tools/apps_page.py`.
+the chat model of this project. Each is a function in [tests/apps](../tests/apps), asked the same
+question twice by `make test`. "Every chunk": the second time all chunk tokens were loaded and none
+was computed, and the answer is the same. Written by `python tools/apps_page.py`.
 """
 
 
@@ -31,7 +29,7 @@ def page() -> str:
     parts = [BEFORE]
     for module in ("apps.llama_index_apps", "apps.langchain_apps"):
         framework: str = import_module(module).FRAMEWORK
-        parts.append(f"## {framework}\n\n{catalogue.table(framework)}")
+        parts.append(f"## {framework}\n\n{catalogue.listed(framework)}")
     return "\n".join(parts)
 
 

@@ -63,11 +63,11 @@ def app(
 ) -> Callable[[Callable[..., Callable[[], Any]]], Callable[..., Callable[[], Any]]]:
     """Put an app on the list."""
 
-    def listed(build: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
+    def enlist(build: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
         APPS.append(App(framework, pattern, keeps, remark, warning, build))
         return build
 
-    return listed
+    return enlist
 
 
 class CountingEngine(Engine):
@@ -139,8 +139,18 @@ def check(one: App, ask: Callable[[], Any], engine: CountingEngine) -> None:
         assert one.warning in told[0]
 
 
-def table(framework: str) -> str:
-    """The patterns of a framework, for the docs."""
+def listed(framework: str) -> str:
+    """The patterns of a framework, for the docs: those that keep every chunk, then the others."""
     rows = [one for one in APPS if one.framework == framework]
-    lines = [f"| {one.pattern} | {one.keeps} | {one.remark} |" for one in rows]
-    return "\n".join(["| app | keeps | remark |", "|---|---|---|", *lines]) + "\n"
+    kept = [
+        f"- {one.pattern}{f' ({one.remark})' if one.remark else ''}"
+        for one in rows
+        if one.keeps == EVERY
+    ]
+    others = [
+        f"- {one.pattern}: **{one.keeps}**{f'; {one.remark}' if one.remark else ''}"
+        for one in rows
+        if one.keeps != EVERY
+    ]
+    lines = [f"{len(kept)} keep every chunk:", "", *kept, "", "The others:", "", *others]
+    return "\n".join(lines) + "\n"
