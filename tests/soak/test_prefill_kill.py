@@ -51,16 +51,22 @@ def start(store: Path, log: Path) -> subprocess.Popen[str]:
     return process
 
 
+def computed_in(log: Path) -> int:
+    return len(set(log.read_text("ascii").split())) if log.exists() else 0
+
+
 def test_a_killed_add_goes_on_where_it_was(tmp_path: Path) -> None:
     store, log = tmp_path / "kv", tmp_path / "computed"
-    delays = random.Random(0)
-    progress = []
+    moments = random.Random(0)
+    progress = [0]
     for _ in range(KILLS):
+        wanted = progress[-1] + moments.randrange(CHUNKS // KILLS)
         process = start(store, log)
-        time.sleep(delays.uniform(0.0, 0.15))
+        while computed_in(log) < wanted and process.poll() is None:
+            time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        progress.append(len(set(log.read_text("ascii").split())) if log.exists() else 0)
+        progress.append(computed_in(log))
     assert any(0 < count < CHUNKS for count in progress), progress
     process = start(store, log)
     output, _ = process.communicate(timeout=120)
