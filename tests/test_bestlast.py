@@ -28,7 +28,7 @@ from laws import (
     sequence_logits,
 )
 from torch import Tensor
-from zoo import FAMILIES, build, byte_tokenizer
+from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import (
     BestLast,
@@ -137,6 +137,7 @@ def test_law_the_best_last_is_the_same_chunks_computed_again(
     assert error(reused, expected) > 10 * TOLERANCE, "it must be able to fail"
 
 
+@pytest.mark.parametrize("name", SEVERAL, indirect=True)
 def test_the_others_lie_where_they_would_if_all_were_reused(engine: Engine) -> None:
     of = [
         engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1).metrics

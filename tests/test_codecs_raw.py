@@ -13,7 +13,7 @@ import access
 import pytest
 import torch
 from laws import by_place, refused
-from zoo import FAMILIES, build, byte_tokenizer
+from zoo import FAMILIES, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import DiskStore, Engine, Int4, Int8, MemoryStore, Native, PromptTemplate, Reuse
 from kvcache_rag.kv.chunk import ChunkKV
@@ -87,6 +87,7 @@ def test_logits_are_those_of_native(engines: tuple[Engine, Engine], scheme: Any)
     )
 
 
+@pytest.mark.parametrize("engines", SEVERAL, indirect=True)
 def test_answers_are_those_of_native(engines: tuple[Engine, Engine]) -> None:
     native, raw = engines
     questions = [(QUESTION, TEXTS), ("What is it that they saw?", TEXTS[:1]), ("x", [])]
@@ -119,6 +120,7 @@ def test_what_is_stored_stands_at_position_0(engines: tuple[Engine, Engine]) -> 
             assert torch.equal(slot(moved, index), slot(local, index)) != turned
 
 
+@pytest.mark.parametrize("engines", SEVERAL, indirect=True)
 def test_the_law_would_notice_keys_taken_for_local_ones(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from laws import QUESTION, TEMPLATE, TEXTS, Recorder, error, make_engine, refused
 from torch import Tensor
-from zoo import FAMILIES, OWN_ATTENTION, REFUSED, build, byte_tokenizer
+from zoo import FAMILIES, OWN_ATTENTION, REFUSED, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import (
     Ape,
@@ -54,7 +54,6 @@ NOT_DEFERRED = {
     "deepseek_v2": "deepseek_v2: layer 0 keeps rotated columns in its V slot",
     "deepseek_v3": "deepseek_v3: layer 0 keeps rotated columns in its V slot",
 }
-DEFERRED = [name for name in FAMILIES if name not in NOT_DEFERRED]
 LONG = "What is the name of the person that was seen there by all of the others on that day?"
 
 
@@ -102,7 +101,7 @@ def test_questions_of_other_lengths_in_bfloat16_stay_finite(name: str) -> None:
     assert (steps[0] - steps[1]).std() < 0.05 * steps[0].std()
 
 
-@pytest.mark.parametrize("name", DEFERRED)
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name not in NOT_DEFERRED])
 def test_answers_batches_and_streams_are_those_of_copying(name: str) -> None:
     deferred, copied = deferred_engine(name), copying_engine(name)
     questions = [

@@ -17,14 +17,12 @@ from laws import (
     refused,
 )
 from torch import Tensor
-from zoo import FAMILIES
+from zoo import FAMILIES, SEVERAL
 
 from kvcache_rag import (
-    CacheBlend,
     CacheClip,
     Engine,
     FullRecompute,
-    LegoLink,
     Reuse,
     ReusePolicy,
 )
@@ -42,13 +40,15 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return make_engine(request.param, auxiliary=Letters())
 
 
+# Of each kind one, for what is not the law itself.
+several = pytest.mark.parametrize("engine", SEVERAL, indirect=True)
+
+
 @pytest.mark.parametrize(
     ("none", "everything"),
     [
         (CacheClip(ratio=0), CacheClip(ratio=1)),
         (CacheClip(ratio=0.001), CacheClip(ratio=0.999)),
-        (LegoLink(0), LegoLink(999)),
-        (CacheBlend(0), CacheBlend(1)),
     ],
     ids=repr,
 )
@@ -62,6 +62,7 @@ def test_law_5_from_reuse_to_a_full_prefill(
     assert error(reuse, full) > 10 * TOLERANCE
 
 
+@several
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
 def test_in_between_is_neither(engine: Engine, positions: Any) -> None:
     middle = CacheClip(ratio=0.5, window=4, threshold=2, positions=positions)
@@ -72,6 +73,7 @@ def test_in_between_is_neither(engine: Engine, positions: Any) -> None:
         assert error(found, engine.logits(QUESTION, TEXTS, policy=policy)) > TOLERANCE
 
 
+@several
 def test_a_batch_equals_its_singles(engine: Engine) -> None:
     policy = CacheClip(ratio=0.4, threshold=3)
     asked = [(QUESTION, TEXTS[:2]), (QUESTION * 3, TEXTS)]

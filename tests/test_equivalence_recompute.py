@@ -24,7 +24,7 @@ from laws import (
     sequence_logits,
 )
 from torch import Tensor
-from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
+from zoo import BY_PLACE, FAMILIES, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.mask import MaskedSequence, PositionScheme, block_mask, recompute_mask
@@ -81,6 +81,10 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return make_engine(request.param)
 
 
+# Of each kind one, for what is not the law itself.
+several = pytest.mark.parametrize("engine", SEVERAL, indirect=True)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_random_third_is_one_forward_with_a_second_copy(engine: Engine, scheme: Any) -> None:
     if refused(engine, Picked(random_third, scheme)):
@@ -95,6 +99,7 @@ def test_a_random_third_is_one_forward_with_a_second_copy(engine: Engine, scheme
     assert error(engine.logits(QUESTION, TEXTS, policy=others), expected) > 10 * TOLERANCE
 
 
+@several
 def test_many_tokens_attend_in_blocks_to_the_same_effect(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +110,7 @@ def test_many_tokens_attend_in_blocks_to_the_same_effect(
     assert error(found, expected) < TOLERANCE
 
 
+@several
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_but_prefix_and_first_chunk_is_a_plain_prefill(engine: Engine, scheme: Any) -> None:
     policy = Picked(all_behind_the_first_chunk, scheme)
@@ -133,6 +139,7 @@ def test_law_5_a_ratio_goes_from_reuse_to_a_plain_prefill(engine: Engine) -> Non
         assert error(reused, plain) > 10 * TOLERANCE
 
 
+@several
 def test_looking_at_the_signals_changes_nothing(engine: Engine) -> None:
     class Looking(ReusePolicy):
         name = "looking"
@@ -147,6 +154,7 @@ def test_looking_at_the_signals_changes_nothing(engine: Engine) -> None:
     assert Looking.seen[-1].max() > 0
 
 
+@several
 def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
     keys = engine.add(TEXTS)
     layout = access.chunk_layout(engine)
@@ -165,6 +173,7 @@ def test_a_stored_chunk_is_never_changed(engine: Engine) -> None:
     assert torch.equal(engine.logits(QUESTION, TEXTS), reused)
 
 
+@several
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> None:
     policy = Picked(random_third, scheme)
@@ -179,6 +188,7 @@ def test_generating_is_choosing_by_these_logits(engine: Engine, scheme: Any) -> 
     assert stream.answer.token_ids == answer.token_ids
 
 
+@several
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_batch_equals_its_singles(engine: Engine, scheme: Any) -> None:
     """Rows with and without selected tokens, of several lengths, in one padded batch."""
@@ -220,6 +230,7 @@ def values(engine: Engine, sequence: MaskedSequence | Tensor, layer: int) -> Ten
     return found[0 if is_mla else 1][0]
 
 
+@several
 def test_deviation_is_that_of_the_values_of_a_plain_prefill(engine: Engine) -> None:
     found: dict[int, Tensor] = {}
 

@@ -31,13 +31,12 @@ def make_engine(name: str) -> Engine:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_family_is_measured_alike_in_every_dtype(name: str, dtype: torch.dtype) -> None:
-    layout = TransformersModel(build(name, dtype=dtype)).layout
+def test_every_family_is_measured_alike_in_every_dtype(name: str) -> None:
+    layout = TransformersModel(build(name, dtype=torch.bfloat16)).layout
     reference = TransformersModel(build(name)).layout
     assert layout is not None
     assert reference is not None
-    assert layout.immovable == ""
+    assert layout.immovable == reference.immovable == ""
     assert layout.by_place == reference.by_place == (name in BY_PLACE)
     assert [(g.layout, g.key_rotation, g.value_rotation, g.window) for g in layout.groups] == [
         (g.layout, g.key_rotation, g.value_rotation, g.window) for g in reference.groups

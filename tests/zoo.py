@@ -377,6 +377,12 @@ OWN_ATTENTION = tuple(
     for name, module in {"falcon": modeling_falcon, "gptj": modeling_gptj}.items()
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 )
+# One of each kind, for what is not itself a law over all: plain, a window, two bases, layers without
+# positions, experts with sinks, MLA, the longest frequencies, attention of its own, ALiBi.
+SEVERAL = (
+    *("llama", "mistral window", "gemma3", "cohere2", "gpt_oss", "deepseek_v3", "llama longrope"),
+    *("gptj", "bloom"),
+)
 # Not every transformers that is allowed has all of them.
 for _rows in (FAMILIES, REFUSED):
     for _name in [name for name, row in _rows.items() if row[0] not in CONFIG_MAPPING]:

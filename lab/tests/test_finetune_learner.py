@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import BY_PLACE, FAMILIES, build, byte_tokenizer
+from zoo import BY_PLACE, SEVERAL, build, byte_tokenizer
 
 from kvcache_rag import Engine, FullRecompute, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.models.hf import TransformersModel
@@ -64,7 +64,7 @@ def query_logits(logits: Tensor, sample: Encoded, index: int) -> Tensor:
     return logits[0, start : start + len(sample.spans[index].prompt)]
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in BY_PLACE])
+@pytest.fixture(scope="module", params=[name for name in SEVERAL if name not in BY_PLACE])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
