@@ -80,8 +80,8 @@ def environment(place: Path, wheels: Path, *dists: str) -> Path:
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = place / "bin" / "python"
-    shared = place / "shared"
-    shared.mkdir()
+    shared = place / "shared" / "site-packages"  # by which tools know what is not ours
+    shared.mkdir(parents=True)
     folders = [Path(one) for one in sys.path if Path(one).name in ("site-packages", "purelib")]
     for entry in (entry for folder in folders for entry in folder.iterdir()):
         # Ours are left out, so that pip has to find them; the namespace llama_index is shared.

@@ -1,0 +1,187 @@
+"""Every dist installs alone from its wheel, and its sdist passes the tests that it carries.
+
+Here, as it takes minutes to build seven of them and to make an environment for each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcache_rag import __version__
+from tools import dists
+
+if TYPE_CHECKING:
+    from email.message import Message
+
+pytest.importorskip("build", reason="what builds sdists and wheels is not installed")
+
+# Packages whose names are public, by dist; the last of them is typed.
+PUBLIC = {
+    "kvcache-rag": [
+        *("codecs", "integration", "policies", "stores"),
+        "",
+    ],
+    "kvcache-rag-lab": ["kvcache_rag_lab.reader", "kvcache_rag_lab.finetune"],
+    "kvcache-rag-server": ["kvcache_rag_server.remote"],
+    "kvcache-rag-smollm2": [],
+    "langchain-kvcache-rag": ["langchain_kvcache_rag"],
+    "llama-index-kvcache-rag": ["llama_index.kvcache_rag"],
+    "vllm-kvcache-rag": ["vllm_kvcache_rag"],
+}
+PUBLIC["kvcache-rag"] = [f"kvcache_rag.{name}".rstrip(".") for name in PUBLIC["kvcache-rag"]]
+# Tests of each sdist that take no more than a second or two.
+QUICK = {
+    "kvcache-rag": ["tests/test_chunk.py"],
+    "kvcache-rag-lab": ["lab/tests/test_scoring_statistics.py"],
+    "kvcache-rag-server": ["integrations/kvcache-rag-server/tests/test_differing.py"],
+    "kvcache-rag-smollm2": ["tests"],
+    "langchain-kvcache-rag": ["tests/test_embeddings.py"],
+    "llama-index-kvcache-rag": ["tests/test_embeddings.py"],
+    "vllm-kvcache-rag": ["tests/test_settings.py"],
+}
+LINK = re.compile(r"\]\(([^)\s]+)|\b(?:src|srcset|href)=\"([^\"]+)")
+
+# Run where only wheels are: what a dist has, and whether it is that of the environment.
+LOOK = """
+import importlib, importlib.metadata, json, pkgutil, sys
+from pathlib import Path
+
+dist, packages = json.loads(sys.argv[1])
+for name in packages:
+    package = importlib.import_module(name)
+    assert Path(package.__file__).is_relative_to(sys.prefix), package.__file__
+    if name == "vllm_kvcache_rag":  # its public name needs vLLM, everything else of it does not
+        modules = {one.name for one in pkgutil.iter_modules(package.__path__)} - {"connector"}
+        assert modules and all(importlib.import_module(f"{name}.{one}") for one in modules)
+    else:
+        assert package.__all__ and all(hasattr(package, one) for one in package.__all__)
+if packages:
+    root = next(iter(Path(package.__file__).parents))
+    assert any((one / "py.typed").is_file() for one in (root, root.parent))
+for point in importlib.metadata.distribution(dist).entry_points:
+    point.load()
+ours = [one.name for one in importlib.metadata.distributions() if "kvcache-rag" in one.name]
+print(json.dumps(sorted(ours)))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every sdist and wheel; `twine check --strict` was content with them."""
+    folder = tmp_path_factory.mktemp("dist")
+    dists.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def everything(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheels of all dists."""
+    return dists.environment(tmp_path_factory.mktemp("all") / "venv", built, *PUBLIC)
+
+
+def wheel(built: Path, name: str) -> zipfile.ZipFile:
+    (path,) = built.glob(f"{name.replace('-', '_')}-{__version__}-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata(built: Path, name: str) -> Message[str, str]:
+    with wheel(built, name) as file:
+        (path,) = (one for one in file.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(file.read(path).decode())
+
+
+def test_every_dist_has_an_sdist_and_a_wheel(built: Path) -> None:
+    assert dists.PROJECTS.keys() == PUBLIC.keys()
+    names = {path.name.partition("-")[0].replace("_", "-") for path in built.iterdir()}
+    assert names == PUBLIC.keys()
+    assert len(list(built.glob("*.tar.gz"))) == len(list(built.glob("*.whl"))) == len(PUBLIC)
+    assert not list(built.glob("*-linux_*.whl")), "PyPI would refuse it"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_dist_installs_alone(name: str, built: Path, tmp_path: Path) -> None:
+    python = dists.environment(tmp_path / "venv", built, name)
+    done = subprocess.run(
+        [python, "-I", "-W", "ignore", "-c", LOOK, json.dumps([name, PUBLIC[name]])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == sorted({"kvcache-rag", name})
+    command = python.with_name("kvcache-rag")
+    done = subprocess.run([command, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("\n  ingest " in done.stdout) == (name == "llama-index-kvcache-rag")
+
+
+def test_a_dist_of_another_version_is_not_taken(built: Path, tmp_path: Path) -> None:
+    """Pip would rather fail than put two versions together."""
+    pins = metadata(built, "langchain-kvcache-rag").get_all("Requires-Dist", [])
+    assert f"kvcache-rag~={__version__}" in pins
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (path,) = built.glob("langchain_kvcache_rag-*.whl")
+    shutil.copy(path, alone)
+    with pytest.raises(subprocess.CalledProcessError):
+        dists.environment(tmp_path / "venv", alone, "langchain-kvcache-rag")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
+    found = metadata(built, name)
+    assert found["Version"] == __version__
+    urls = dict(one.split(", ", 1) for one in found.get_all("Project-URL", []))
+    assert urls.keys() == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
+    assert urls == dict(
+        one.split(", ", 1) for one in metadata(built, "kvcache-rag").get_all("Project-URL", [])
+    )
+    kinds = found.get_all("Classifier", [])
+    pythons = {one.rpartition(" ")[2] for one in kinds if re.search(r":: 3\.\d+$", one)}
+    assert pythons == {"3.10", "3.11", "3.12", "3.13"}
+    assert "Operating System :: POSIX :: Linux" in kinds
+    assert any(one.startswith("Topic :: ") for one in kinds)
+    assert found["License-Expression"] == ("CC-BY-SA-4.0" if "smollm2" in name else "MIT")
+    assert found["License-File"]
+    text = str(found.get_payload())
+    assert "git clone" not in text, "there is no checkout for who reads it there"
+    assert "'./" not in text
+    assert f"pip install {name}" in text or f"pip install '{name}" in text
+    links = [one or other for one, other in LINK.findall(text)]
+    assert [one for one in links if not one.startswith(("https://", "#"))] == []
+    assert name == "kvcache-rag-smollm2" or any("kvcache-rag/kvcache-rag" in one for one in links)
+
+
+def test_the_core_brings_its_kernels(built: Path) -> None:
+    with wheel(built, "kvcache-rag") as file:
+        names = set(file.namelist())
+    sources = {name for name in names if name.endswith(".c")}
+    assert len(sources) == 3
+    kernels = {str(Path(one).with_name(f"lib{Path(one).stem}.so")) for one in sources}
+    pure = bool(list(built.glob("kvcache_rag-*-any.whl")))  # where there is no compiler
+    assert {one for one in names if one.endswith(".so")} == (set() if pure else kernels)
+    with tarfile.open(next(built.glob("kvcache_rag-*.tar.gz"))) as sdist:
+        packed = {Path(*Path(one).parts[1:]).as_posix() for one in sdist.getnames()}
+    assert {f"src/{one}" for one in sources} | {"hatch_build.py"} <= packed
+    assert "Makefile" not in packed, "what its targets install is not there"
+    assert not any(one.endswith(".so") for one in packed)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_an_sdist_passes_its_tests(
+    name: str, built: Path, everything: Path, tmp_path: Path
+) -> None:
+    source = dists.unpacked(built, name, tmp_path)
+    done = dists.pytest(everything, source, *QUICK[name])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
