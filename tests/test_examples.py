@@ -1,30 +1,31 @@
-"""Each app of `examples/`, started by the command of its README and asked real questions."""
+"""Each app of `examples/`, run as by the command of its README and asked real questions."""
 
 from __future__ import annotations
 
+import builtins
 import importlib.metadata
 import importlib.util
-import os
+import io
 import re
+import runpy
 import signal
 import socket
-import subprocess
 import sys
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
+from fastapi.testclient import TestClient
 from scripted import native_call, scripted_engine
-from serve_fakes import DEADLINE
 
 from kvcache_rag.models.pretrained import PACKAGED
 from langchain_kvcache_rag import ChatKVCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -48,12 +49,32 @@ def command(name: str, *arguments: str) -> list[str]:
     return [sys.executable, str(EXAMPLES / name), *arguments]
 
 
-def run(name: str, *arguments: str, given: str = "", cwd: Path) -> str:
-    found = subprocess.run(
-        command(name, *arguments), input=given, cwd=cwd, capture_output=True, text=True, timeout=240
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run an example as its command does, but in this process: torch is imported already.
+
+    The call gives what it printed, or the sentence that it ends with where `code` is not 0.
+    """
+
+    def call(name: str, *arguments: str, given: str = "", code: int = 0) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", command(name, *arguments)[1:])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        monkeypatch.setattr(warnings, "filters", [])
+        capsys.readouterr()
+        ended: Any = 0
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as exit_:
+            ended = exit_.code or 0
+        found = capsys.readouterr()
+        said, status = (ended, 1) if isinstance(ended, str) else ("", ended)
+        assert status == code, found.err + said
+        return found.err + said if code else found.out
+
+    return call
 
 
 def module(name: str) -> Any:
@@ -73,25 +94,16 @@ def test_an_example_is_short_and_listed(name: str) -> None:
 
 # ---------------------------------------------------------------------- docs-chatbot
 @pytest.mark.usefixtures("smollm2")
-def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(tmp_path: Path) -> None:
+def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     question = "How do agents reuse what their tools found?\n"
-    printed = run("docs-chatbot/chat.py", given=2 * question, cwd=tmp_path)
+    printed = run("docs-chatbot/chat.py", given=2 * question)
     (first, second) = [tuple(map(int, found)) for found in REUSED.findall(printed)]
     assert printed.count("  [1] agents.md: ") == 2
     assert first[0] == 0
     assert second[0] > 500 > 4 * second[1], "its turn before and the question are computed"
-    (again,) = REUSED.findall(run("docs-chatbot/chat.py", given=question, cwd=tmp_path))
-    assert int(again[0]) == second[0], "chunks lie in a folder"
-
-
-def refused(name: str, *arguments: str, cwd: Path, code: int = 1) -> str:
-    """The sentence that an example ends with."""
-    found = subprocess.run(
-        command(name, *arguments), input="", cwd=cwd, capture_output=True, text=True, timeout=240
-    )
-    assert found.returncode == code, found.stderr
-    assert "Traceback" not in found.stderr
-    return found.stderr
+    assert len([*(tmp_path / "kv").rglob("*.safetensors")]) >= 4, "chunks lie in a folder"
 
 
 def folder_of(name: str, folder: Path) -> list[str]:
@@ -104,14 +116,16 @@ def folder_of(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_a_folder_without_markdown_is_told(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_markdown_is_told(
+    name: str, run: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "texts").mkdir()
     option = folder_of(name, tmp_path / "texts")
-    assert "there is no file with text (" in refused(name, *option, cwd=tmp_path)
+    assert "there is no file with text (" in run(name, *option, code=1)
     (tmp_path / "texts" / "empty.md").write_text("\n")
-    assert "empty.md: there is no text in it" in refused(name, *option, cwd=tmp_path)
+    assert "empty.md: there is no text in it" in run(name, *option, code=1)
     (tmp_path / "texts" / "empty.md").write_bytes("Käse".encode("latin-1"))
-    assert "empty.md: it is not UTF-8 text; save it" in refused(name, *option, cwd=tmp_path)
+    assert "empty.md: it is not UTF-8 text; save it" in run(name, *option, code=1)
 
 
 def test_a_file_that_cannot_be_read_is_left_out_by_name(
@@ -125,44 +139,45 @@ def test_a_file_that_cannot_be_read_is_left_out_by_name(
 
 
 @pytest.mark.parametrize("chunks", ["0", "-1", "many"])
-def test_chunks_that_cannot_be_counted_are_refused(chunks: str, tmp_path: Path) -> None:
-    words = refused("docs-chatbot/chat.py", "--top-k", chunks, cwd=tmp_path, code=2)
+def test_chunks_that_cannot_be_counted_are_refused(chunks: str, run: Callable[..., str]) -> None:
+    words = run("docs-chatbot/chat.py", "--top-k", chunks, code=2)
     assert "argument --top-k: invalid" in words
 
 
-def test_an_embedding_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+def test_an_embedding_that_cannot_be_had_is_told(run: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("llama_index.embeddings.huggingface")
     (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia.")
     option = [*folder_of("docs", tmp_path), "--embed", "nobody/nothing"]
-    assert "chat: no --embed nobody/nothing: " in refused(
-        "docs-chatbot/chat.py", *option, cwd=tmp_path
-    )
+    assert "chat: no --embed nobody/nothing: " in run("docs-chatbot/chat.py", *option, code=1)
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_who_interrupts_sees_no_traceback(name: str, tmp_path: Path) -> None:
+def test_who_interrupts_sees_no_traceback(
+    name: str, run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "good.md").write_text("Lake Baikal lies in Siberia. " * 40)
-    words = [
-        *command(name, *folder_of(name, tmp_path)),
-        *(["word " * 400] * 200 if "agent" in name else []),
-    ]
-    pipe: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(words, cwd=tmp_path, text=True, **pipe) as process:
-        if "chat" in name:
-            process.stdin.write("Where does Lake Baikal lie?\n")
-            process.stdin.flush()
-        while not (line := process.stdout.readline()).startswith(("  [1] ", "step 2")):
-            assert line, process.stderr.read()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=DEADLINE)
+    shown = print
+
+    def interrupted(*values: Any, **options: Any) -> None:
+        shown(*values, **options)
+        if values and str(values[0]).startswith(("  [1] ", "step 2")):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(builtins, "print", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        questions = ["Where does Lake Baikal lie?"] * 2 if "agent" in name else []
+        given = "Where does Lake Baikal lie?\n" * 2
+        errors = run(name, *folder_of(name, tmp_path), *questions, given=given, code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "Traceback" not in errors
-    assert process.returncode == 130
 
 
 # ---------------------------------------------------------------------- agent
 @pytest.mark.usefixtures("smollm2")
-def test_the_agents_later_steps_reuse_what_it_found(tmp_path: Path) -> None:
-    printed = run("agent/agent.py", cwd=tmp_path)
+def test_the_agents_later_steps_reuse_what_it_found(run: Callable[..., str]) -> None:
+    printed = run("agent/agent.py")
     steps = re.findall(r"^step \d: (search\()?", printed, re.M)
     assert [bool(step) for step in steps] == [True, False] * 2
     (first, computed), (second, _) = [tuple(map(int, cost)) for cost in REUSED.findall(printed)]
@@ -210,29 +225,31 @@ def test_a_step_is_shown_before_the_next_one_begins(
     assert "step 1: search(" in seen[0]
 
 
-def test_a_question_without_words_is_refused(tmp_path: Path) -> None:
-    words = refused("agent/agent.py", "Where?", " ", "--model", "tiny", cwd=tmp_path, code=2)
+def test_a_question_without_words_is_refused(run: Callable[..., str]) -> None:
+    words = run("agent/agent.py", "Where?", " ", "--model", "tiny", code=2)
     assert "a question is empty; ask something" in words
 
 
 # ---------------------------------------------------------------------- two-tenants
-def test_what_keeps_the_service_from_starting_is_one_sentence(tmp_path: Path) -> None:
+def test_what_keeps_the_service_from_starting_is_one_sentence(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     name, data = "two-tenants/service.py", tmp_path / "data"
     start, tiny = ("--port", "0", "--data", str(data)), ("--model", "tiny")
-    refused(name, *start, "--model", "nosuch", cwd=tmp_path)
+    run(name, *start, "--model", "nosuch", code=1)
     assert not (data / "keys.json").exists()
     assert data.stat().st_mode & 0o777 == 0o700
     (data / "keys.json").write_text("{")
-    words = refused(name, *start, *tiny, cwd=tmp_path)
+    words = run(name, *start, *tiny, code=1)
     assert f"service: {data / 'keys.json'} is damaged (" in words
     assert "remove it for new keys" in words
     (tmp_path / "file").touch()
-    words = refused(name, "--port", "0", "--data", str(tmp_path / "file"), *tiny, cwd=tmp_path)
+    words = run(name, "--port", "0", "--data", str(tmp_path / "file"), *tiny, code=1)
     assert "File exists" in words
     assert "see --port, --data and --model" in words
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        words = refused(name, "--port", port, "--data", str(tmp_path / "new"), *tiny, cwd=tmp_path)
+        words = run(name, "--port", port, "--data", str(tmp_path / "new"), *tiny, code=1)
     assert "Address already in use" in words
     assert "see --port" in words
     assert not (tmp_path / "new").exists()
@@ -242,23 +259,13 @@ SECRET = "The password of the vault is Heron and it is changed every Monday by t
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The service over a folder: its address, and the keys that it printed."""
-    words = command("two-tenants/service.py", "--port", "0", "--data", str(folder))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, env=environment, **pipe) as process:
-        keys, seen = [], []
-        try:
-            for line in process.stdout:
-                seen.append(line)
-                keys += re.findall(r"^key of \w+: (\S+)$", line)
-                if found := re.search(r"running on (http://\S+)", line):
-                    yield found[1], keys
-                    return
-            raise AssertionError("".join(seen))
-        finally:
-            process.terminate()
+def service(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Any, list[str]]]:
+    """A start of the service over a folder: a client of it, and the keys that it printed."""
+    capsys.readouterr()
+    app = module("two-tenants/service.py").build("smollm2", folder)
+    keys = re.findall(r"^key of \w+: (\S+)$", capsys.readouterr().out, re.M)
+    with TestClient(app) as http:
+        yield http, keys
 
 
 def chunk_files(folder: Path) -> Counter[str]:
@@ -268,9 +275,11 @@ def chunk_files(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_tenants_see_and_learn_nothing_of_each_other(tmp_path: Path) -> None:
+def test_tenants_see_and_learn_nothing_of_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     body = {"question": "What is the password of the vault?"}
-    with service(tmp_path) as (url, keys), httpx.Client(base_url=url, timeout=DEADLINE) as http:
+    with service(tmp_path, capsys) as (http, keys):
         acme, globex = ({"authorization": f"Bearer {key}"} for key in keys)
         assert http.post("/ask", json=body).status_code in (401, 403)
         guessed = {"authorization": "Bearer guessed"}
@@ -288,7 +297,7 @@ def test_tenants_see_and_learn_nothing_of_each_other(tmp_path: Path) -> None:
         assert "Heron" not in other["answer"]
         assert (other["reused_tokens"], other["prefilled_tokens"]) == (0, 0)
         assert http.post("/ask", json={"question": ""}, headers=acme).status_code == 422
-    with service(tmp_path) as (url, keys), httpx.Client(base_url=url, timeout=DEADLINE) as http:
+    with service(tmp_path, capsys) as (http, keys):
         assert keys == [], "they were made once"
         again = http.post("/ask", json=body, headers=acme).json()
         assert again["reused_tokens"] == size, "of the chunks of before"
