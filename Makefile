@@ -56,6 +56,9 @@ LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
 	any_store articles chat_async commands demo embeddings front policy_of_a_call standard_chat_model tools weights)),\
 	$(filter-out integrations/kvcache-rag-server/%,$(wildcard integrations/*/tests/test_*.py)))
 
+# What Python compiled is kept, or every process that tests begin compiles this checkout again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Nothing is looked up on the network at run time, and nothing is reported.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -138,7 +138,7 @@ pieces = st.one_of(
 
 @pytest.mark.parametrize("name", [*CONTROLLED, "tiny"])
 @given(parts=st.lists(pieces, min_size=1, max_size=6))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_is_brought_is_text(name: str, parts: list[str]) -> None:
     found, tokenizer = renderer(name), tokenizer_of(name)
     text = "".join(parts).encode(errors="replace").decode()
@@ -149,7 +149,7 @@ def test_whatever_is_brought_is_text(name: str, parts: list[str]) -> None:
 
 @pytest.mark.parametrize("name", [*CONTROLLED, "tiny"])
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="<>[]|"), max_size=40))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_text_without_a_literal_has_the_ids_of_the_tokenizer(name: str, text: str) -> None:
     found, tokenizer = renderer(name), tokenizer_of(name)
     for literal in control(tokenizer).values():

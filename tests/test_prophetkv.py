@@ -318,7 +318,8 @@ def test_without_a_prefix_and_with_a_long_one(name: str, system: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "scheme"), [*zip(SYSTEMS, SCHEMES * 2), ("a long one", "composite")]
+    ("system", "scheme"),
+    [*zip(SYSTEMS, [*SCHEMES, "reordered"], strict=True), ("a long one", "composite")],
 )
 @pytest.mark.parametrize("name", SOME)
 def test_law_behind_any_prefix_the_choice_is_that_of_question_and_turns(

@@ -25,8 +25,8 @@ pytestmark = [
 SIZES = {"wide": (1300, 900), "narrow": (400, 740)}
 # One of each kind.
 LOOKED_AT = (
-    *("index.html", "quality.html", "how-it-works.html", "cli.html"),
-    *("reference/core.html", "notebooks/llamaindex.html"),
+    *("index.html", "quality.html", "cli.html"),
+    *("reference/policies.html", "notebooks/llamaindex.html"),
 )
 SEARCHES = {
     "signing key": "Security",
@@ -53,8 +53,10 @@ def show(driver: Any, page: str, size: str) -> None:
     driver.get((SITE / page).as_uri())
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("page", "size"),
+    [*((page, "narrow") for page in PAGES), *((page, "wide") for page in LOOKED_AT)],
+)
 def test_a_page_fits_and_asks_nobody_for_anything(driver: Any, page: str, size: str) -> None:
     show(driver, page, size)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= SIZES[size][0]

@@ -40,14 +40,14 @@ def store(tmp_path: Path) -> DiskStore:
 # Bytes.
 
 
-def test_ten_thousand_flips_in_the_payload_are_refused(store: DiskStore) -> None:
+def test_flips_in_the_payload_are_refused(store: DiskStore) -> None:
     key, raw = filled(store)
     chance = random.Random(2)
-    for _ in range(10_000):
+    for _ in range(1_000):  # 50,000 in soak/
         damaged = bytearray(raw)
         damaged[chance.randrange(header_size(raw), len(raw))] ^= chance.randrange(1, 256)
         assert is_refused(store, key, bytes(damaged))
-    assert store.stats().corrupt == 10_000
+    assert store.stats().corrupt == 1_000
 
 
 def test_a_file_cut_anywhere_is_refused(store: DiskStore) -> None:

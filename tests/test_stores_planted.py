@@ -4,6 +4,7 @@ waited for, what it points to stays as it is, and no call of the store hangs or 
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -260,8 +261,13 @@ def test_every_call_meets_what_is_planted(
     assert opened == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("chunk", kind) for kind in KINDS),  # of other places, one of each way to be wrong
+        *itertools.product([*FILES[1:], *FOLDERS], ("pipe", "folder", "link to a folder")),
+    ],
+)
 def test_every_command_meets_what_is_planted(
     store: DiskStore,
     outside: Path,

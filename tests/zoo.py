@@ -377,7 +377,7 @@ OWN_ATTENTION = tuple(
     for name, module in {"falcon": modeling_falcon, "gptj": modeling_gptj}.items()
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 )
-# One of each kind, for what is not itself a law over all: plain, a window, two bases, layers without
+# One of each kind, for what is no law over all: plain, a window, two bases, layers without
 # positions, experts with sinks, MLA, the longest frequencies, attention of its own, ALiBi.
 SEVERAL = (
     *("llama", "mistral window", "gemma3", "cohere2", "gpt_oss", "deepseek_v3", "llama longrope"),

@@ -8,7 +8,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache_rag.errors import InvalidInputError
@@ -23,6 +23,7 @@ PARAMS = TransferParams(3, (2, 4))
 IDS = list(range(12))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a machine that is busy
 @given(
     st.integers(0, 50),
     st.lists(st.integers(1, 40), min_size=1, max_size=6),
