@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forks
 import pytest
 from serve_fakes import scripted
 
@@ -65,19 +66,22 @@ def test_every_command_and_snippet_works_in_its_order(tmp_path: Path) -> None:
                 stack.close()  # the one before has the port
                 stack.enter_context(served(here.strip(), tmp_path, port, environment))
                 continue
-            command = ["bash", "-ec", here] if kind == "bash" else [sys.executable, "-c", here]
-            done = subprocess.run(
-                command,
-                cwd=tmp_path,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
-            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-            assert '"error"' not in done.stdout, f"{code}\n{done.stdout}"
+            if kind == "python":
+                status, printed, errors = forks.run(here, tmp_path)
+            else:
+                done = subprocess.run(
+                    ["bash", "-ec", here],
+                    cwd=tmp_path,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE,
+                )
+                status, printed, errors = done.returncode, done.stdout, done.stderr
+            assert status == 0, f"{code}\n{printed}\n{errors}"
+            assert '"error"' not in printed, f"{code}\n{printed}"
             if output:
-                assert done.stdout.strip() == output.strip(), code
+                assert printed.strip() == output.strip(), code
 
 
 def test_the_page_has_servers_and_blocks_of_both_kinds() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import forks
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -430,7 +430,9 @@ def test_without_a_tracer_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["installed", "missing"])
-def test_opentelemetry_is_never_imported_for_the_application(*, is_there: bool) -> None:
+def test_opentelemetry_is_never_imported_for_the_application(
+    tmp_path: Path, *, is_there: bool
+) -> None:
     script = f"""
 import sys
 if not {is_there}:
@@ -443,5 +445,5 @@ engine.generate("Where is the lamp?", ["The red lamp is in the hall."], max_new_
 assert telemetry.carried({{"traceparent": "{CALLER}"}}) == {{}}
 print([name for name in sys.modules if name.startswith("opentelemetry.")])
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+    status, printed, errors = forks.run(script, tmp_path)
+    assert (status, printed.strip()) == (0, "[]"), errors

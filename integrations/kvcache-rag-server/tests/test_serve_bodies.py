@@ -63,7 +63,7 @@ class Ticker:
             before = now
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def as_served() -> Iterator[None]:
     """What other tests left behind is no more walked by the garbage collector than in a server."""
     with startup.frozen():
@@ -405,6 +405,7 @@ async def test_one_thread_reads_all_large_bodies(monkeypatch: pytest.MonkeyPatch
 
 # ---------------------------------------------------------------------- garbage collection
 def test_what_is_loaded_is_not_walked_while_serving() -> None:
+    gc.unfreeze()  # what the tests above froze
     before = gc.get_freeze_count()
     with startup.frozen():
         assert gc.get_freeze_count() > before + 1000

