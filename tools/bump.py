@@ -20,8 +20,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 VERSION: Final = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 _PROJECT: Final = r'(?m)^(version = ")([^"]+)(")$'
 # A fix of one dist goes with every fix of the others: the first two numbers have to agree.
-_OURS: Final = r'"(?:[a-z-]+-)?kvcache-rag(?:-[a-z0-9]+)?(?:\[[a-z,]+\])?'
-_PIN: Final = rf'({_OURS}~=)([^",;]+)(["; ])'
+_PIN: Final = r'("(?:[a-z]+-)*kvcache-rag(?:-[a-z]+)?(?:\[[a-z,]+\])?~=)([^",;]+)(["; ])'
 # Any other form would stay what it was.
 _ASKED: Final = rf'{_OURS}([~=<>!][^";]*)'
 PLACES: Final = (

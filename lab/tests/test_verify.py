@@ -280,11 +280,12 @@ def rows_of(
 @pytest.mark.parametrize("right", [9, 20, 36])
 def test_the_formula_says_when_the_check_itself_decides(keep: float, right: int) -> None:
     """Full prefill is right in `right` of 40 and no answer is lost: more, until it passes."""
-    for questions in range(40, 1000, 40):
+    formula = 3.8416 * (1 / ((1 - keep) * right / 40) - 1)
+    edge = 40 * (math.ceil(formula) // 40)
+    for questions in sorted({40, max(edge, 40), edge + 40, 960}):
         answers = [1.0] * (right * questions // 40)
         answers += [0.0] * (questions - len(answers))
         full, mine = rows_of(answers, answers, keep=keep)
-        formula = 3.8416 * (1 / ((1 - keep) * right / 40) - 1)
         assert full.needed == math.ceil(formula) == mine.needed
         passes = recommended(full, [replace(mine, ttft_ratio=0.1)], keep) == REUSE
         assert passes == (questions >= full.needed)

@@ -135,15 +135,15 @@ def test_the_structure_is_counted_up_to_its_bounds() -> None:
 @pytest.mark.parametrize("shift", [0, 1, 2])
 def test_what_stands_in_strings_is_no_structure(shift: int) -> None:
     """A text may be JSON itself, and quotes and backslashes may stand where one block ends."""
-    inner = json.dumps([{"key": [at, "\\", '"', "[[["]} for at in range(200_000)])
-    assert len(inner) > 7_000_000
+    inner = json.dumps([{"key": [at, "\\", '"', "[[["]} for at in range(20_000)])
+    assert len(inner) > 10 * bodies.BLOCK
     for text in (
         inner,
-        "\\" * 1_000_001 + '"' + "[" * 1_000_000,
-        '\\"' * 1_000_000,
-        "[" * 7_000_000,
-        '{"' * 1_000_000,
-        "\u2222\u5b5b" * 500_000,
+        "\\" * 100_001 + '"' + "[" * 100_000,
+        '\\"' * 100_000,
+        "[" * 700_000,
+        '{"' * 100_000,
+        "\u2222\u5b5b" * 50_000,
     ):
         for raw in (dumped({"a": " " * shift + text}), json.dumps(text, ensure_ascii=False)):
             encoded = raw if isinstance(raw, bytes) else raw.encode()
