@@ -89,8 +89,11 @@ def states(found: Explained, state: str) -> list[int]:
 
 
 # ---------------------------------------------------------------------- the law
-@pytest.mark.parametrize("held", [0, 2, 3], ids=["cold", "partly", "warm"])
-@pytest.mark.parametrize("rotation", ["copied", "deferred"])
+@pytest.mark.parametrize(
+    ("held", "rotation"),
+    [(0, "copied"), (2, "copied"), (3, "copied"), (2, "deferred")],
+    ids=["cold", "partly", "warm", "deferred"],
+)
 def test_law_the_counts_are_those_of_the_answer(
     policy: ReusePolicy, held: int, rotation: Any
 ) -> None:
