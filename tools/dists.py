@@ -82,7 +82,7 @@ def environment(place: Path, wheels: Path, *dists: str) -> Path:
     python = place / "bin" / "python"
     shared = place / "shared" / "site-packages"  # by which tools know what is not ours
     shared.mkdir(parents=True)
-    folders = [Path(one) for one in sys.path if Path(one).name in ("site-packages", "purelib")]
+    folders = [Path(one) for one in sys.path if any(Path(one).glob("*.dist-info"))]
     for entry in (entry for folder in folders for entry in folder.iterdir()):
         # Ours are left out, so that pip has to find them; the namespace llama_index is shared.
         if "kvcache_rag" not in entry.name and not (shared / entry.name).exists():
