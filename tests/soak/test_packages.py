@@ -156,7 +156,8 @@ def test_metadata_is_what_pypi_shows(name: str, built: Path) -> None:
     text = str(found.get_payload())
     assert "git clone" not in text, "there is no checkout for who reads it there"
     assert "'./" not in text
-    assert f"pip install {name}" in text or f"pip install '{name}" in text
+    by_extra = f"pip install 'kvcache-rag[{name.removeprefix('kvcache-rag-')}]'"
+    assert f"pip install {name}" in text or f"pip install '{name}" in text or by_extra in text
     links = [one or other for one, other in LINK.findall(text)]
     assert [one for one in links if not one.startswith(("https://", "#"))] == []
     assert name == "kvcache-rag-smollm2" or any("kvcache-rag/kvcache-rag" in one for one in links)
