@@ -20,7 +20,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 VERSION: Final = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 _PROJECT: Final = r'(?m)^(version = ")([^"]+)(")$'
 # A fix of one dist goes with every fix of the others: the first two numbers have to agree.
-_PIN: Final = r'("(?:[a-z]+-)*kvcache-rag(?:-[a-z]+)?(?:\[[a-z,]+\])?~=)([^",;]+)(["; ])'
+_OURS: Final = r'"(?:[a-z]+-)*kvcache-rag(?:-[a-z0-9]+)?(?:\[[a-z,]+\])?'
+_PIN: Final = rf'({_OURS}~=)([^",;]+)(["; ])'
 # Any other form would stay what it was.
 _ASKED: Final = rf'{_OURS}([~=<>!][^";]*)'
 PLACES: Final = (
@@ -33,10 +34,6 @@ PLACES: Final = (
     ("integrations/vllm-kvcache-rag/pyproject.toml", (_PROJECT, _PIN)),
     ("lab/pyproject.toml", (_PROJECT, _PIN)),
     ("tests/golden/projects.json", (_PIN,)),
-    (
-        "docs/versions.md",
-        (r"(?m)(of version )(\S+)( ask for )", r"(`kvcache-rag~=)([^`]+)(`: that one)"),
-    ),
     ("CITATION.cff", (r"(?m)^(version: )(\S+)()$",)),
 )
 """Every file that names the version, and how."""
