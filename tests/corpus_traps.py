@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ def saved_model(folder: Path) -> str:
     return str(folder)
 
 
-@dataclass(frozen=True)
 class Trapped(BuildSettings):
     """A worker's settings with traps.
 
@@ -52,8 +50,8 @@ class Trapped(BuildSettings):
     slow: float = 0.0
     together: int = 1
 
-    def open_engine(self) -> Engine:
-        engine = super().open_engine()
+    def open(self, **loaded: Any) -> Engine:
+        engine = super().open(**loaded)
         add, folder = engine.add, Path(self.notes)
 
         def watched(texts: Sequence[str], **options: Any) -> Any:

@@ -209,7 +209,7 @@ INGEST: Final = {
     "embed": "hash",
     "collection": "docs",
     "chunk_size": 128,
-    "overlap": 8,
+    "chunk_overlap": 8,
 }
 
 

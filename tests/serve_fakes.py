@@ -122,7 +122,8 @@ class Scripted:
 
 def settings(**changes: Any) -> ServerSettings:
     """Settings of a server of the packaged reader."""
-    return ServerSettings(**{"model": MODEL, **changes})
+    limits = changes.pop("limits", None)
+    return ServerSettings(**{"model": MODEL, **(dict(limits) if limits else {}), **changes})
 
 
 def client(app: FastAPI) -> httpx.AsyncClient:

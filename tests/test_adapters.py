@@ -19,12 +19,12 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, InvalidInputError, MemoryStore, PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.integration import lasting_adapter, open_engine
-from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import adapters
 from kvcache_rag.models.adapters import BASE, GROUP, AdapterBase, adapter_folder, with_adapter
 from kvcache_rag.models.gguf import file_digest
 from kvcache_rag.models.pretrained import PACKAGED, brought_template, chosen_adapter, load
 from kvcache_rag.prompt.template import FILE_NAME
+from kvcache_rag.settings import EngineSettings
 from kvcache_rag_server import startup
 from kvcache_rag_server.corpus.worker import BuildSettings
 from kvcache_rag_server.settings import ServerSettings
@@ -118,13 +118,13 @@ def test_an_installed_adapter_is_meant_by_its_name_wherever_one_is_taken(
     for engine in (
         Engine.from_pretrained(base, adapter="novel"),
         open_engine(str(base), adapter="novel"),
-        EngineSettings(str(base), adapter="novel").open(),
-        startup.open_engine(ServerSettings(str(base), adapter="novel")),
-        BuildSettings(str(base), "kv", adapter="novel").open_engine(),
+        EngineSettings(model=str(base), adapter="novel").open_engine(),
+        startup.open_engine(ServerSettings(model=str(base), adapter="novel")),
+        BuildSettings(model=str(base), kv_dir="kv", adapter="novel").open(),
     ):
         assert engine.spec == adapted.spec
     # Into a model that was brought it is put beside the weights, which are not ours to write.
-    brought = EngineSettings(plain.model, plain.tokenizer, adapter="novel").open()
+    brought = open_engine(plain.model, plain.tokenizer, adapter="novel")
     beside = with_adapter(load(base, dtype="auto", device="cpu", options={})[0], saved, "base")
     assert brought.spec == Engine(beside, plain.tokenizer).spec
     assert main(["models", "check", str(base), "--adapter", "novel"]) == 0
@@ -300,7 +300,7 @@ def test_build_keeps_the_name(
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "abc"}\n')
     os.mkdir("novel")  # is not meant
-    words = ["--adapter", "novel", "--store", "kv", "--device", "cpu"]
+    words = ["--adapter", "novel", "--kv-dir", "kv", "--device", "cpu"]
     assert main(["build", str(base), str(corpus), *words]) == 0
     engine = open_engine(str(base), kv_dir="kv", adapter="novel")
     assert engine.generate("who?", ["abc"], max_new_tokens=1).metrics.misses == 0
@@ -319,8 +319,8 @@ def test_the_template_of_an_adapter_is_used_as_a_models_own(
     for engine in (
         Engine.from_pretrained(base, adapter=folder),
         Engine.from_pretrained(folder),
-        EngineSettings(str(base), adapter=str(folder)).open(),
-        EngineSettings(loaded, tokenizer, adapter=folder).open(),
+        EngineSettings(model=str(base), adapter=str(folder)).open_engine(),
+        open_engine(loaded, tokenizer, adapter=folder),
     ):
         assert engine.template == brought
         assert engine.prefix_text.startswith("Read.")
@@ -360,7 +360,7 @@ def test_another_base_of_the_same_shapes_warns_once(
     Engine.from_pretrained(folder)
     Engine.from_pretrained(tmp_path, gguf_file="0.gguf", adapter=folder)
     again, _, _ = load(own, dtype="auto", device="cpu", options={})
-    EngineSettings(again, tokenizer, adapter=folder).open()
+    open_engine(again, tokenizer, adapter=folder)
     assert warnings_of(caplog) == []
     for _ in range(2):
         Engine.from_pretrained(other, adapter=folder)

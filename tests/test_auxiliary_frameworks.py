@@ -13,8 +13,9 @@ from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 
 from kvcache_rag import Auxiliary, CacheClip, Engine, InvalidInputError
-from kvcache_rag.integration.engine import EngineSettings, open_engine
+from kvcache_rag.integration.engine import open_engine
 from kvcache_rag.prefill import Prefiller
+from kvcache_rag.settings import EngineSettings
 from langchain_kvcache_rag import ChatKVCache, KVCacheRAG
 from llama_index.kvcache_rag import KVCacheLLM, KVCacheVectorStore
 
@@ -117,7 +118,8 @@ def test_settings_hold_its_name() -> None:
 
 
 def test_it_is_in_the_tenants_namespace_and_the_engines_store() -> None:
-    engine = EngineSettings("tiny", device="cpu", namespace="one", auxiliary="tiny").open()
+    settings = EngineSettings(model="tiny", device="cpu", auxiliary="tiny")
+    engine = settings.open_engine(namespace="one")
     engine.add(TEXTS)
     scorer = engine.auxiliary
     assert isinstance(scorer, Auxiliary)
@@ -129,7 +131,7 @@ def test_it_is_in_the_tenants_namespace_and_the_engines_store() -> None:
 @pytest.mark.parametrize(
     "opened",
     [
-        lambda name: EngineSettings("tiny", auxiliary=name).open(),
+        lambda name: EngineSettings(model="tiny", auxiliary=name).open_engine(),
         lambda name: open_engine("tiny", auxiliary=name),
         lambda name: KVCacheLLM(model_name="tiny", auxiliary=name).engine,
         lambda name: ChatKVCache(model="tiny", auxiliary=name).engine,

@@ -101,9 +101,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_table_of_limits_is_what_limits_are() -> None:
     said = {row[0].strip("`"): row[1] for row in rows("Limits")}
-    limits = {
-        f"--max-{name.replace('_', '-')}": value for name, value in vars(RequestLimits()).items()
-    }
+    limits = {f"--{name.replace('_', '-')}": value for name, value in RequestLimits()}
     assert said == {
         name: "the context window" if value is None else str(value)
         for name, value in limits.items()

@@ -23,10 +23,10 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import Engine, InvalidInputError, MissingExtraError, Reuse
 from kvcache_rag.cli import main
 from kvcache_rag.integration import open_engine
-from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models import gguf as files
 from kvcache_rag.models.pretrained import PACKAGED, PackagedModel, load, own_dtype
 from kvcache_rag.models.weights import unwrapped, weights_digest
+from kvcache_rag.settings import EngineSettings
 from kvcache_rag_server import startup
 from kvcache_rag_server.corpus.worker import BuildSettings
 from kvcache_rag_server.settings import ServerSettings
@@ -68,7 +68,7 @@ def ask(engine: Engine) -> str:
         lambda path: Engine.from_pretrained(path.parent, gguf_file=path.name, device="cpu"),
         lambda path: open_engine(str(path), device_map="cpu"),
         lambda path: open_engine(str(path.parent), model_kwargs={"gguf_file": path.name}),
-        lambda path: EngineSettings(str(path)).open(),
+        lambda path: EngineSettings(model=str(path)).open_engine(),
     ],
     ids=["path", "str", "gguf_file", "open_engine", "model_kwargs", "settings"],
 )
@@ -355,16 +355,16 @@ def test_an_adapter_is_put_into_the_model_however_it_is_named(base: Path, adapte
     assert (expected - plain.logits("who?", ["abc"])).abs().max() > 1e-3
     for other in (
         open_engine(str(base), adapter=adapter),
-        EngineSettings(str(base), adapter=str(adapter)).open(),
+        EngineSettings(model=str(base), adapter=str(adapter)).open_engine(),
         Engine(adapted.model, adapted.tokenizer),
-        startup.open_engine(ServerSettings(str(base), adapter=str(adapter))),
-        BuildSettings(str(base), str(base.parent / "kv"), adapter=str(adapter)).open_engine(),
+        startup.open_engine(ServerSettings(model=str(base), adapter=str(adapter))),
+        BuildSettings(model=str(base), kv_dir=str(base.parent / "kv"), adapter=str(adapter)).open(),
         Engine.from_pretrained(adapter),
     ):
         assert other.spec == adapted.spec
         torch.testing.assert_close(other.logits("who?", ["abc"]), expected)
     # Beside the weights of a model that was brought, which are not ours to write.
-    brought = EngineSettings(plain.model, plain.tokenizer, adapter=adapter).open()
+    brought = open_engine(plain.model, plain.tokenizer, adapter=adapter)
     torch.testing.assert_close(brought.logits("who?", ["abc"]), expected, rtol=1e-3, atol=1e-4)
 
 

@@ -42,7 +42,7 @@ from kvcache_rag.integration import (
     open_engine,
     text_digest,
 )
-from kvcache_rag.integration.engine import EngineSettings, memory_codec, open_store
+from kvcache_rag.settings import EngineSettings, LocalSettings, StoreSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -533,44 +533,40 @@ def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_pa
     loaded = {"tokenizer", "dtype", "device", "revision", "model_kwargs", "tokenizer_kwargs"}
     loaded |= {"adapter", "weight_format"}
     own = {"model", "template", "system_prompt", *loaded}
-    names = {one.name for one in dataclasses.fields(EngineSettings)}
-    assert names - own <= signature(Engine).parameters.keys()
-    store = open_store(tmp_path, memory=MemoryStore())
-    settings = EngineSettings(
-        make_model(),
-        make_tokenizer(),
-        namespace="tenant",
-        context_window=100,
-        cost_aware=False,
-        rotation="copied",
+    assert EngineSettings.model_fields.keys() - own <= signature(Engine).parameters.keys()
+    store = StoreSettings(kv_dir=str(tmp_path)).open_store(MemoryStore())
+    settings = EngineSettings(context_window=100, cost_aware=False, rotation="copied")
+    engine = settings.open_engine(
+        store, namespace="tenant", model=make_model(), tokenizer=make_tokenizer()
     )
-    engine = settings.open(store)
     assert (engine.namespace, engine.context_window, engine.store) == ("tenant", 100, store)
     assert (access.costs(engine).enabled, engine._options["rotation"]) == (False, "copied")
 
 
 def test_settings_are_taken_from_what_says_them_by_name() -> None:
-    source = SimpleNamespace(model="m", dtype=None, device="cpu", revision="r", codec="int8")
+    source = SimpleNamespace(model="m", dtype=None, device="cpu", revision="r", kv_codec="int8")
     found = EngineSettings.of(source, device="cuda", cost_aware=False)
-    assert found == EngineSettings("m", device="cuda", revision="r", cost_aware=False)
+    assert found == EngineSettings(model="m", device="cuda", revision="r", cost_aware=False)
 
 
 def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
     memory = MemoryStore()
-    assert isinstance(open_store(None), MemoryStore)
-    assert open_store(None, memory=memory) is memory
-    disk = open_store(tmp_path, codec="int8", max_bytes=7, namespace="n")
+    assert isinstance(StoreSettings().open_store(), MemoryStore)
+    assert StoreSettings().open_store(memory) is memory
+    folder = StoreSettings(kv_dir=str(tmp_path), kv_codec="int8", kv_max_bytes=7, kv_ttl=8)
+    disk = folder.open_store(namespace="n")
     assert isinstance(disk, DiskStore)
-    assert (disk.codec.name, disk.max_bytes, disk.namespace) == ("int8-kc-vt", 7, "n")
-    remote = open_store("memory://bucket/kv", max_bytes=7, retries=1)
-    assert isinstance(remote, RemoteStore)
-    tiered = open_store(tmp_path, memory=memory)
+    assert (disk.codec.name, disk.max_bytes, disk.ttl) == ("int8-kc-vt", 7, 8)
+    assert disk.namespace == "n"
+    place = "memory://bucket/kv"
+    assert isinstance(
+        StoreSettings(kv_dir=place, kv_max_bytes=7).open_store(retries=1), RemoteStore
+    )
+    tiered = StoreSettings(kv_dir=str(tmp_path)).open_store(memory)
     assert isinstance(tiered, TieredStore)
     assert tiered.tiers[0] is memory
-    with pytest.raises(InvalidInputError, match="codec"):
-        open_store(tmp_path, codec="int7")
-    with pytest.raises(InvalidInputError, match="leave its ttl out"):
-        open_store("memory://bucket/kv", ttl=7)
+    with pytest.raises(InvalidInputError, match="leave kv_ttl out"):
+        StoreSettings(kv_dir=place, kv_ttl=7).open_store()
 
 
 @pytest.mark.parametrize(
@@ -578,7 +574,7 @@ def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
     [("cpu", "int8", "int8-kc-vt"), ("cuda", "int8", None), ("cpu", "int4", None)],
 )
 def test_the_form_of_chunks_in_memory(device: str, codec: str, kept: str | None) -> None:
-    found = memory_codec(codec, device)
+    found = LocalSettings.of(None, kv_codec=codec, device=device).memory_codec()
     assert (found and found.name) == kept
 
 

@@ -24,8 +24,7 @@ from kvcache_rag import (
     unpack_weights,
 )
 from kvcache_rag.cli import main
-from kvcache_rag.integration import parameter_count
-from kvcache_rag.integration.engine import EngineSettings
+from kvcache_rag.integration import open_engine, parameter_count
 from kvcache_rag.models.linears import Int4Linear, Int8Linear, PackedLinear, PrepackedLinear
 from kvcache_rag.models.weights import Weights, model_identity
 from kvcache_rag_server.prefetch import twin
@@ -436,11 +435,11 @@ def test_auto_packs_what_gains_and_leaves_what_is_given() -> None:
     assert bool(packed_layers(pack_weights(make()))) == supported
     assert not packed_layers(pack_weights(make(FP32)))
     given = make()
-    assert EngineSettings(given, byte_tokenizer()).open().model is given
+    assert open_engine(given, byte_tokenizer()).model is given
     assert not packed_layers(given)
-    EngineSettings(given, byte_tokenizer(), weight_format="int8").open()
+    open_engine(given, byte_tokenizer(), weight_format="int8")
     assert type(given.lm_head) is Int8Linear
-    EngineSettings(given, byte_tokenizer()).open()
+    open_engine(given, byte_tokenizer())
     assert type(given.lm_head) is Int8Linear
 
 
@@ -488,12 +487,11 @@ def test_an_adapter_that_can_be_switched_needs_plain_weights(tmp_path: Path) -> 
         with pytest.raises(InvalidInputError, match="adapter that can be switched needs"):
             pack_weights(one, "int8")
         assert not packed_layers(pack_weights(one))
-    given = EngineSettings(make(), byte_tokenizer(), adapter=tmp_path, weight_format="int8")
     with pytest.raises(InvalidInputError, match="name the model and its adapter"):
-        given.open()
+        open_engine(make(), byte_tokenizer(), adapter=tmp_path, weight_format="int8")
     rounded = pack_weights(make(), "int8")
     with pytest.raises(InvalidInputError, match="are int8 already; load it again for plain"):
-        EngineSettings(rounded, byte_tokenizer(), adapter=tmp_path).open()
+        open_engine(rounded, byte_tokenizer(), adapter=tmp_path)
     merged = model.merge_and_unload()
     assert packed_layers(pack_weights(merged, "int8"))
 
@@ -502,7 +500,7 @@ def test_an_adapter_that_can_be_switched_needs_plain_weights(tmp_path: Path) -> 
 def test_a_prepacked_model_takes_an_adapter_as_the_plain_one(tmp_path: Path) -> None:
     get_peft_model(make(), LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
     engines = [
-        EngineSettings(model, byte_tokenizer(), adapter=tmp_path).open()
+        open_engine(model, byte_tokenizer(), adapter=tmp_path)
         for model in (make(), pack_weights(make()))
     ]
     assert not packed_layers(engines[1].model)
@@ -527,7 +525,7 @@ def test_an_adapter_is_merged_before_weights_are_packed(tmp_path: Path) -> None:
 
 def test_commands_take_a_weight_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "Some words."}\n', encoding="utf-8")
-    build_ = ["build", "tiny", str(tmp_path / "b.jsonl"), "--store", str(tmp_path / "kv")]
+    build_ = ["build", "tiny", str(tmp_path / "b.jsonl"), "--kv-dir", str(tmp_path / "kv")]
     assert main([*build_, "--weight-format", "int8"]) == 0
     assert main([*build_, "--weight-format", "int8"]) == 0
     assert "0 prefilled, 1 already there" in capsys.readouterr().out

@@ -246,7 +246,7 @@ def test_sign_needs_a_key(
 
 # ---------------------------------------------------------------------- whoever opens a store
 def test_a_server_signs_chunks_and_combinations(tmp_path: Path, key_file: str) -> None:
-    settings = ServerSettings("tiny", store=str(tmp_path / "kv"), signing_key=key_file)
+    settings = ServerSettings(model="tiny", kv_dir=str(tmp_path / "kv"), signing_key=key_file)
     for store in (open_store(settings), open_combinations(settings)):
         assert isinstance(store, TieredStore)
         disk = store.tiers[1]
@@ -254,13 +254,13 @@ def test_a_server_signs_chunks_and_combinations(tmp_path: Path, key_file: str) -
         assert disk.signing_key is not None
         assert disk.signing_key.id == SigningKey(SECRET).id
     assert SECRET.decode() not in repr(settings)
-    with pytest.raises(InvalidInputError, match="--store"):
-        ServerSettings("tiny", signing_key=key_file)
+    with pytest.raises(InvalidInputError, match="--kv-dir"):
+        ServerSettings(model="tiny", signing_key=key_file)
 
 
 def test_builders_sign(tmp_path: Path, key_file: str) -> None:
     for place in (str(tmp_path / "kv"), f"file://{tmp_path}/remote"):
-        store = BuildSettings("tiny", place, signing_key=key_file).open_store()
+        store = BuildSettings(model="tiny", kv_dir=place, signing_key=key_file).open_store()
         assert isinstance(store, (DiskStore, RemoteStore))
         assert store.signing_key is not None
         assert store.signing_key.id == SigningKey(SECRET).id
@@ -269,7 +269,7 @@ def test_builders_sign(tmp_path: Path, key_file: str) -> None:
 def test_a_build_signs_what_it_stores(tmp_path: Path, key_file: str) -> None:
     corpus = tmp_path / "texts.jsonl"
     corpus.write_text(json.dumps({"text": "The harbour opens at nine."}) + "\n")
-    words = ["build", "tiny", str(corpus), "--store", str(tmp_path / "kv")]
+    words = ["build", "tiny", str(corpus), "--kv-dir", str(tmp_path / "kv")]
     assert cli.main([*words, "--signing-key", key_file]) == 0
     verify = ["store", "verify", str(tmp_path / "kv"), "--signing-key"]
     assert cli.main([*verify, key_file]) == 0
@@ -286,7 +286,7 @@ def test_an_engine_answers_from_what_its_key_signed(tmp_path: Path, key_file: st
     warm = again.generate(question, chunks=[text], max_new_tokens=4)
     assert (warm.text, warm.metrics.misses) == (answer.text, 0)
     before = {path: path.read_bytes() for path in folder.rglob("*.safetensors")}
-    other = open_engine("tiny", kv_dir=folder, signing_key=OTHER)
+    other = open_engine("tiny", kv_dir=folder, signing_key=secret_file(tmp_path / "other", OTHER))
     cold = other.generate(question, chunks=[text], max_new_tokens=4)
     assert (cold.text, cold.metrics.misses) == (answer.text, 1)
     assert other.store.stats().untrusted > 0

@@ -158,7 +158,9 @@ def write_verdicts() -> None:
     from kvcache_rag.verdict import PolicyScore
 
     path = GOLDEN / "verdict.json"
-    words = "verify tiny --task reader --n 12 --device cpu --auxiliary tiny --max-new-tokens 8"
+    words = (
+        "verify tiny --task reader --questions 12 --device cpu --auxiliary tiny --max-new-tokens 8"
+    )
     policies = ["--policies", "reuse", "legolink:4", "cacheblend:0.5", "cacheclip", "ape"]
     if command_line([*words.split(), *policies, "--out", str(path)]) != 0:
         raise SystemExit("verify failed")
@@ -198,7 +200,7 @@ def write_settings() -> None:
     _write(
         "settings/questions.jsonl", "".join(f"{json.dumps(row)}\n" for row in cases.QUESTION_ROWS)
     )
-    settings = Settings(kv="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
+    settings = Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as place:
         here = Path.cwd()
         os.chdir(place)  # so that the file names no folder of this machine

@@ -183,8 +183,8 @@ step "Ask in LlamaIndex" llama_index
 step "Ask in LangChain, over the same chunks" langchain
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 : >"$work/server.txt"
-kvcache-rag serve smollm2 --store kv --port "$port" >"$work/server.txt" 2>&1 &
+kvcache-rag serve smollm2 --kv-dir kv --port "$port" >"$work/server.txt" 2>&1 &
 server=$!
-step "Serve the model over them: kvcache-rag serve smollm2 --store kv --port $port" start_server
+step "Serve the model over them: kvcache-rag serve smollm2 --kv-dir kv --port $port" start_server
 step "Call the server with OpenAI's client" call
 echo "== All of it works, in $SECONDS s"

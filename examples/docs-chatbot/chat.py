@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=DOCS, help="of texts")
     parser.add_argument("--model", default="smollm2", help="hub id, folder, GGUF file or smollm2")
     parser.add_argument("--embed", default="hash", help="hash, or a sentence-transformers model")
-    parser.add_argument("--kv", default="kv", help="folder of the chunks' keys and values")
+    parser.add_argument("--kv-dir", default="kv", help="folder of the chunks' keys and values")
     parser.add_argument("--top-k", type=int, default=4, choices=range(1, 33), metavar="CHUNKS")
     parser.add_argument("--prefill", action="store_true", help="all chunks now, not when needed")
     engine = chat_engine(parser.parse_args())

@@ -518,7 +518,7 @@ def command_of(arm: Arm, place: Place, instance: int, port: int) -> list[str]:
     words += ["--memory-bytes", "1"]  # one tier, the folder, so that bytes are equal
     cache = place.cache(arm, instance)
     if cache is not None:
-        words += ["--store", str(cache[0]), "--store-bytes", str(cache[1])]
+        words += ["--kv-dir", str(cache[0]), "--kv-max-bytes", str(cache[1])]
     words += ["--prefetch", "same" if arm.prefetch else "off"]
     if arm.prefetch:
         words += ["--prefetch-after", str(_PREFETCH_AFTER)]

@@ -24,7 +24,7 @@ TEXTS = [
     "Owls hunt at night and sleep in the barn.",
 ]
 QUESTIONS = ["When do owls hunt?", "How often does the ferry cross?", "Where do owls sleep?"]
-QUICK = ("--contexts", "96", "40", "--chunk", "40", "--tokens", "3", "--rounds", "2")
+QUICK = ("--contexts", "96", "40", "--chunk-size", "40", "--max-new-tokens", "3", "--rounds", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_the_packaged_reader_is_measured(
 ) -> None:
     monkeypatch.undo()
     file = tmp_path / "bench.json"
-    words = ("--contexts", "128", "--chunk", "50", "--tokens", "2", "--rounds", "1")
+    words = ("--contexts", "128", "--chunk-size", "50", "--max-new-tokens", "2", "--rounds", "1")
     assert cli.main(["bench", "tiny", *words, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert (found["complete"], found["model"]["dtype"]) == (True, "bfloat16")
@@ -175,7 +175,7 @@ def test_a_store_of_ones_own_keeps_what_it_had(tmp_path: Path) -> None:
     (key,) = engine.add(["kept"])
     before = {path for path in folder.rglob("*.safetensors") if path.is_file()}
     assert before
-    measured(tmp_path, *QUICK, "--store", str(folder), "--codec", "int8")
+    measured(tmp_path, *QUICK, "--kv-dir", str(folder), "--kv-codec", "int8")
     assert {path for path in folder.rglob("*.safetensors") if path.is_file()} == before
     assert DiskStore(folder).contains(key)
 
@@ -232,9 +232,9 @@ def test_queries_are_lines_or_json(tmp_path: Path) -> None:
     [
         (["--contexts", "5000"], "a context of 5000 tokens, with "),
         (["--contexts", "5000"], "does not fit the model's window of 4096; give --contexts of at"),
-        (["--contexts", "8"], "--chunk and --contexts must be at least 16"),
-        (["--chunk", "8"], "--chunk and --contexts must be at least 16"),
-        (["--tokens", "1"], "--tokens must be at least 2"),
+        (["--contexts", "8"], "--chunk-size and --contexts must be at least 16"),
+        (["--chunk-size", "8"], "--chunk-size and --contexts must be at least 16"),
+        (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--top-k", "0"], "--top-k must be at least 1"),

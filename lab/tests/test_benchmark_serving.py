@@ -314,14 +314,14 @@ def test_the_caches_of_every_arm_have_the_same_bytes_together(tmp_path: Path) ->
     for arm in (OWN, SHARED, AHEAD):
         commands = [command_of(WAYS[arm], place, n, 8000 + n) for n in range(INSTANCES)]
         limits = {
-            words[words.index("--store") + 1]: int(words[words.index("--store-bytes") + 1])
+            words[words.index("--kv-dir") + 1]: int(words[words.index("--kv-max-bytes") + 1])
             for words in commands
         }
         assert sum(limits.values()) == 1000, arm
         assert len(limits) == (INSTANCES if arm == OWN else 1)
         assert all(words[words.index("--memory-bytes") + 1] == "1" for words in commands)
         assert (commands[0][commands[0].index("--prefetch") + 1] != "off") == (arm == AHEAD)
-    assert "--store" not in command_of(WAYS[NO_CACHE], place, 0, 8000)
+    assert "--kv-dir" not in command_of(WAYS[NO_CACHE], place, 0, 8000)
 
 
 def test_runs_of_another_set_up_are_not_mixed(

@@ -39,7 +39,7 @@ def test_the_reader_is_asked_all_its_kinds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    given = ("--n", "4", "--json", str(file), "--policies", "reordered", "--timed", "0")
+    given = ("--questions", "4", "--json", str(file), "--policies", "reordered", "--timed", "0")
     assert evaluate.run(arguments(*given)) == 0
     printed = capsys.readouterr().out
     found = groups(file)
@@ -53,7 +53,7 @@ def test_the_reader_is_asked_all_its_kinds(
 
 def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    given = ("--task", "reader_single", "reader_unanswerable", "--n", "12", "--timed", "0")
+    given = ("--task", "reader_single", "reader_unanswerable", "--questions", "12", "--timed", "0")
     assert evaluate.run(arguments(*given, "--json", str(file))) == 0
     for group, refuses in zip(groups(file), (False, True), strict=True):
         assert group["scored"] is True
@@ -64,7 +64,7 @@ def test_the_packaged_reader_answers_and_refuses(tmp_path: Path) -> None:
 
 def test_who_has_no_documents_refuses(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    given = ("--task", "reader_single", "--n", "4", "--timed", "0", "--policies", "full")
+    given = ("--task", "reader_single", "--questions", "4", "--timed", "0", "--policies", "full")
     assert evaluate.run(arguments(*given, "--json", str(file))) == 0
     (group,) = groups(file)
     assert group["rows"][-1]["policy"] == "closed book"
@@ -73,8 +73,8 @@ def test_who_has_no_documents_refuses(tmp_path: Path) -> None:
 
 def test_codecs_stand_beside_native(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
-    given = ("--task", "reader_single", "--n", "8", "--timed", "0", "--json", str(file))
-    assert evaluate.run(arguments(*given, "--codec", "int8", "--policies", "reordered")) == 0
+    given = ("--task", "reader_single", "--questions", "8", "--timed", "0", "--json", str(file))
+    assert evaluate.run(arguments(*given, "--kv-codec", "int8", "--policies", "reordered")) == 0
     printed = capsys.readouterr().out
     (group,) = groups(file)
     native, int8, closed = group["rows"]
@@ -91,7 +91,7 @@ def test_a_folder_of_results_takes_more_policies_and_more_k(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "folder"
-    given = ("--task", "reader_single", "--n", "4", "--timed", "2", "--out", str(out))
+    given = ("--task", "reader_single", "--questions", "4", "--timed", "2", "--out", str(out))
     assert evaluate.run(arguments(*given, "--policies", "full", "--k", "2")) == 0
     first = (out / "records.jsonl").read_bytes()
     wider = ("--policies", "full", "legolink:2", "cacheblend:0.3", "--k", "2", "6")
@@ -123,7 +123,7 @@ def test_a_set_is_cut_alike_under_both_of_its_names(tmp_path: Path) -> None:
 
 def test_an_auxiliary_model_scores_chunks(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    given = ("--task", "reader_single", "--n", "4", "--timed", "1", "--json", str(file))
+    given = ("--task", "reader_single", "--questions", "4", "--timed", "1", "--json", str(file))
     clip = ("--policies", "cacheclip:0.4", "--auxiliary", "tiny")
     assert evaluate.run(arguments(*given, *clip)) == 0
     (group,) = groups(file)
@@ -145,7 +145,7 @@ def test_differences_are_printed_below_the_floor(
     (tmp_path / "squad.jsonl").write_text("".join(rows), encoding="utf-8")
     file = tmp_path / "out.json"
     given = ("--task", "squad", "--data", str(tmp_path), "--timed", "0", "--json", str(file))
-    assert evaluate.run(arguments(*given, "--in-order", "--n", "3")) == 0
+    assert evaluate.run(arguments(*given, "--in-order", "--questions", "3")) == 0
     (group,) = groups(file)
     assert (group["n"], group["scored"], group["metric"]) == (3, False, "containment")
     full, reordered, closed = group["rows"]
@@ -161,15 +161,15 @@ def test_differences_are_printed_below_the_floor(
     assert "Not scored" in printed
     (line,) = (line for line in printed.splitlines() if line.startswith("| reordered "))
     assert line.count(" to ") >= 3, "quality, difference from full prefill and from closed book"
-    assert evaluate.run(arguments(*given, "--n", "1", "--metric", "f1")) == 0
+    assert evaluate.run(arguments(*given, "--questions", "1", "--metric", "f1")) == 0
     assert groups(file)[0]["metric"] == "f1"
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--codec", "int8", "--policies", "full"], "reuses chunks"),
-        (["--n", "0"], "--n must"),
+        (["--kv-codec", "int8", "--policies", "full"], "reuses chunks"),
+        (["--questions", "0"], "--questions must"),
         (["--facts", "0"], "--facts must"),
         (["--k", "2", "0"], "--k must"),
         (["--batch", "0"], "--batch must"),

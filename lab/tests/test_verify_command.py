@@ -66,7 +66,7 @@ def test_a_file_of_questions_becomes_a_verdict_that_opens_the_gate(
     out = tmp_path / "verdict.json"
     policies = ("reordered", "legolink:2", "ape:0.3,0.3")
     options = ("--policies", *policies, "--out", out, "--keep", "0.6", "--max-new-tokens", "12")
-    assert run("tiny", "--questions", file, *options) == 0
+    assert run("tiny", "--data", file, *options) == 0
     printed = capsys.readouterr().out
     verdict = Verdict.load(out)
     assert verdict.questions == len(reader_rows(3))
@@ -115,7 +115,7 @@ def test_without_questions_it_says_so_before_anything_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "give --questions FILE with questions of your own" in done.stderr
+    assert "give --data FILE with questions of your own" in done.stderr
 
 
 def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
@@ -125,9 +125,9 @@ def test_a_system_prompt_and_a_codec_are_part_of_the_verdict(
 
     file = write(tmp_path / "mine.jsonl", reader_rows(1, answers=False))
     out = tmp_path / "verdict.json"
-    changes = ("--system-prompt", "Say something else.\n", "--codec", "int8")
-    limits = ("--max-new-tokens", "4", "--n", "2", "--policies", "reordered", "--out", out)
-    assert run("tiny", "--questions", file, *changes, *limits) == 0
+    changes = ("--system-prompt", "Say something else.\n", "--kv-codec", "int8")
+    limits = ("--max-new-tokens", "4", "--questions", "2", "--policies", "reordered", "--out", out)
+    assert run("tiny", "--data", file, *changes, *limits) == 0
     verdict = Verdict.load(out)
     assert (verdict.questions, verdict.measure) == (2, "agreement_f1")
     assert verdict.identity.codec == Int8.name
@@ -149,7 +149,7 @@ def test_the_reader_and_an_auxiliary_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "verdict.json"
-    options = ("--n", "5", "--policies", "reordered", "--auxiliary", "tiny", "--out", out)
+    options = ("--questions", "5", "--policies", "reordered", "--auxiliary", "tiny", "--out", out)
     assert run("tiny", "--task", "reader", *options) == 0
     printed = capsys.readouterr().out
     verdict = Verdict.load(out)
@@ -192,8 +192,8 @@ def test_broken_numerics_are_a_failure(
     monkeypatch.setattr("kvcache_rag.stitching.loader.stitch", lambda *_, **__: None)
     file = write(tmp_path / "mine.jsonl", reader_rows(1))
     out = tmp_path / "verdict.json"
-    options = ("--n", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)
-    assert run("tiny", "--questions", file, *options) == 1
+    options = ("--questions", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)
+    assert run("tiny", "--data", file, *options) == 1
     printed = capsys.readouterr().out
     assert "DIFFERENT cached chunks (reordered)" in printed
     assert "Recommended: FullRecompute(), because cached chunks do not give the numbers" in printed
@@ -347,7 +347,7 @@ def test_a_weak_reader_from_the_command_line(
     ]
     out = tmp_path / "v.json"
     options = ("--policies", "reordered", "--max-new-tokens", "6", "--out", out)
-    assert run("tiny", "--questions", write(tmp_path / "q.jsonl", rows), *options) == 0
+    assert run("tiny", "--data", write(tmp_path / "q.jsonl", rows), *options) == 0
     printed = capsys.readouterr().out
     assert printed.count("scores too low itself") == 1
     assert "shares of its score say little" not in printed
@@ -419,8 +419,8 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), "give --questions FILE"),
-        (("--task", "reader", "--n", "0"), "--n must be at least 1"),
+        ((), "give --data FILE"),
+        (("--task", "reader", "--questions", "0"), "--questions must be at least 1"),
         (("--task", "reader", "--max-new-tokens", "0"), "--max-new-tokens must"),
         (("--task", "reader", "--keep", "1.2"), "--keep must be above 0"),
         (("--task", "reader", "--keep", "nan"), "--keep must be above 0"),
@@ -431,8 +431,11 @@ def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
         (("--task", "no_such_task"), "no_such_task"),
         (("--task", "reader", "--policies", "bland"), "no policy 'bland'"),
         (("--task", "reader", "--policies", "full"), "nothing to verify"),
-        (("--questions", "missing.jsonl"), "cannot be read"),
-        (("--base-url", "http://server", "--codec", "int8"), "--codec is the server's to say"),
+        (("--data", "missing.jsonl"), "cannot be read"),
+        (
+            ("--base-url", "http://server", "--kv-codec", "int8"),
+            "--kv-codec is the server's to say",
+        ),
         (("--base-url", "http://server", "--adapter", "a"), "--adapter is the server's to say"),
     ],
 )
@@ -454,7 +457,7 @@ def test_the_questions_are_not_replaced_by_the_verdict(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [GOOD])
     before = file.read_bytes()
     with pytest.raises(InvalidInputError, match="--out would replace the questions"):
-        run("tiny", "--questions", file, "--out", tmp_path / "." / "mine.jsonl")
+        run("tiny", "--data", file, "--out", tmp_path / "." / "mine.jsonl")
     assert file.read_bytes() == before
 
 
@@ -474,7 +477,7 @@ def test_full_prefill_that_scores_nothing_is_called_so(
 ) -> None:
     file = write(tmp_path / "mine.jsonl", [{**GOOD, "answers": ["no such thing"]}])
     out = tmp_path / "v.json"
-    assert run("tiny", "--questions", file, "--policies", "reordered", "--out", out) == 0
+    assert run("tiny", "--data", file, "--policies", "reordered", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "Recommended: FullRecompute(), because it scores nothing itself" in printed
     assert "keeps - %" not in printed
@@ -509,7 +512,7 @@ def test_a_server_is_verified_by_its_answers(
     keys, out = tmp_path / "keys", tmp_path / "verdict.json"
     monkeypatch.setenv("KVCACHE_RAG_API_KEY", new_key(keys, "judge"))
     file = write(tmp_path / "mine.jsonl", reader_rows(2))
-    options = ("--questions", file, "--out", out, "--keep", "0.5", "--max-new-tokens", "12")
+    options = ("--data", file, "--out", out, "--keep", "0.5", "--max-new-tokens", "12")
     with (
         tiny_backend(tmp_path / "kv") as backend,
         running(build_app(backend, settings(api_keys=keys))) as url,

@@ -187,16 +187,15 @@ def refuse_unknown(
             raise InvalidInputError(f"{name} is no {what}; {f'say it by {said}' if said else hint}")
 
 
-def first_problem(problems: Iterable[Mapping[str, Any]], owner: str) -> InvalidInputError:
-    """What pydantic found of an owner's arguments, as one sentence.
+def first_problem(problems: Iterable[Mapping[str, Any]]) -> InvalidInputError:
+    """What pydantic found of settings, as one sentence: the same wherever they were said.
 
     Args:
         problems: `errors()` of its `ValidationError`; the first is told.
-        owner: The name of the class.
     """
     first = next(iter(problems))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError):
         return cause
     where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return InvalidInputError(f"{where} of {owner} cannot be used: {said}")
+    return InvalidInputError(f"{where} cannot be used: {said}")

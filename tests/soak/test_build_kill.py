@@ -31,7 +31,7 @@ from kvcache_rag_server.corpus.run import Build, ProcessPool
 if __name__ == "__main__":
     crew, model, store, notes, corpus, fatal, times = sys.argv[1:]
     workers = {"ray": RayCluster(2), "processes": ProcessPool(2)}[crew]
-    settings = Trapped(model, store, notes=notes, slow=0.2, fatal=fatal,
+    settings = Trapped(model=model, kv_dir=store, notes=notes, slow=0.2, fatal=fatal,
                        times=int(times), together=2)
     build = Build(settings, JsonLines(corpus), workers, 4)
     build.run()

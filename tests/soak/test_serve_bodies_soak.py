@@ -52,7 +52,16 @@ def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """A server in a process of its own: its URL, and a key for each tenant."""
     file = folder / "keys"
     keys = {name: new_key(file, name) for name in ("hostile", "other")}
-    words = ["serve", "tiny", "--port", "0", "--api-keys", str(file), "--store", str(folder / "kv")]
+    words = [
+        "serve",
+        "tiny",
+        "--port",
+        "0",
+        "--api-keys",
+        str(file),
+        "--kv-dir",
+        str(folder / "kv"),
+    ]
     command = [sys.executable, "-m", "kvcache_rag.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -91,7 +91,7 @@ def questions() -> list[Asked]:
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[int, str]]:
     """A server in a process of its own: its pid and URL."""
-    words = ["serve", "tiny", "--port", "0", "--store", str(folder), "--memory-bytes", "4000000"]
+    words = ["serve", "tiny", "--port", "0", "--kv-dir", str(folder), "--memory-bytes", "4000000"]
     command = [sys.executable, "-m", "kvcache_rag.cli", *words]
     environment = {**os.environ, **ENVIRONMENT}
     with subprocess.Popen(

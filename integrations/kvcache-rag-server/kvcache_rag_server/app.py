@@ -57,7 +57,7 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         backend=backend,
         settings=settings,
         authenticate=authenticate,
-        limits=limits.RequestLimiter(settings.limits, backend),
+        limits=limits.RequestLimiter(settings, backend),
         telemetry=counting,
         exchanges=exchanges,
         shutdown=Shutdown(settings.grace),
@@ -75,13 +75,12 @@ def build_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         app.include_router(router(context))
     errors.install(app)
     # Each surrounds those before it.
-    bounds = settings.limits
     app.add_middleware(
         Shell,
-        body_bytes=bounds.body_bytes,
-        body_seconds=bounds.body_seconds,
+        body_bytes=settings.max_body_bytes,
+        body_seconds=settings.max_body_seconds,
         shutdown=context.shutdown,
-        bodies=Bodies(bounds.total_body_bytes),
+        bodies=Bodies(settings.max_total_body_bytes),
     )
     middleware.install(app, settings, authenticate)
     metrics.install(app, counting)

@@ -107,7 +107,7 @@ def chat_work(context: AppContext, caller: Caller, body: ChatRequest) -> Backend
     Raises:
         ApiError: If the last message is not the user's, or another value cannot be used.
     """
-    default = min(DEFAULT_NEW_TOKENS, context.settings.limits.answer_tokens)
+    default = min(DEFAULT_NEW_TOKENS, context.settings.max_answer_tokens)
     tokens = body.max_completion_tokens or body.max_tokens or default
     last = len(body.messages) - 1
     if body.messages[last].role != "user" or not body.messages[last].text.strip():
@@ -206,7 +206,7 @@ def completion_work(context: AppContext, caller: Caller, body: CompletionRequest
         caller,
         body,
         kind="cmpl",
-        tokens=body.max_tokens or min(DEFAULT_TOKENS, context.settings.limits.answer_tokens),
+        tokens=body.max_tokens or min(DEFAULT_TOKENS, context.settings.max_answer_tokens),
         question=body.text,
         is_plain=is_plain,
     )

@@ -60,8 +60,8 @@ class Places:
         """
         namespace, limits = caller.namespace, self._limits
         for name, taken, allowed, whose in (
-            ("concurrency", self._taken[namespace], limits.concurrency, "this namespace"),
-            ("total_concurrency", self.taken, limits.total_concurrency, "this server"),
+            ("concurrency", self._taken[namespace], limits.max_concurrency, "this namespace"),
+            ("total_concurrency", self.taken, limits.max_total_concurrency, "this server"),
         ):
             if taken >= allowed:
                 raise ApiError(
@@ -114,22 +114,25 @@ class RequestLimiter:
             ApiError: 413 or 400.
         """
         limits = self.limits
-        if len(work.chunks) > limits.documents:
-            raise _too_large("documents", len(work.chunks), limits.documents, "documents")
+        if len(work.chunks) > limits.max_documents:
+            raise _too_large("documents", len(work.chunks), limits.max_documents, "documents")
         for index, text in enumerate(work.chunks):
             # A text of n letters has n to 4n bytes: most need not be encoded to be judged.
-            if len(text) * 4 <= limits.document_bytes:
+            if len(text) * 4 <= limits.max_document_bytes:
                 continue
             size = len(text.encode("utf-8", "surrogatepass"))
-            if size > limits.document_bytes:
+            if size > limits.max_document_bytes:
                 raise _too_large(
-                    "document_bytes", size, limits.document_bytes, f"bytes in documents[{index}]"
+                    "document_bytes",
+                    size,
+                    limits.max_document_bytes,
+                    f"bytes in documents[{index}]",
                 )
-        if work.max_new_tokens > limits.answer_tokens:
+        if work.max_new_tokens > limits.max_answer_tokens:
             raise _too_many(
                 "answer_tokens",
                 work.max_new_tokens,
-                limits.answer_tokens,
+                limits.max_answer_tokens,
                 "tokens of the answer",
                 "max_tokens",
             )
@@ -141,7 +144,7 @@ class RequestLimiter:
             ApiError: 400.
             KVCacheRagError: If the request cannot be written as a prompt.
         """
-        allowed = self.limits.prompt_tokens
+        allowed = self.limits.max_prompt_tokens
         if allowed is None:
             return
         tokens = await _whole(self._backend.count(work))

@@ -228,7 +228,7 @@ class HostRule:
         if not self._answers_to(name):
             raise _refused(
                 f"this server does not answer to the host name {name[:_SHOWN]!r}; use localhost, "
-                "or start it with --allowed-host NAME",
+                "or start it with --allowed-hosts NAME",
                 "host_not_allowed",
             )
         origin = headers.get("origin")
@@ -237,7 +237,7 @@ class HostRule:
         if _place(origin) != _place(f"//{host}"):
             raise _refused(
                 f"pages of {origin[:_SHOWN]!r} may not use this server; start it with "
-                "--allowed-origin ORIGIN to let them",
+                "--allowed-origins ORIGIN to let them",
                 "origin_not_allowed",
             )
 
@@ -296,7 +296,7 @@ def install(app: FastAPI, settings: ServerSettings, authenticator: Authenticator
         Guard,
         rule=HostRule.of(settings),
         authenticator=authenticator,
-        places=Places(settings.limits),
+        places=Places(settings),
     )
     if settings.allowed_origins:
         # In front of the guard: a browser asks beforehand, without a key.

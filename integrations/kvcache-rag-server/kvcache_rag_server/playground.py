@@ -191,8 +191,8 @@ def router(context: AppContext) -> APIRouter:
             needs_key=settings.api_keys is not None,
             reader=settings.model == TINY,
             auxiliary=settings.auxiliary is not None,
-            documents=settings.limits.documents,
-            file_bytes=settings.limits.body_bytes,
+            documents=settings.max_documents,
+            file_bytes=settings.max_body_bytes,
             policy=settings.policy or own.name,
             warnings=dict(own.warnings),
         )

@@ -11,12 +11,9 @@ import socket
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
-from kvcache_rag.integration.engine import EngineSettings, is_url
-from kvcache_rag.integration.engine import memory_codec as codec_before
-from kvcache_rag.integration.engine import open_store as open_place
 from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.stores import MemoryStore
 from kvcache_rag.stores.disk.folders import why_unwritable
@@ -90,13 +87,13 @@ def run(settings: ServerSettings, announce: Callable[[str, str], None]) -> None:
 
 def _check_store(settings: ServerSettings) -> None:
     """Say if nothing can be added to the folder of this process's engine."""
-    if settings.store is None or is_url(settings.store):
+    if settings.kv_dir is None or settings.is_remote:
         return
-    if why := why_unwritable(settings.store):
+    if why := why_unwritable(settings.kv_dir):
         _LOG.warning(
             "the store %s cannot be written (%s): what it holds is read, and what is computed is "
             "kept in memory alone",
-            *(settings.store, why),
+            *(settings.kv_dir, why),
         )
 
 
@@ -156,10 +153,7 @@ def open_engine(settings: ServerSettings) -> Engine:
     Raises:
         InvalidInputError: If one of them cannot be used.
     """
-    template = settings.prompt_template()
-    store = open_store(settings)
-    wanted = EngineSettings.of(settings, template=template)
-    engine = wanted.open(store, open_combinations(settings))
+    engine = settings.open_engine(open_store(settings), open_combinations(settings))
     note_name(engine.model, settings.name)
     return engine
 
@@ -169,19 +163,24 @@ def open_store(settings: ServerSettings) -> ChunkStore:
 
     The limits hold for chunks and combinations together, so these get a part only.
     """
-    limit = settings.store_bytes
-    return open_place(
-        settings.store,
-        codec=settings.codec,
-        max_bytes=None if limit is None else _rest(limit),
-        memory=MemoryStore(_rest(settings.memory_bytes), codec=memory_codec(settings)),
-        signing_key=settings.signing_key,
+    memory = MemoryStore(
+        _rest(settings.memory_bytes), ttl=settings.kv_ttl, codec=memory_codec(settings)
     )
+    return _limited(settings, _rest).open_store(memory)
 
 
 def memory_codec(settings: ServerSettings) -> Codec | None:
     """The form of chunks in memory; without a store they are as the model made them."""
-    return codec_before(settings.codec, settings.device) if settings.store else None
+    return settings.memory_codec() if settings.kv_dir else None
+
+
+def _limited(
+    settings: ServerSettings, share: Callable[[int], int], **changes: Any
+) -> ServerSettings:
+    """Settings of a part of the store."""
+    limit = settings.kv_max_bytes
+    part = {"kv_max_bytes": None if limit is None else share(limit), **changes}
+    return settings.model_copy(update=part)
 
 
 def open_combinations(settings: ServerSettings) -> ChunkStore:
@@ -190,24 +189,27 @@ def open_combinations(settings: ServerSettings) -> ChunkStore:
     A folder of their own, so that they never push out chunks; no command or sweep of the store
     around it takes it for a part of that.
     """
-    limit_in_memory = settings.memory_bytes // _PART
-    memory = MemoryStore(limit_in_memory, tier=COMBINATIONS, codec=memory_codec(settings))
-    if settings.store is None:
-        return memory
-    kind, limit = "remote" if is_url(settings.store) else "disk", settings.store_bytes
-    return open_place(
-        f"{settings.store.rstrip('/')}/{COMBINATIONS}",
-        codec=settings.codec,
-        max_bytes=None if limit is None else limit // _PART,
-        memory=memory,
-        tier=f"{COMBINATIONS}-{kind}",
-        signing_key=settings.signing_key,
+    memory = MemoryStore(
+        _part(settings.memory_bytes),
+        tier=COMBINATIONS,
+        ttl=settings.kv_ttl,
+        codec=memory_codec(settings),
     )
+    if settings.kv_dir is None:
+        return memory
+    kind, place = "remote" if settings.is_remote else "disk", settings.kv_dir.rstrip("/")
+    below = _limited(settings, _part, kv_dir=f"{place}/{COMBINATIONS}")
+    return below.open_store(memory, tier=f"{COMBINATIONS}-{kind}")
+
+
+def _part(limit: int) -> int:
+    """Bytes of a limit that are for combinations."""
+    return limit // _PART
 
 
 def _rest(limit: int) -> int:
     """Bytes of a limit that are left for chunks."""
-    return limit - limit // _PART
+    return limit - _part(limit)
 
 
 # ---------------------------------------------------------------------- the socket
@@ -263,10 +265,10 @@ def announcement(settings: ServerSettings, url: str) -> str:
     """One line: where the server is, and what it serves."""
     parts = [
         f"{settings.name} at {url}/v1",
-        f"chunks in {settings.store}" if settings.store else "chunks in memory only",
+        f"chunks in {settings.kv_dir}" if settings.kv_dir else "chunks in memory only",
     ]
     if settings.engine == VLLM:
-        parts[1:] = [f"computed by vLLM at {', '.join(settings.urls)}"]
+        parts[1:] = [f"computed by vLLM at {', '.join(settings.base_url)}"]
     parts.append("API keys" if settings.api_keys else "no API keys")
     return f"serving {', '.join(parts)}"
 

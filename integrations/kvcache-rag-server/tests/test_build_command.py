@@ -49,7 +49,7 @@ def test_builds_then_says_that_there_is_nothing_to_do(
     model: str, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, summary = tmp_path / "kv", tmp_path / "summary.json"
-    words = ["build", model, corpus, "--store", str(store), "--json", str(summary)]
+    words = ["build", model, corpus, "--kv-dir", str(store), "--json", str(summary)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 chunks: 4 prefilled, 0 already there\n")
@@ -74,7 +74,7 @@ def test_what_is_not_in_the_store_is_named_and_told_by_the_code(
     corpus = tmp_path / "c.jsonl"
     write_lines(corpus, [*TEXTS, "long " * 2000])
     corpus.write_text(corpus.read_text() + "{broken\n" * 30)
-    assert cli.main(["build", model, str(corpus), "--store", str(tmp_path / "kv")]) == 1
+    assert cli.main(["build", model, str(corpus), "--kv-dir", str(tmp_path / "kv")]) == 1
     out = capsys.readouterr().out
     assert "4 prefilled" in out
     assert "31 texts not in the store:\n  line 5: has 10002 tokens" in out
@@ -88,7 +88,7 @@ def test_a_folder_of_texts_is_cut_by_tokens(model: str, tmp_path: Path) -> None:
     long = " ".join(f"word{number}" for number in range(60))
     (folder / "a.md").write_text(long)
     (folder / "deep" / "b.txt").write_text("short")
-    words = ["build", model, str(folder), "--store", store]
+    words = ["build", model, str(folder), "--kv-dir", store]
     assert cli.main([*words, "--chunk-size", "100", "--chunk-overlap", "10"]) == 0
     pieces = list(cut(long, make_tokenizer(), 100, 10))
     assert len(pieces) > 3
@@ -105,7 +105,7 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_named(
     (folder / "b.pdf").write_bytes(pdf(["beta"]))
     (folder / "c.txt").write_bytes(b"caf\xe9")
     (folder / "d.png").write_bytes(b"")
-    assert cli.main(["build", model, str(folder), "--store", store]) == 1
+    assert cli.main(["build", model, str(folder), "--kv-dir", store]) == 1
     told = capsys.readouterr().out
     assert "1 text not in the store:\n  c.txt: it is not UTF-8 text; save it as UTF-8\n" in told
     assert missing(model, store, ["alpha", "beta"]) == []
@@ -119,7 +119,7 @@ def test_rows_of_a_collection_are_built_as_they_read_in_prompts(
     plain = place.client.create_collection("plain", embedding_function=None)
     plain.add(ids=["a"], documents=["of nobody"], embeddings=[[0.5, 0.5]])
     store = str(tmp_path / "kv")
-    words = ["build", model, "--store", store, "--chroma", str(place.chroma)]
+    words = ["build", model, "--kv-dir", store, "--chroma", str(place.chroma)]
     assert cli.main([*words, "--collection", "docs"]) == 0
     assert cli.main([*words, "--collection", "plain", "--text", "document"]) == 0
     assert missing(model, store, [*TEXTS, "of nobody"]) == []
@@ -133,7 +133,7 @@ def test_rows_of_a_collection_are_built_as_they_read_in_prompts(
 def test_a_template_of_another_folder(model: str, corpus: str, tmp_path: Path) -> None:
     (tmp_path / "prompt_template.json").write_text(json.dumps({"system": "Listen.\n"}))
     store = tmp_path / "kv"
-    words = ["build", model, corpus, "--store", str(store), "--system-prompt", "Look.\n"]
+    words = ["build", model, corpus, "--kv-dir", str(store), "--system-prompt", "Look.\n"]
     assert cli.main([*words, "--template", str(tmp_path)]) == 0
     engine = Engine.from_pretrained(
         model, store=DiskStore(store), template=PromptTemplate(system="Look.\n")
@@ -164,14 +164,14 @@ def test_processes_fill_a_bucket(
     ):
         monkeypatch.setenv(name, value)
     words = ["build", model, corpus, "--engine", "processes"]
-    assert cli.main([*words, "--store", f"s3://{BUCKET}/kv"]) == 0
+    assert cli.main([*words, "--kv-dir", f"s3://{BUCKET}/kv"]) == 0
     assert "4 prefilled, 0 already there" in capsys.readouterr().out
     assert sum(name.endswith(".safetensors") for name in server.objects) == 5
     assert missing(model, RemoteStore(f"s3://{BUCKET}/kv", timeout=60)) == []
-    assert cli.main(["build", model, corpus, "--store", f"s3://{BUCKET}/kv"]) == 0
+    assert cli.main(["build", model, corpus, "--kv-dir", f"s3://{BUCKET}/kv"]) == 0
     assert "0 prefilled, 4 already there" in capsys.readouterr().out
     with server.refusing():
-        assert cli.main(["build", model, corpus, "--store", f"s3://{BUCKET}/kv"]) == 2
+        assert cli.main(["build", model, corpus, "--kv-dir", f"s3://{BUCKET}/kv"]) == 2
     assert "the store cannot be reached: s3://" in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_an_interrupted_build_says_how_far_it_came(
 
     monkeypatch.setattr(Worker, "build", stopped)
     summary = tmp_path / "o.json"
-    words = ["build", model, corpus, "--store", str(tmp_path / "kv"), "--batch", "1"]
+    words = ["build", model, corpus, "--kv-dir", str(tmp_path / "kv"), "--batch", "1"]
     assert cli.main([*words, "--json", str(summary)]) == 130
     assert "stopped: 3 prefilled, 0 already there; run it again" in capsys.readouterr().err
     found = json.loads(summary.read_text())
@@ -210,9 +210,9 @@ BAD = [
     (["{corpus}", "--chunk-size", "10", "--chunk-overlap", "10"], "--chunk-overlap must be"),
     (["{corpus}", "--gpus", "1"], "are for --engine ray"),
     (["{corpus}", "--engine", "ray", "--gpus", "nan"], "--gpus must be at least 0"),
-    (["{corpus}", "--store", "{corpus}"], "is not a folder; name another one"),
-    (["{corpus}", "--store", "/proc/1/kv"], "the store /proc/1/kv cannot be written"),
-    (["{corpus}", "--store", "nonsense://x"], "fsspec knows no protocol 'nonsense'"),
+    (["{corpus}", "--kv-dir", "{corpus}"], "is not a folder; name another one"),
+    (["{corpus}", "--kv-dir", "/proc/1/kv"], "the store /proc/1/kv cannot be written"),
+    (["{corpus}", "--kv-dir", "nonsense://x"], "fsspec knows no protocol 'nonsense'"),
     (["{corpus}", "--template", "{folder}"], "there is no prompt_template.json in"),
     (["{corpus}", "--json", "{folder}/gone/o.json"], "cannot be a file"),
 ]
@@ -231,7 +231,7 @@ def test_bad_arguments_are_one_sentence_before_a_model_is_loaded(
     folder = tmp_path / "empty"
     folder.mkdir()
     given = [word.format(corpus=corpus, folder=folder) for word in words]
-    store = [] if "--store" in given else ["--store", str(tmp_path / "kv")]
+    store = [] if "--kv-dir" in given else ["--kv-dir", str(tmp_path / "kv")]
     assert cli.main(["build", "no/such/model", *given, *store]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -241,7 +241,7 @@ def test_bad_arguments_are_one_sentence_before_a_model_is_loaded(
 def test_a_model_that_is_not_there(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["build", "./gone", corpus, "--store", str(tmp_path / "kv")]) == 2
+    assert cli.main(["build", "./gone", corpus, "--kv-dir", str(tmp_path / "kv")]) == 2
     assert "there is no model folder ./gone" in capsys.readouterr().err
 
 
@@ -252,6 +252,6 @@ def test_ray_that_is_not_installed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    words = ["build", "tiny", corpus, "--store", str(tmp_path / "kv"), "--engine", "ray"]
+    words = ["build", "tiny", corpus, "--kv-dir", str(tmp_path / "kv"), "--engine", "ray"]
     assert cli.main(words) == 2
     assert "pip install 'kvcache-rag[ray]'" in capsys.readouterr().err

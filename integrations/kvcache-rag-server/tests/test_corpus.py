@@ -30,15 +30,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def settings(model: str, tmp_path: Path) -> BuildSettings:
-    return BuildSettings(model, str(tmp_path / "kv"))
+    return BuildSettings(model=model, kv_dir=str(tmp_path / "kv"))
 
 
 def serving(settings: BuildSettings) -> Engine:
     """An engine made apart from the builder, over the same store."""
-    codec = by_name(settings.codec)
+    codec = by_name(settings.kv_codec or "native")
     return Engine.from_pretrained(
         settings.model,
-        store=DiskStore(settings.store, codec=codec),
+        store=DiskStore(settings.place, codec=codec),
         namespace=settings.namespace,
     )
 
@@ -149,7 +149,9 @@ def test_reports_survive_json() -> None:
 def test_what_was_built_is_a_hit_where_it_is_used(
     settings: BuildSettings, tmp_path: Path, codec: str
 ) -> None:
-    settings = BuildSettings(settings.model, settings.store, codec=codec, namespace="tenant")
+    settings = BuildSettings(
+        model=settings.model, kv_dir=settings.kv_dir, kv_codec=codec, namespace="tenant"
+    )
     build = built(settings, write_lines(tmp_path / "c.jsonl", TEXTS))
     assert (build.tally.prefilled, build.tally.there, build.is_whole) == (4, 0, True)
     engine = serving(settings)
@@ -164,19 +166,19 @@ def test_what_was_built_is_a_hit_where_it_is_used(
     answer = engine.generate("Where?", TEXTS, max_new_tokens=2)
     assert answer.metrics.misses == 0
     assert answer.metrics.prefilled_tokens == 0
-    other = BuildSettings(settings.model, settings.store, codec=codec)
+    other = BuildSettings(model=settings.model, kv_dir=settings.kv_dir, kv_codec=codec)
     assert not any(map(serving(other).store.contains, serving(other).keys(TEXTS)))
 
 
 def test_a_template_decides_the_keys(settings: BuildSettings, tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
-    own = BuildSettings(settings.model, settings.store, system_prompt="Be brief.\n")
+    own = BuildSettings(model=settings.model, kv_dir=settings.kv_dir, system_prompt="Be brief.\n")
     assert built(settings, corpus).tally.spec != built(own, corpus).tally.spec
     engine = Engine(
         make_model(),
         make_tokenizer(),
         template=own.prompt_template(TEMPLATE),
-        store=DiskStore(settings.store),
+        store=DiskStore(settings.place),
     )
     assert engine.template.system == "Be brief.\n"
     assert engine.template.chunk_start == TEMPLATE.chunk_start
@@ -311,7 +313,7 @@ def test_torsos_of_killed_workers_go_and_nothing_else(
     torso.write_bytes(b"half")
     other = some.parent.parent / f"{folders.TEMPORARY}-{'1' * 32}"
     other.write_bytes(b"of a manifest")
-    assert tidy(DiskStore(settings.store), spec, "another tenant") == 0
+    assert tidy(DiskStore(settings.place), spec, "another tenant") == 0
     assert built(settings, corpus).tidied == 1
     left = {one for one in (tmp_path / "kv").rglob("*") if one.is_file() and one.suffix != ".lock"}
     assert left == {other, *(one for one in files if one.is_file() and one.suffix != ".lock")}
@@ -320,9 +322,9 @@ def test_torsos_of_killed_workers_go_and_nothing_else(
 def test_a_store_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="is not a folder"):
-        BuildSettings("tiny", str(tmp_path / "file")).check()
+        BuildSettings(model="tiny", kv_dir=str(tmp_path / "file")).check()
     with pytest.raises(InvalidInputError, match=r"the store /proc/1/kv cannot be written"):
-        BuildSettings("tiny", "/proc/1/kv").check()
+        BuildSettings(model="tiny", kv_dir="/proc/1/kv").check()
 
 
 def test_an_empty_corpus_is_said(settings: BuildSettings, tmp_path: Path) -> None:

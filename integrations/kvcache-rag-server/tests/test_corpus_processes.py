@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,8 @@ class Place:
         write_lines(self.corpus, TEXTS)
 
     def settings(self, **traps: Any) -> Trapped:
-        return replace(Trapped(self.model, str(self.store), notes=str(self.notes)), **traps)
+        place = {"kv_dir": str(self.store), "notes": str(self.notes)}
+        return Trapped(model=self.model, **place, **traps)
 
     def build(self, settings: Trapped, workers: int = 0, batch: int = 4) -> Build:
         """With so many processes, or in this one."""
@@ -138,7 +138,7 @@ if __name__ == "__main__":
     processes.multiprocessing.get_context = forkserver
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     model, store, notes, corpus = sys.argv[2:]
-    settings = Trapped(model, store, notes=notes, slow=1.0, together=2)
+    settings = Trapped(model=model, kv_dir=store, notes=notes, slow=1.0, together=2)
     try:
         Build(settings, JsonLines(corpus), ProcessPool(2), 2).run()
     except KeyboardInterrupt:

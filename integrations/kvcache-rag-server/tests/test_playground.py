@@ -127,12 +127,12 @@ async def test_the_page_is_told_what_it_has_to_know(tmp_path: Path) -> None:
         "needs_key": False,
         "reader": True,
         "auxiliary": False,
-        "documents": limits.documents,
-        "file_bytes": limits.body_bytes,
+        "documents": limits.max_documents,
+        "file_bytes": limits.max_body_bytes,
         "policy": "reuse",
         "warnings": {"composite": "It costs."},
     }
-    limits = RequestLimits(documents=3, body_bytes=1000)
+    limits = RequestLimits(max_documents=3, max_body_bytes=1000)
     made: dict[str, Any] = {"api_keys": keys, "model": "other", "limits": limits}
     made |= {"auxiliary": "small", "policy": "bestlast:0.4"}
     app = build_app(Scripted(), settings(**made))
@@ -211,7 +211,7 @@ async def test_keys_namespaces_and_limits_hold_here_too(tmp_path: Path) -> None:
     assert backend.explained is None
     assert (await post(body, backend, key, api_keys=keys)).status_code == 200
     assert backend.explained.namespace == "mine"
-    assert (await post(body, backend, limits=RequestLimits(documents=1))).status_code == 413
+    assert (await post(body, backend, limits=RequestLimits(max_documents=1))).status_code == 413
 
 
 async def test_mistakes_are_told_and_faults_are_not() -> None:
@@ -365,8 +365,8 @@ def test_no_browser_is_opened_where_none_is_wanted(
     [
         (["playground"], "kvcache-rag playground tiny"),
         (["playground", "--no-browser", "--port", "9"], "kvcache-rag playground tiny"),
-        (["serve"], "kvcache-rag serve tiny --store kv"),
-        (["serve", "--store", "kv"], "kvcache-rag serve tiny --store kv"),
+        (["serve"], "kvcache-rag serve tiny --kv-dir kv"),
+        (["serve", "--kv-dir", "kv"], "kvcache-rag serve tiny --kv-dir kv"),
     ],
 )
 def test_without_a_model_it_says_which_there_are(

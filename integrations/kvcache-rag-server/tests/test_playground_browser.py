@@ -825,7 +825,7 @@ def test_a_file_that_cannot_be_used_is_told(
     refused, good = tmp_path / name, tmp_path / "good.txt"
     refused.write_bytes(content)
     good.write_text(TEXT)
-    limits = RequestLimits(documents=3, body_bytes=5000, document_bytes=5000)
+    limits = RequestLimits(max_documents=3, max_body_bytes=5000, max_document_bytes=5000)
     with running(build_app(reader, settings(limits=limits))) as url, left(page):
         page.open(url)
         page.complaints()  # the sample has more documents than that

@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -415,7 +414,7 @@ def test_beyond_loopback_a_rebound_name_needs_a_key_or_is_refused(file: Path) ->
     assert not passes(anonymous, "evil.example")
     keyed = settings(host="0.0.0.0", api_keys=file)
     assert passes(middleware.HostRule.of(keyed), "kv.example")
-    named = replace(keyed, allowed_hosts=("kv.example",))
+    named = keyed.model_copy(update={"allowed_hosts": ("kv.example",)})
     assert not passes(middleware.HostRule.of(named), "evil.example")
 
 
@@ -480,7 +479,7 @@ async def asked(
 
 def guarded(inner: Inner, given: ServerSettings) -> middleware.Guard:
     rule, by = middleware.HostRule.of(given), auth.authenticator(given)
-    return middleware.Guard(inner, rule, by, Places(given.limits))
+    return middleware.Guard(inner, rule, by, Places(given))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ POLICY = CacheClip(ratio=0.5, threshold=None)
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    return open_engine(ServerSettings("tiny", store=str(tmp_path / "kv"), auxiliary="tiny"))
+    return open_engine(ServerSettings(model="tiny", kv_dir=str(tmp_path / "kv"), auxiliary="tiny"))
 
 
 async def ask(engine: Engine, **fields: Any) -> Finished | Failed:
@@ -47,7 +47,7 @@ async def test_a_request_may_ask_for_cacheclip(engine: Engine) -> None:
 
 
 async def test_without_one_the_answer_says_what_is_missing() -> None:
-    found = await ask(open_engine(ServerSettings("tiny")))
+    found = await ask(open_engine(ServerSettings(model="tiny")))
     assert isinstance(found, Failed)
     assert (found.status, "auxiliary model" in found.message) == (400, True)
 

@@ -252,11 +252,11 @@ async def test_no_body_holds_the_loop_up(name: str) -> None:
 
 @pytest.mark.usefixtures("as_served")
 async def test_a_document_that_is_json_is_answered_and_holds_nobody_up() -> None:
-    limits = RequestLimits(document_bytes=8 * MEBIBYTE)
+    limits = RequestLimits(max_document_bytes=8 * MEBIBYTE)
     app, backend = scripted(limits=limits)
     text = json.dumps([{"key": [at, "\\"]} for at in range(230_000)])
     body, stalls = dumped(chat(documents=[text])), []
-    assert 7_000_000 < len(body) < limits.body_bytes
+    assert 7_000_000 < len(body) < limits.max_body_bytes
     async with client(app) as http:
         for _ in range(TRIES):
             async with ticking() as ticker:
@@ -331,7 +331,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_bodies_share_the_memory_of_all_connections() -> None:
-    limits = RequestLimits(body_bytes=3 * MEBIBYTE, total_body_bytes=8 * MEBIBYTE)
+    limits = RequestLimits(max_body_bytes=3 * MEBIBYTE, max_total_body_bytes=8 * MEBIBYTE)
     app, _ = scripted(limits=limits)
     held = memory_of(app)
     go_on, size = asyncio.Event(), 2 * MEBIBYTE - 10_000

@@ -32,7 +32,9 @@ OPERATIONS = {
     "GET /metrics",
 }
 EXAMPLES = 25
-SMALL = RequestLimits(documents=4, document_bytes=2000, answer_tokens=4, prompt_tokens=400)
+SMALL = RequestLimits(
+    max_documents=4, max_document_bytes=2000, max_answer_tokens=4, max_prompt_tokens=400
+)
 HOST = "testserver"  # what Schemathesis calls every application
 
 

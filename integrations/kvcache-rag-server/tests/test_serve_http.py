@@ -35,7 +35,7 @@ async def asked(body: dict[str, Any], path: str = CHAT, **settings: Any) -> Back
 
 # ---------------------------------------------------------------------- documents of an ingestion
 async def test_documents_are_handed_on_to_be_prefilled() -> None:
-    app, backend = scripted(limits=RequestLimits(documents=2))
+    app, backend = scripted(limits=RequestLimits(max_documents=2))
     body = {"documents": ["a", {"id": "x", "text": "bc"}, "a", " "]}
     async with client(app) as http:
         reply = await http.post("/v1/prefill", json=body)
@@ -212,7 +212,7 @@ async def test_lengths_and_stops() -> None:
     assert (await asked(chat(stop=None))).max_new_tokens == 128
     work = await asked({"model": "tiny", "prompt": "The"}, COMPLETIONS)
     assert (work.max_new_tokens, work.stop) == (16, ())
-    few = RequestLimits(answer_tokens=9)
+    few = RequestLimits(max_answer_tokens=9)
     for body, path in ((chat(), CHAT), ({"model": "tiny", "prompt": "The"}, COMPLETIONS)):
         assert (await asked(body, path, limits=few)).max_new_tokens == 9
 

@@ -18,12 +18,13 @@ import httpx
 import pytest
 from serve_fakes import DEADLINE, chat
 
+from kvcache_rag import PromptTemplate
 from kvcache_rag.cli import main
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag_server import startup
 from kvcache_rag_server.commands import serve
-from kvcache_rag_server.settings import RequestLimits, ServerSettings, is_loopback
+from kvcache_rag_server.settings import ServerSettings, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +37,8 @@ READY_SECONDS = 15.0
 def settings_of(*words: str) -> ServerSettings:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    parser.set_defaults(model="tiny")
-    return serve.settings_of(parser.parse_args(words))
+    arguments = parser.parse_args(words, argparse.Namespace(model="tiny"))
+    return serve.settings_of(arguments)
 
 
 @contextmanager
@@ -67,33 +68,37 @@ def url_of(line: str) -> str:
 
 
 # ---------------------------------------------------------------------- arguments
-def test_arguments_become_settings() -> None:
-    assert settings_of() == ServerSettings("tiny")
+def test_arguments_become_settings(tmp_path: Path) -> None:
+    (tmp_path / "prompt_template.json").write_text("{}")
+    assert settings_of() == ServerSettings(model="tiny")
     words = """
-        some/model --store kv --port 0 --policy cacheblend:0.2
+        some/model --kv-dir kv --port 0 --policy cacheblend:0.2
         --prefetch cpu --prefetch-after 0 --max-batch 4 --max-waiting 9
-        --codec int8
+        --kv-codec int8
         --max-documents 5 --max-concurrency 6 --max-total-concurrency 7
-        --allowed-host a --allowed-host b --memory-bytes 1 --served-name m
-        --template written --revision v2 --max-body-seconds 8
+        --allowed-hosts a --allowed-hosts b --memory-bytes 1 --served-name m
+        --template {folder} --revision v2 --max-body-seconds 8
     """
-    given = settings_of(*words.split())
+    given = settings_of(*words.format(folder=tmp_path).split())
     assert given == ServerSettings(
-        "some/model",
-        store="kv",
+        model="some/model",
+        kv_dir="kv",
         port=0,
         policy="cacheblend:0.2",
         prefetch="cpu",
         prefetch_after=0.0,
         max_batch=4,
         max_waiting=9,
-        codec="int8",
+        kv_codec="int8",
         allowed_hosts=("a", "b"),
         memory_bytes=1,
         served_name="m",
-        template="written",
+        template=PromptTemplate(),
         revision="v2",
-        limits=RequestLimits(documents=5, body_seconds=8, concurrency=6, total_concurrency=7),
+        max_documents=5,
+        max_body_seconds=8,
+        max_concurrency=6,
+        max_total_concurrency=7,
     )
     assert given.name == "m"
     assert settings_of("--model", "other").model == "other"
@@ -104,7 +109,7 @@ def test_arguments_become_settings() -> None:
     [
         ("--host 0.0.0.0", "--api-keys FILE"),
         ("--host example.org", "--allow-anonymous"),
-        ("--port 70000", "no port 70000"),
+        ("--port 70000", "port cannot be used: Input should be less"),
         ("--policy cacheblnd", "did you mean cacheblend"),
         ("--max-batch 0", "max_batch"),
         ("--max-documents 0", "documents"),
@@ -144,11 +149,11 @@ def test_what_is_logged_has_time_level_and_logger() -> None:
 def test_a_store_that_cannot_be_written_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    startup._check_store(settings_of("--store", "/proc/1/kv"))
+    startup._check_store(settings_of("--kv-dir", "/proc/1/kv"))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith("the store /proc/1/kv cannot be written (No such file or dir")
-    for words in ((), ("--store", "."), ("--store", "s3://bucket/kv")):
+    for words in ((), ("--kv-dir", "."), ("--kv-dir", "s3://bucket/kv")):
         startup._check_store(settings_of(*words))
     assert len(caplog.records) == 1
 
@@ -173,41 +178,43 @@ def test_without_the_extra_the_install_line_is_said(monkeypatch: Any) -> None:
 
 # ---------------------------------------------------------------------- what is opened
 def test_a_store_is_memory_before_what_was_named(tmp_path: Path) -> None:
-    plain = startup.open_store(ServerSettings("tiny", memory_bytes=5))
+    plain = startup.open_store(ServerSettings(model="tiny", memory_bytes=5))
     assert isinstance(plain, MemoryStore)
     assert plain.max_bytes == 4, "the rest is for combinations"
     folder = startup.open_store(
-        ServerSettings("tiny", store=str(tmp_path / "kv"), store_bytes=7, codec="int8")
+        ServerSettings(model="tiny", kv_dir=str(tmp_path / "kv"), kv_max_bytes=7, kv_codec="int8")
     )
     assert isinstance(folder, TieredStore)
     memory, disk = folder.tiers
     assert isinstance(memory, MemoryStore)
     assert isinstance(disk, DiskStore)
     assert (disk.max_bytes, disk.codec.name) == (6, "int8-kc-vt")
-    remote = startup.open_store(ServerSettings("tiny", store="memory://bucket/kv"))
+    remote = startup.open_store(ServerSettings(model="tiny", kv_dir="memory://bucket/kv"))
     assert isinstance(remote, TieredStore)
     assert isinstance(remote.tiers[1], RemoteStore)
 
 
 def test_a_template_is_named_as_for_build(tmp_path: Path) -> None:
     file = tmp_path / "prompt_template.json"
-    with pytest.raises(InvalidInputError, match=r"no prompt_template.json in .*check --tem"):
-        ServerSettings("tiny", template=str(tmp_path)).prompt_template()
+    with pytest.raises(InvalidInputError, match=r"no prompt_template.json in .*check tem"):
+        ServerSettings(model="tiny", template=str(tmp_path))
     file.write_text('{"system": "S ", "chunk_start": "<", "chunk_end": ">"}')
-    assert ServerSettings("tiny").prompt_template() is None
+    assert ServerSettings(model="tiny").template is None
     for place in (tmp_path, file):
-        given = ServerSettings("tiny", template=str(place))
-        found = given.prompt_template()
+        given = ServerSettings(model="tiny", template=str(place))
+        found = given.template
         assert found is not None
         assert found.wrap("a") == "<a>"
-    assert startup.open_engine(replace(given, device="cpu")).template == found
-    told = replace(given, device="cpu", system_prompt="T ")
+    assert startup.open_engine(given.model_copy(update={"device": "cpu"})).template == found
+    told = given.model_copy(update={"device": "cpu", "system_prompt": "T "})
     assert startup.open_engine(told).template == replace(found, system="T ")
 
 
 def test_the_instruction_before_the_chunks_is_the_servers() -> None:
-    own = startup.open_engine(ServerSettings("tiny", device="cpu"))
-    told = startup.open_engine(ServerSettings("tiny", device="cpu", system_prompt="Be brief. "))
+    own = startup.open_engine(ServerSettings(model="tiny", device="cpu"))
+    told = startup.open_engine(
+        ServerSettings(model="tiny", device="cpu", system_prompt="Be brief. ")
+    )
     assert told.template.system == "Be brief. "
     assert told.template.chunk_start == own.template.chunk_start
     assert told.keys(["a"]) != own.keys(["a"])
@@ -248,11 +255,11 @@ def test_a_model_that_is_not_there_is_one_sentence(capsys: Any) -> None:
 
 def test_the_line_says_what_is_served(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    settings = ServerSettings("tiny", store="kv", api_keys=keys)
+    settings = ServerSettings(model="tiny", kv_dir="kv", api_keys=keys)
     assert startup.announcement(settings, "http://h:1") == (
         "serving tiny at http://h:1/v1, chunks in kv, API keys"
     )
-    assert startup.announcement(ServerSettings("tiny"), "http://h:1") == (
+    assert startup.announcement(ServerSettings(model="tiny"), "http://h:1") == (
         "serving tiny at http://h:1/v1, chunks in memory only, no API keys"
     )
 
@@ -261,7 +268,7 @@ def test_the_line_says_what_is_served(tmp_path: Path) -> None:
 def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     """Ready within 15 s where nothing else runs: all that is computed until the end takes less."""
     before = _seconds_of_children()
-    with started("tiny", "--store", str(tmp_path / "kv"), "--port", "0") as (process, line):
+    with started("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0") as (process, line):
         assert line.startswith("kvcache-rag: serving tiny at http://127.0.0.1:")
         url = url_of(line)
         assert line.endswith(f"; look at {url}/\n")
@@ -282,7 +289,7 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
 
 
 def test_servers_share_what_one_computed_and_one_may_be_killed(tmp_path: Path) -> None:
-    words = ("tiny", "--store", str(tmp_path / "kv"), "--port", "0")
+    words = ("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0")
 
     def answers(line: str) -> list[tuple[str, int]]:
         """Text and misses of each answer."""

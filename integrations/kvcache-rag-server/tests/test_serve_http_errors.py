@@ -252,7 +252,7 @@ async def test_a_path_that_ends_in_a_line_break_is_another_path(path: str) -> No
 
 
 async def test_too_large_a_body_is_refused_while_it_is_read() -> None:
-    app, backend = scripted(limits=RequestLimits(body_bytes=1000))
+    app, backend = scripted(limits=RequestLimits(max_body_bytes=1000))
     read = 0
 
     async def chunks() -> AsyncGenerator[bytes, None]:

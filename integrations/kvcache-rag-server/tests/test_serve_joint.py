@@ -25,7 +25,7 @@ TEXTS = ("The red lamp stands in the hall.", "The blue lamp is broken.")
 
 def opened(folder: Path) -> Engine:
     """An engine as one more process of the server has it."""
-    return open_engine(ServerSettings("tiny", store=str(folder), device="cpu"))
+    return open_engine(ServerSettings(model="tiny", kv_dir=str(folder), device="cpu"))
 
 
 async def test_what_one_server_computed_together_another_finds(tmp_path: Path) -> None:
@@ -86,7 +86,11 @@ def test_a_deleted_tenant_is_gone_from_both(
 
 def test_one_limit_holds_for_chunks_and_combinations_together(tmp_path: Path) -> None:
     settings = ServerSettings(
-        "tiny", store=str(tmp_path / "kv"), store_bytes=1003, memory_bytes=103, codec="int8"
+        model="tiny",
+        kv_dir=str(tmp_path / "kv"),
+        kv_max_bytes=1003,
+        memory_bytes=103,
+        kv_codec="int8",
     )
     found = open_store(settings), open_combinations(settings)
     for store in found:
@@ -97,10 +101,10 @@ def test_one_limit_holds_for_chunks_and_combinations_together(tmp_path: Path) ->
 
 
 def test_without_a_limit_or_a_folder_there_is_none() -> None:
-    memory = open_combinations(ServerSettings("tiny", memory_bytes=40))
+    memory = open_combinations(ServerSettings(model="tiny", memory_bytes=40))
     assert isinstance(memory, MemoryStore)
     assert (memory.max_bytes, memory.tier) == (10, "combinations")
-    remote = open_combinations(ServerSettings("tiny", store="memory://bucket/kv"))
+    remote = open_combinations(ServerSettings(model="tiny", kv_dir="memory://bucket/kv"))
     assert isinstance(remote, TieredStore)
     last = remote.tiers[1]
     assert isinstance(last, RemoteStore)

@@ -37,7 +37,8 @@ class Counting:
 
 
 def limiter(**figures: Any) -> RequestLimiter:
-    return RequestLimiter(RequestLimits(**figures), Counting())
+    limits = RequestLimits(**{f"max_{name}": value for name, value in figures.items()})
+    return RequestLimiter(limits, Counting())
 
 
 def work(**values: Any) -> BackendRequest:
@@ -55,8 +56,18 @@ async def refused(by: RequestLimiter, one: BackendRequest, caller: Caller = ACME
     ("figures", "values", "status", "said"),
     [
         ({"documents": 2}, {"chunks": ("a", "b", "c")}, 413, ["3 documents", "documents of 2"]),
-        ({"document_bytes": 8}, {"chunks": ("a", "abcdefghi")}, 413, ["9 bytes", "documents[1]"]),
-        ({"document_bytes": 8}, {"chunks": ("ééééé",)}, 413, ["10 bytes", "document_bytes of 8"]),
+        (
+            {"max_document_bytes": 8},
+            {"chunks": ("a", "abcdefghi")},
+            413,
+            ["9 bytes", "documents[1]"],
+        ),
+        (
+            {"max_document_bytes": 8},
+            {"chunks": ("ééééé",)},
+            413,
+            ["10 bytes", "document_bytes of 8"],
+        ),
         ({"document_bytes": 8}, {"chunks": ("\ud800" * 3,)}, 413, ["9 bytes"]),
         ({"answer_tokens": 5}, {"max_new_tokens": 6}, 400, ["6 tokens", "answer_tokens of 5"]),
         ({"prompt_tokens": 5}, {"question": "q" * 6}, 400, ["6 tokens", "prompt_tokens of 5"]),
@@ -102,7 +113,7 @@ def full(places: Places, caller: Caller) -> ApiError:
 
 
 def test_a_namespace_has_so_many_places_and_others_have_theirs() -> None:
-    places = Places(RequestLimits(concurrency=2))
+    places = Places(RequestLimits(max_concurrency=2))
     with places.place(ACME):
         with places.place(ACME):
             error = full(places, ACME)
@@ -118,7 +129,7 @@ def test_a_namespace_has_so_many_places_and_others_have_theirs() -> None:
 
 
 def test_keys_of_one_namespace_share_its_places() -> None:
-    places = Places(RequestLimits(concurrency=2))
+    places = Places(RequestLimits(max_concurrency=2))
     with places.place(Caller("acme", "acme-web")), places.place(Caller("acme", "acme-jobs")):
         error = full(places, Caller("acme", "acme-third"))
         assert error.failed.status == 429
@@ -127,12 +138,12 @@ def test_keys_of_one_namespace_share_its_places() -> None:
 
 def test_one_namespace_cannot_fill_the_server() -> None:
     limits = RequestLimits()
-    assert limits.total_concurrency >= 4 * limits.concurrency
-    assert limits.total_concurrency > ServerSettings("tiny").max_waiting
+    assert limits.max_total_concurrency >= 4 * limits.max_concurrency
+    assert limits.max_total_concurrency > ServerSettings(model="tiny").max_waiting
 
 
 def test_a_server_has_so_many_places() -> None:
-    places = Places(RequestLimits(concurrency=2, total_concurrency=3))
+    places = Places(RequestLimits(max_concurrency=2, max_total_concurrency=3))
     with ExitStack() as held:
         for caller in (ACME, ACME, GLOBEX):
             held.enter_context(places.place(caller))
@@ -144,7 +155,7 @@ def test_a_server_has_so_many_places() -> None:
 
 
 def test_places_are_given_back_whatever_happens() -> None:
-    places = Places(RequestLimits(concurrency=1))
+    places = Places(RequestLimits(max_concurrency=1))
     with pytest.raises(ZeroDivisionError), places.place(ACME):
         raise ZeroDivisionError
     assert not places._taken  # no entry per namespace that ever called
@@ -157,7 +168,7 @@ async def test_a_prompt_that_cannot_be_written_is_the_users_mistake() -> None:
             pass
 
 
-@pytest.mark.parametrize("name", list(vars(RequestLimits())))
+@pytest.mark.parametrize("name", list(RequestLimits.model_fields))
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=name):
         RequestLimits(**{name: 0})

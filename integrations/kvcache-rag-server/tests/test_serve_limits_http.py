@@ -137,7 +137,9 @@ async def test_two_keys_with_the_same_document_do_not_share_it(
 
 # ---------------------------------------------------------------------- limits
 async def test_each_limit_is_named_over_http() -> None:
-    limits = RequestLimits(documents=2, document_bytes=50, answer_tokens=9, prompt_tokens=20)
+    limits = RequestLimits(
+        max_documents=2, max_document_bytes=50, max_answer_tokens=9, max_prompt_tokens=20
+    )
     app, backend = scripted(limits=limits)
     tried = [
         (chat(documents=["a", "b", "c"]), 413, "documents of 2", "documents"),
@@ -158,7 +160,7 @@ async def test_too_many_at_a_time_are_told_when_to_come_back(
     tmp_path: Path, keys: dict[str, str]
 ) -> None:
     app, backend = scripted(
-        says_nothing, limits=RequestLimits(concurrency=1), api_keys=tmp_path / "keys"
+        says_nothing, limits=RequestLimits(max_concurrency=1), api_keys=tmp_path / "keys"
     )
     async with client(app) as http:
         acme, globex = bearing(keys["acme"]), bearing(keys["globex"])
@@ -177,7 +179,7 @@ async def test_too_many_at_a_time_are_told_when_to_come_back(
 
 
 async def test_a_place_is_held_while_a_body_is_still_on_its_way() -> None:
-    app, backend = scripted(limits=RequestLimits(concurrency=1))
+    app, backend = scripted(limits=RequestLimits(max_concurrency=1))
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -200,7 +202,7 @@ async def test_a_place_is_held_while_a_body_is_still_on_its_way() -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up_and_its_place_is_free() -> None:
-    app, backend = scripted(limits=RequestLimits(concurrency=1, body_seconds=1))
+    app, backend = scripted(limits=RequestLimits(max_concurrency=1, max_body_seconds=1))
 
     async def never() -> AsyncIterator[bytes]:
         yield b"{"
@@ -253,7 +255,7 @@ async def test_once_a_body_is_there_an_answer_may_take_its_time() -> None:
 
 
 async def test_what_has_no_body_needs_no_place() -> None:
-    app, backend = scripted(says_nothing, limits=RequestLimits(concurrency=1))
+    app, backend = scripted(says_nothing, limits=RequestLimits(max_concurrency=1))
     async with client(app) as http:
         held = asyncio.create_task(http.post(CHAT, json=chat()))
         assert await asyncio.to_thread(backend.has_begun.wait, DEADLINE)
@@ -265,7 +267,7 @@ async def test_what_has_no_body_needs_no_place() -> None:
 
 
 async def test_a_place_is_held_until_the_tokens_are_counted_whoever_left() -> None:
-    limits = RequestLimits(concurrency=1, prompt_tokens=100)
+    limits = RequestLimits(max_concurrency=1, max_prompt_tokens=100)
     backend = Counting()
     app = build_app(backend, settings(limits=limits))
     async with client(app) as http:
@@ -302,7 +304,7 @@ class Counting(Scripted):
 
 
 async def test_a_body_is_counted_while_it_is_read_whatever_its_length_says() -> None:
-    app, backend = scripted(limits=RequestLimits(body_bytes=1000))
+    app, backend = scripted(limits=RequestLimits(max_body_bytes=1000))
     read = 0
 
     async def endless() -> AsyncIterator[bytes]:

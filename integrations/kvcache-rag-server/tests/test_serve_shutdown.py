@@ -469,7 +469,7 @@ def test_a_forward_pass_that_does_not_end_is_not_waited_for(
 @pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
 def test_a_grace_is_a_number_of_seconds(grace: float) -> None:
     with pytest.raises(InvalidInputError, match="grace"):
-        ServerSettings("tiny", grace=grace)
+        ServerSettings(model="tiny", grace=grace)
 
 
 def test_the_margin_is_a_part_of_a_short_grace() -> None:

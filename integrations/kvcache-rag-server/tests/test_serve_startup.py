@@ -28,9 +28,9 @@ def test_a_named_template_gives_the_keys_of_a_build_with_it(
     values = {name: getattr(TEMPLATE, name) for name in ("system", "chunk_start", "chunk_end")}
     (tmp_path / FILE_NAME).write_text(json.dumps(values))
     options: dict[str, Any] = {"device": "cpu", "system_prompt": system_prompt}
-    served = startup.open_engine(ServerSettings("tiny", template=str(tmp_path), **options))
+    served = startup.open_engine(ServerSettings(model="tiny", template=str(tmp_path), **options))
     assert served.template.chunk_start == "["
-    build = BuildSettings("tiny", str(tmp_path / "kv"), template=TEMPLATE, **options)
+    build = BuildSettings(model="tiny", kv_dir=str(tmp_path / "kv"), template=TEMPLATE, **options)
     assert served.keys(["a text"]) == build.open_engine().keys(["a text"])
 
 
@@ -44,7 +44,7 @@ def test_the_revision_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvcache_rag.models.pretrained.load", load)
     for revision in ("abc", None):
         with pytest.raises(InvalidInputError, match="enough"):
-            startup.open_engine(ServerSettings("tiny", revision=revision))
+            startup.open_engine(ServerSettings(model="tiny", revision=revision))
     assert asked == [{"revision": "abc"}, {}]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages.utils import count_tokens_approximately
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
 
-from kvcache_rag import InvalidInputError, PromptTemplate, ReusePolicy
+from kvcache_rag import InvalidInputError, ReusePolicy
 from kvcache_rag.integration import (
+    DeviceOption,
+    EngineOptions,
+    StoreOptions,
     first_problem,
     given_policy,
     open_engine,
@@ -35,21 +37,9 @@ if TYPE_CHECKING:
 
 # Only a new engine could use them, so they are refused beside `engine=`.
 _OF_THE_ENGINE: Final = (
-    "adapter",
-    "auxiliary",
-    "base_url",
-    "context_window",
-    "device",
-    "gate",
-    "kv_dir",
-    "kv_codec",
-    "kv_max_bytes",
-    "kv_ttl",
-    "model_kwargs",
-    "rotation",
-    "weight_format",
+    *("base_url", *DeviceOption.model_fields),
+    *(*EngineOptions.model_fields, *StoreOptions.model_fields),
 )
-_OF_THE_TEMPLATE: Final = ("system_prompt", "template")
 # Beside `base_url=`: changes answers, and a server has its own.  Where keys and values lie, and on
 # which device they are computed, is taken and means nothing, so that an app can move by it alone.
 _OF_THE_SERVER: Final = ("adapter", "auxiliary", "gate", "template")
@@ -82,19 +72,12 @@ _ELSEWHERE: Final = {
 }
 
 
-def _path(value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
-    return str(os.fspath(value))
-
-
-def _adapter(value: Any) -> str:
-    # `Path("block")` is a folder, the text "block" the name of an installed adapter.
-    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
-
-
-class ChatSettings(BaseChatModel):
+class ChatSettings(StoreOptions, EngineOptions, DeviceOption, BaseChatModel):
     """What `ChatKVCache` can be told.
+
+    Where chunks are kept and how the model is loaded is said as `StoreOptions`, `EngineOptions` and
+    `DeviceOption` have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an
+    `Auxiliary` `policy=CacheClip(auxiliary)`.
 
     Attributes:
         model: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes with
@@ -118,27 +101,6 @@ class ChatSettings(BaseChatModel):
         policy: What is reused of cached chunks, or the name of that, such as "cacheblend:0.2"; None
             for the engine's: what the model was trained for.
         max_batch_size: Most prompts in one padded `generate()` of `batch` and `abatch`.
-        device: "cpu", "cuda", ...; None for CUDA if there is one.
-        model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype` and
-            `revision`.
-        context_window: Lower it to keep prompts short; None for the model's own.
-        kv_dir: Folder of the chunks' KV, None to keep it in memory only.
-        kv_max_bytes: Limit of that folder; the least recently used chunks go first.
-        kv_codec: Form of the chunks there: "native", or in half or a quarter of the bytes "int8"
-            or "int4"; on a CPU "int8" is also the form in memory.
-        kv_ttl: Seconds for which a chunk is kept, used or not; None for no end.
-        gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
-        auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
-            works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
-            of your own give `policy=CacheClip(auxiliary)`.
-        rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
-            none, and for "smollm2" for "block" where that is installed.
-        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
-            numbers), "plain", "int8" or "int4".
-        system_prompt: Instruction before the documents, instead of the template's; part of every
-            chunk's KV.  A chat without documents and without a system message begins with it too.
-        template: How prompts are written; None for the one the model brings, else the default.
         streaming: As LangChain defines it: True streams `invoke` too, False streams nothing.
         match_chunks: Whether texts that a retriever of this process gave, and that stand whole in
             what a tool said, are chunks.
@@ -163,20 +125,6 @@ class ChatSettings(BaseChatModel):
         default=None, exclude=True
     )
     max_batch_size: int = Field(default=16, gt=0)
-    device: str | None = None
-    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
-    context_window: int | None = Field(default=None, gt=0)
-    kv_dir: Annotated[str, BeforeValidator(_path)] | None = None
-    kv_max_bytes: int | None = Field(default=None, gt=0)
-    kv_codec: Literal["native", "int8", "int4"] | None = None
-    kv_ttl: float | None = Field(default=None, gt=0)
-    gate: Annotated[str, BeforeValidator(_path)] | None = None
-    auxiliary: Annotated[str, BeforeValidator(_path)] | None = None
-    rotation: Literal["auto", "copied", "deferred"] | None = None
-    adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
-    weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
-    system_prompt: str | None = None
-    template: InstanceOf[PromptTemplate] | None = Field(default=None, exclude=True)
     streaming: bool | None = None
     match_chunks: bool = True
     max_retries: int | None = Field(default=None, exclude=True)
@@ -211,7 +159,7 @@ class ChatSettings(BaseChatModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise first_problem(error.errors(), "ChatKVCache") from error
+            raise first_problem(error.errors()) from error
         if self.engine_source is None:
             self.engine_source = Shared(engine)
         watch()
@@ -245,7 +193,7 @@ class ChatSettings(BaseChatModel):
     @property
     def _shared(self) -> Shared:
         shared: Shared = self.engine_source
-        names = ("model", *_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
+        names = ("model", *_OF_THE_ENGINE)
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         # Not the key itself, and yet no copy with another one asks in its name.
         whose = hashlib.sha256(key.encode()).hexdigest() if key else ""
@@ -315,7 +263,7 @@ class ChatSettings(BaseChatModel):
             return self._ask_server(self.base_url)
         if not self.model:
             raise InvalidInputError("ChatKVCache needs model=, base_url= or engine=")
-        names = (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE)
+        names = _OF_THE_ENGINE
         named = {name: getattr(self, name) for name in names if name != "base_url"}
         if self.policy is not None:  # so that ingestion prefills for its scorer
             named["auxiliary"] = self.auxiliary or self.policy.auxiliary
@@ -358,7 +306,7 @@ class ChatSettings(BaseChatModel):
 
 
 def _refuse_beside_engine(settings: Mapping[str, Any]) -> None:
-    names = [name for name in (*_OF_THE_ENGINE, *_OF_THE_TEMPLATE) if settings.get(name)]
+    names = [name for name in _OF_THE_ENGINE if settings.get(name)]
     # "auto" says nothing.
     clash = [name for name in names if (name, settings[name]) != ("weight_format", "auto")]
     if clash:

@@ -280,11 +280,11 @@ def test_a_bad_argument_of_a_call_is_said(
     [
         ({"max_token": 5}, "max_token is no argument of ChatKVCache; did you mean max_tokens"),
         ({"model_name": "other"}, "model and model_name differ"),
-        ({"max_tokens": 0}, "max_tokens of ChatKVCache cannot be used"),
-        ({"temperature": -1.0}, "temperature of ChatKVCache cannot be used"),
+        ({"max_tokens": 0}, "max_tokens cannot be used"),
+        ({"temperature": -1.0}, "temperature cannot be used"),
         ({"policy": "Reuse()"}, r"there is no policy 'reuse\(\)'; did you mean reuse"),
-        ({"template": "Read."}, "template of ChatKVCache cannot be used"),
-        ({"overflow": "cut"}, "overflow of ChatKVCache cannot be used"),
+        ({"template": 7}, "template cannot be used"),
+        ({"overflow": "cut"}, "overflow cannot be used"),
     ],
 )
 def test_a_bad_setting_is_said(fields: dict[str, Any], sentence: str) -> None:

@@ -73,5 +73,5 @@ def test_a_gate_that_could_not_hold_is_refused(make_engine: Callable[..., Engine
     with pytest.raises(InvalidInputError, match="with engine=, gate belong to the engine"):
         ChatKVCache(engine=engine, gate="verdict.json")
     gate = Gate(make_verdict(engine.identity, {REUSE: 0.831}))
-    with pytest.raises(InvalidInputError, match=r"gate of ChatKVCache .* a path, not a Gate"):
+    with pytest.raises(InvalidInputError, match=r"gate cannot be used: must be a path, not a Gate"):
         ChatKVCache(model="tiny", gate=gate)

@@ -26,8 +26,8 @@ TURNS = [("human", "Hello."), ("ai", "Good day.")]
     [
         ({"policy": CacheBlend}, r"^policy must be such as Reuse\(\) .*; write CacheBlend\(\)$"),
         ({"policy": 3}, "^policy must be such as .*, not 3$"),
-        ({"kv_codec": "int2"}, "^kv_codec of ChatKVCache cannot be used: "),
-        ({"kv_dir": 3}, "^kv_dir of ChatKVCache cannot be used: must be a path"),
+        ({"kv_codec": "int2"}, "^kv_codec cannot be used: "),
+        ({"kv_dir": 3}, "^kv_dir cannot be used: must be a path"),
         ({"ttl": 3}, "^ttl is no argument of ChatKVCache; say it by kv_ttl=$"),
         ({"codec": "int8"}, "^codec is no argument of ChatKVCache; say it by kv_codec=$"),
     ],

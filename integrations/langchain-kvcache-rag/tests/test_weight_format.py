@@ -21,7 +21,7 @@ def test_the_chat_model_takes_a_weight_format() -> None:
     assert "weight_format" not in plain._identifying_params
     other = rounded.model_copy(update={"weight_format": "int4"})
     assert other.engine.spec != rounded.engine.spec
-    with pytest.raises(InvalidInputError, match="weight_format of ChatKVCache cannot be used"):
+    with pytest.raises(InvalidInputError, match="weight_format cannot be used"):
         ChatKVCache(model="tiny", weight_format="int2")
 
 

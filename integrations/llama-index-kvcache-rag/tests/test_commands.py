@@ -79,7 +79,7 @@ def ingested(command: Callable[..., str], files: Path, model: str) -> Callable[.
     def run(*words: str) -> str:
         return command(
             "ingest", str(files), "--model", model, "--embed", "hash", "--chunk-size", "64",
-            "--overlap", "8", *words,
+            "--chunk-overlap", "8", *words,
         )  # fmt: skip
 
     return run
@@ -251,7 +251,7 @@ def test_ingest_says_what_it_could_not_keep(
 ) -> None:
     ingested()
     monkeypatch.setattr(DiskStore, "put", lambda *_: False)
-    assert "chunks could not be kept" in command("ingest", str(files), "--kv", "full", code=2)
+    assert "chunks could not be kept" in command("ingest", str(files), "--kv-dir", "full", code=2)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_ingest_says_what_it_could_not_keep(
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "no file with text (.docx, .htm, .html, .md, .pdf, .txt) in empty"),
         (["latin"], "is not UTF-8"),
-        (["texts", "--overlap", "300"], "--overlap"),
+        (["texts", "--chunk-overlap", "300"], "--chunk-overlap"),
         (["texts", "--embed", "./no/such/embedding"], "cannot load the embedding"),
         (["texts", "--embed", "hash", "--model", "./no/such/model"], "no model folder"),
         (["texts/keeper.txt"], "texts/keeper.txt is a file; name its folder, texts"),
@@ -379,7 +379,7 @@ def test_ask_alone_uses_what_ingest_noted(
 def test_ask_in_json_and_by_full_prefill(
     ingested: Callable[..., str], command: Callable[..., str]
 ) -> None:
-    ingested("--chroma", "other/db", "--kv", "other/kv")
+    ingested("--chroma", "other/db", "--kv-dir", "other/kv")
     question = ("ask", "Who keeps the lighthouse, José?", "--chroma", "other/db", "--json")
     said = command(*question, "--top-k", "1", "--max-new-tokens", "6")
     assert '"question": "Who keeps the lighthouse, José?"' in said

@@ -382,7 +382,7 @@ def test_arguments_of_hugging_face_llm_are_known(tmp_path: Path) -> None:
     [
         ({"kv_dir": "kv"}, "kv_dir"),
         ({"system_prompt": "Be brief."}, "system_prompt"),
-        ({"template": PromptTemplate(), "tokenizer": "x"}, "tokenizer and template"),
+        ({"template": PromptTemplate(), "tokenizer": "x"}, "template and tokenizer"),
     ],
 )
 def test_engine_refuses_what_is_its_own(

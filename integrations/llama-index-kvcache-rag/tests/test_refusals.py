@@ -51,11 +51,11 @@ def index() -> VectorStoreIndex:
         ({"policy": CacheBlend}, r"^policy must be such as Reuse\(\) .*; write CacheBlend\(\)$"),
         ({"policy": 3}, "^policy must be such as .*, not 3$"),
         ({"policy": "fast"}, "^there is no policy 'fast'"),
-        ({"max_new_tokens": 0}, "^max_new_tokens of KVCacheLLM cannot be used: [^\n]*$"),
-        ({"kv_max_bytes": "10GB"}, "^kv_max_bytes of KVCacheLLM cannot be used: [^\n]*$"),
-        ({"kv_dir": 3}, "^kv_dir of KVCacheLLM cannot be used: must be a path, not a int$"),
-        ({"kv_codec": "int2"}, "^kv_codec of KVCacheLLM cannot be used"),
-        ({"kv_ttl": 0}, "^kv_ttl of KVCacheLLM cannot be used"),
+        ({"max_new_tokens": 0}, "^max_new_tokens cannot be used: [^\n]*$"),
+        ({"kv_max_bytes": "10GB"}, "^kv_max_bytes cannot be used: [^\n]*$"),
+        ({"kv_dir": 3}, "^kv_dir cannot be used: must be a path, not a int$"),
+        ({"kv_codec": "int2"}, "^kv_codec cannot be used"),
+        ({"kv_ttl": 0}, "^kv_ttl cannot be used"),
     ],
 )
 def test_of_the_llm(options: dict[str, Any], message: str) -> None:

@@ -536,12 +536,12 @@ async def test_what_is_no_vllm_is_refused() -> None:
     ("options", "words"),
     [
         ({"engine": "sglang"}, "there is no engine 'sglang'"),
-        ({"engine": "vllm"}, "needs its servers: --url"),
+        ({"engine": "vllm"}, "needs its servers: --base-url"),
         ({"urls": ("http://a",)}, "are for servers: say --engine vllm"),
         ({"engine_key": "file"}, "are for servers: say --engine vllm"),
         (
             {"engine": "vllm", "urls": ("http://a",), "store": "kv"},
-            "--store is for a model in this",
+            "--kv-dir is for a model in this",
         ),
         (
             {"engine": "vllm", "urls": ("http://a",), "prefetch": "same"},
@@ -551,4 +551,4 @@ async def test_what_is_no_vllm_is_refused() -> None:
 )
 def test_options_of_the_other_engine_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
-        ServerSettings("m", **options)
+        ServerSettings(model="m", **options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
-from kvcache_rag.integration.engine import open_store
+from kvcache_rag.settings import StoreSettings
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
 from vllm_kvcache_rag.keys import specs
 from vllm_kvcache_rag.transfer.grants import GrantKey
@@ -69,9 +69,10 @@ class ConnectorSettings:
         from kvcache_rag.stores import MemoryStore
 
         memory = MemoryStore(self.memory_bytes) if self.memory_bytes else None
-        return open_store(
-            self.store, max_bytes=self.store_bytes, memory=memory, signing_key=self.signing_key
+        place = StoreSettings(
+            kv_dir=self.store, kv_max_bytes=self.store_bytes, signing_key=self.signing_key
         )
+        return place.open_store(memory)
 
     def grant_key(self) -> GrantKey:
         """What says who may ask."""

@@ -15,16 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.commands.listing import (
-    ADAPTER,
-    DEFAULT_POLICY,
-    FOLDER,
-    MODEL,
-    add_weight_format,
-    check_file,
-    duration,
-    size,
-)
+from kvcache_rag.commands.listing import DEFAULT_POLICY, FOLDER, check_file, duration, size
+from kvcache_rag.commands.options import add_model, add_options
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plural, table
 
@@ -38,7 +30,9 @@ if TYPE_CHECKING:
 
 HELP = "measure first tokens, decoding and memory here, and how often your questions' chunks recur"
 
-CODECS: Final = ("native", "int8")
+CHUNK: Final = 512  # tokens of a chunk of random words
+
+PIECE: Final = 256  # of a corpus's files
 
 BUDGETS: Final = (1.0, 4.0, 16.0)  # GB
 
@@ -51,13 +45,15 @@ _PREFIXES: Final = ("", "k", "M", "G", "T", "P")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the model, what is timed, the corpus and where results go."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
-    add_weight_format(parser)
-    parser.add_argument("--revision", help="commit, branch or tag of a model on the hub")
-    parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
-    parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
-    timed = parser.add_argument_group("what is timed")
+    from kvcache_rag.settings import LocalSettings
+
+    add_model(parser)
+    add_options(parser, LocalSettings, "adapter", "weight_format", "revision", "device", "dtype")
+    timed = parser.add_argument_group(
+        "what is timed",
+        "Chunks in files lie in --kv-dir, where other chunks stay as they are, else in a temporary "
+        "folder.",
+    )
     timed.add_argument(
         "--contexts",
         type=int,
@@ -65,23 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of the chunks of a prompt (default: 1024 2048 4096, as far as they fit the model)",
     )
-    timed.add_argument("--chunk", type=int, default=512, help="tokens of a chunk (default: 512)")
-    timed.add_argument("--tokens", type=int, default=32, help="of an answer (default: 32)")
+    timed.add_argument(
+        "--chunk-size",
+        type=int,
+        help=f"tokens of a chunk (default: {CHUNK}; of a corpus's files {PIECE})",
+    )
+    timed.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
     timed.add_argument("--rounds", type=int, default=7, help="of all sides in turns (default: 7)")
     timed.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     timed.add_argument(
         "--policy", metavar="NAME", help=f"of answers over cached chunks {DEFAULT_POLICY}"
     )
-    timed.add_argument(
-        "--store",
-        metavar="DIR",
-        type=Path,
-        help="folder on the disk that counts; its other chunks stay as they are (default: a "
-        "temporary one)",
-    )
-    timed.add_argument(
-        "--codec", choices=CODECS, default="native", help="form of stored chunks (default: native)"
-    )
+    add_options(timed, LocalSettings, "kv_dir", "kv_codec")
     own = parser.add_argument_group("your corpus and questions")
     own.add_argument(
         "--corpus",
@@ -111,7 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(BUDGETS),
         help="sizes of a cache (default: 1 4 16)",
     )
-    own.add_argument("--chunk-size", type=int, default=256, help="of folders (default: 256)")
     own.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
     results = parser.add_argument_group("results")
     results.add_argument("--json", metavar="FILE", type=Path, help="everything that was measured")
@@ -135,13 +125,13 @@ def run(arguments: argparse.Namespace) -> int:
     plan = SpeedPlan.of(
         engine,
         arguments.contexts or (),
-        chunk=arguments.chunk,
-        tokens=arguments.tokens,
+        chunk=arguments.chunk_size or CHUNK,
+        tokens=arguments.max_new_tokens,
         rounds=arguments.rounds,
     )
     report = {"format": 1, "complete": False, **_facts(arguments, engine)}
     with contextlib.ExitStack() as stack:
-        folder = arguments.store or stack.enter_context(tempfile.TemporaryDirectory())
+        folder = arguments.kv_dir or stack.enter_context(tempfile.TemporaryDirectory())
         stores = _stores(arguments, engine, folder, stack)
         bench = SpeedBench(engine, stores, plan, policy)
         report |= {"speed": bench.report(), "corpus": None}
@@ -168,18 +158,20 @@ def run(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- arguments
 def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be said before anything is read."""
-    for name in ("contexts", "tokens", "rounds", "threads", "top_k"):
+    for name in ("contexts", "max_new_tokens", "rounds", "threads", "top_k"):
         value = getattr(arguments, name)
         values = value if isinstance(value, list) else [value]
         if any(number is not None and number < 1 for number in values):
             raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.tokens < 2:
-        raise InvalidInputError("--tokens must be at least 2, to time those behind the first")
-    if arguments.chunk < _SHORTEST or min(arguments.contexts or [_SHORTEST]) < _SHORTEST:
-        raise InvalidInputError(f"--chunk and --contexts must be at least {_SHORTEST}")
+    if arguments.max_new_tokens < 2:
+        raise InvalidInputError(
+            "--max-new-tokens must be at least 2, to time those behind the first"
+        )
+    if min([arguments.chunk_size or CHUNK, *(arguments.contexts or ())]) < _SHORTEST:
+        raise InvalidInputError(f"--chunk-size and --contexts must be at least {_SHORTEST}")
     if not all(0 < budget < float("inf") for budget in arguments.budgets):
         raise InvalidInputError("--budgets must be above 0")
-    if not 0 <= arguments.chunk_overlap < arguments.chunk_size:
+    if not 0 <= arguments.chunk_overlap < (arguments.chunk_size or PIECE):
         raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
     if arguments.queries is not None and arguments.corpus is None:
         raise InvalidInputError("--queries are asked of a corpus; name --corpus, too")
@@ -192,9 +184,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> Engine:
-    from kvcache_rag.integration.engine import EngineSettings
+    from kvcache_rag.settings import EngineSettings
 
-    return EngineSettings.of(arguments, namespace=NAMESPACE, cost_aware=False).open()
+    return EngineSettings.of(arguments, cost_aware=False).open_engine(namespace=NAMESPACE)
 
 
 def _stores(
@@ -205,7 +197,7 @@ def _stores(
     from kvcache_rag.stores import DiskStore, MemoryStore
     from kvcache_rag_lab.evaluation.cost.speed import DEVICE, FILES, MEMORY
 
-    codec, unlimited = by_name(arguments.codec), 1 << 50
+    codec, unlimited = by_name(arguments.kv_codec or "native"), 1 << 50
     files = DiskStore(folder, codec=codec)
     stack.callback(files.delete_namespace, NAMESPACE)
     device = engine.model.device
@@ -294,7 +286,7 @@ def _corpus(
     from kvcache_rag_server.commands.corpora import cut
 
     if isinstance(texts, dict):
-        cutting = (engine.tokenizer, arguments.chunk_size, arguments.chunk_overlap)
+        cutting = (engine.tokenizer, arguments.chunk_size or PIECE, arguments.chunk_overlap)
         texts = [piece for text in texts.values() for piece in cut(text, *cutting)]
     pieces = list(dict.fromkeys(texts))
     lengths = [key.tokens for key in engine.keys(pieces)]
@@ -338,7 +330,10 @@ def _facts(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             "load_before": load(),
         },
         "settings": {
-            name: getattr(arguments, name) for name in ("chunk", "tokens", "rounds", "codec")
+            "chunk": arguments.chunk_size or CHUNK,
+            "tokens": arguments.max_new_tokens,
+            "rounds": arguments.rounds,
+            "codec": arguments.kv_codec or "native",
         },
     }
 
@@ -348,8 +343,8 @@ def _say_plan(arguments: argparse.Namespace, bench: SpeedBench, report: Mapping[
     print(f"{arguments.model}, {report['model']['dtype']}, on {report['machine']['machine']}")
     print(
         f"{plural(plan.rounds, 'round')} of full prefill and of chunks of {plan.chunk} tokens "
-        f"({arguments.codec}) from memory and from files by {bench.policy}, in turns, at "
-        f"{_listed(plan.contexts)} tokens of context and {plan.tokens} tokens an answer"
+        f"({arguments.kv_codec or 'native'}) from memory and from files by {bench.policy}, in "
+        f"turns, at {_listed(plan.contexts)} tokens of context and {plan.tokens} tokens an answer"
     )
     if plan.short:
         print(f"first tokens also at {_listed(plan.short)}, to see from where on it pays")

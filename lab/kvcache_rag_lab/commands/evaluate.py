@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.listing import add_weight_format
+from kvcache_rag.commands.options import add_options
 from kvcache_rag.progress import markdown
 
 if TYPE_CHECKING:
@@ -43,18 +43,23 @@ _COUNTED = ("niah_", "multifieldqa_zh", "longbench_multifieldqa_zh")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare tasks, cells, size and where results go."""
+    from kvcache_rag.settings import EngineSettings
+
     tasks = parser.add_argument_group("questions")
     tasks.add_argument("--task", nargs="+", metavar="TASK", default=[READER], help=TASKS)
     tasks.add_argument(
         "--data", metavar="DIR", type=Path, help="folder of NAME.jsonl (default: the hub)"
     )
     tasks.add_argument(
-        "--n", type=int, help="questions per task (default: all, 200 of a generator)"
+        "--questions",
+        metavar="N",
+        type=int,
+        help="questions per task (default: all, 200 of a generator)",
     )
     tasks.add_argument(
         "--in-order",
         action="store_true",
-        help="the first --n rows of a file, instead of drawn ones",
+        help="the first --questions rows of a file, instead of drawn ones",
     )
     tasks.add_argument(
         "--metric",
@@ -88,8 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder, hub name, GGUF file, smollm2 (default: tiny, the packaged reader)",
     )
     compared.add_argument(
-        "--codecs",
-        "--codec",
+        "--kv-codec",
         nargs="+",
         choices=CODECS,
         help="put chunks into files in these forms; native is always one of them",
@@ -97,15 +101,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--k", nargs="+", type=int, help="documents per question, relevant ones first (default all)"
     )
-    compared.add_argument("--auxiliary", metavar="MODEL", help="scores chunks for cacheclip")
-    compared.add_argument("--adapter", metavar="NAME", help="PEFT adapter, put into each model")
-    add_weight_format(compared)
-    compared.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
-    compared.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
+    add_options(
+        compared,
+        EngineSettings,
+        *("adapter", "auxiliary", "device", "dtype", "weight_format"),
+    )
     compared.add_argument(
         "--divergence",
         action="store_true",
-        help="how far first tokens are from full prefill's; always with --codecs",
+        help="how far first tokens are from full prefill's; always with --kv-codec",
     )
     work = parser.add_argument_group("work and results")
     work.add_argument("--batch", type=int, default=32, help="questions at a time (default 32)")
@@ -143,13 +147,13 @@ def run(arguments: argparse.Namespace) -> int:
         tasks,
         cells,
         models=_models(arguments),
-        n=arguments.n,
+        n=arguments.questions,
         seed=arguments.seed,
         file=arguments.out / "records.jsonl" if arguments.out else None,
         batch=arguments.batch,
         timed=arguments.timed,
         auxiliary=_auxiliary(arguments),
-        divergence=arguments.divergence or bool(arguments.codecs),
+        divergence=arguments.divergence or bool(arguments.kv_codec),
         show_progress=True,
     )
     _report(arguments, replace(records, metrics=metrics))
@@ -174,7 +178,7 @@ def _check(arguments: argparse.Namespace) -> None:
     from kvcache_rag.errors import InvalidInputError
     from kvcache_rag_lab.evaluation.report import check_plot
 
-    for name in ("n", "documents", "facts", "length", "batch", "k"):
+    for name in ("questions", "documents", "facts", "length", "batch", "k"):
         argument = getattr(arguments, name)
         values = argument if isinstance(argument, list) else [argument]
         if any(value is not None and value < 1 for value in values):
@@ -204,9 +208,9 @@ def _policies(arguments: argparse.Namespace) -> dict[str, ReusePolicy]:
     for name, policy in policies.items():
         if policy.needs_scorer and not arguments.auxiliary:
             raise InvalidInputError(f"{name} needs a model that scores chunks; name --auxiliary")
-    if arguments.codecs and all(policy.is_full for policy in policies.values()):
+    if arguments.kv_codec and all(policy.is_full for policy in policies.values()):
         raise InvalidInputError(
-            "--codecs needs a policy that reuses chunks; add --policies reordered"
+            "--kv-codec needs a policy that reuses chunks; add --policies reordered"
         )
     return policies
 
@@ -248,24 +252,18 @@ def _counter(model: str) -> TokenCounter:
 def _cells(arguments: argparse.Namespace, policies: Mapping[str, ReusePolicy]) -> tuple[Cell, ...]:
     from kvcache_rag_lab.scoring.ask import make_cells
 
-    codecs = tuple(dict.fromkeys(("native", *arguments.codecs))) if arguments.codecs else ("",)
+    codecs = tuple(dict.fromkeys(("native", *arguments.kv_codec))) if arguments.kv_codec else ("",)
     models = tuple(dict.fromkeys(arguments.models))
     ks = tuple(dict.fromkeys(arguments.k or [None]))
     return make_cells(policies, models, codecs, ks, closed_book=True)
 
 
 def _models(arguments: argparse.Namespace) -> dict[str, Callable[[], Engine]]:
-    from kvcache_rag.integration.engine import EngineSettings
+    from kvcache_rag.settings import EngineSettings
 
+    settings = EngineSettings.of(arguments, auxiliary=None)
     return {
-        name: EngineSettings(
-            name,
-            adapter=arguments.adapter,
-            weight_format=arguments.weight_format or "auto",
-            dtype=arguments.dtype,
-            device=arguments.device,
-        ).open
-        for name in arguments.models
+        name: settings.model_copy(update={"model": name}).open_engine for name in arguments.models
     }
 
 

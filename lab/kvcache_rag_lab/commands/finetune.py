@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.listing import MODEL
+from kvcache_rag.commands.options import add_model, add_options
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "In brackets: defaults. A run that was stopped goes on when it is started again."
     )
-    parser.add_argument("model", help=MODEL)
+    add_model(parser)
     parser.add_argument("--out", type=Path, required=True, help="new folder of the finished model")
     parser.add_argument("--work", type=Path, help="checkpoints and log (default: OUT.work)")
     _add_data(parser)
@@ -115,8 +115,10 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_resources(parser: argparse.ArgumentParser) -> None:
+    from kvcache_rag.settings import DeviceOption
+
     resources = parser.add_argument_group("resources")
-    resources.add_argument("--device", help="cpu, cuda, ... (default: CUDA if there is one)")
+    add_options(resources, DeviceOption, "device")
     resources.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="of the computation (fp32)"
     )

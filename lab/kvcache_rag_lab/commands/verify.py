@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import ADAPTER, MODEL, add_weight_format
+from kvcache_rag.commands.options import add_model, add_options
 from kvcache_rag.progress import plural, table
 from kvcache_rag_lab.scoring.statistics import trials_without_loss, wilson
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 HELP = "check on your own questions which policy keeps full prefill's answers, for Engine(gate=...)"
 
-CODECS = ("native", "int8", "int4")
-
 POLICIES = ("reordered", "bestlast", "composite", "legolink", "cacheblend", "prophetkv", "ape")
 
 READER = "reader"
@@ -40,7 +38,10 @@ KEY = "KVCACHE_RAG_API_KEY"
 OF_SERVERS = ("reordered", "composite")
 
 # Of a model in this process.
-_OF_MODELS = ("adapter", "auxiliary", "device", "system_prompt")
+_OF_MODELS = (
+    *("adapter", "auxiliary", "device", "dtype"),
+    *("kv_codec", "system_prompt", "weight_format"),
+)
 
 # Questions of a task; a file is asked as a whole.
 QUESTIONS = 200
@@ -52,7 +53,9 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare model, questions, policies and where the verdict goes."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
+    from kvcache_rag.settings import LocalSettings
+
+    add_model(parser, nargs="?")
     parser.add_argument(
         "--base-url",
         metavar="URL",
@@ -62,22 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"for that server; else the environment's {KEY}"
     )
-    parser.add_argument("--adapter", metavar="NAME", help=ADAPTER)
-    add_weight_format(parser)
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--questions",
-        metavar="FILE",
+    add_options(parser, LocalSettings, *_OF_MODELS)
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
         type=Path,
-        help='one JSON object a line: {"question": "...", "documents": ["..."], "answers": '
-        '["..."]}; answers may be left out',
+        help='questions, one JSON object a line: {"question": "...", "documents": ["..."], '
+        '"answers": ["..."]}; answers may be left out. With --task the folder of its data set',
     )
-    asked.add_argument(
+    parser.add_argument(
         "--task", help=f"a task of `eval` instead; {READER} for the packaged reader's own questions"
     )
-    parser.add_argument("--data", metavar="DIR", type=Path, help="folder with the task's data set")
     parser.add_argument(
-        "--n", type=int, help=f"at most so many (default: all, {QUESTIONS} of a task)"
+        "--questions",
+        metavar="N",
+        type=int,
+        help=f"at most so many (default: all, {QUESTIONS} of a task)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="which of them, and of intervals (default: 0)"
@@ -90,9 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"of a server {' '.join(OF_SERVERS)})",
     )
     parser.add_argument(
-        "--auxiliary", metavar="MODEL", help="small model of CacheClip, compared and used by it"
-    )
-    parser.add_argument(
         "--keep",
         type=float,
         default=0.95,
@@ -100,10 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of full prefill's score that a policy must keep for sure (default: 0.95)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: 32)")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="instruction before the documents")
-    parser.add_argument("--codec", choices=CODECS, default="native", help="form of stored chunks")
-    parser.add_argument("--device", help="cpu, cuda, ...; default: CUDA if there is one")
-    parser.add_argument("--dtype", default="auto", help="such as float32 (default: the model's)")
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -141,14 +137,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("give a MODEL to verify, or --base-url URL of a server")
     if arguments.base_url is not None:
         others = [name for name in _OF_MODELS if getattr(arguments, name)]
-        others += ["codec"] * (arguments.codec != "native") + ["dtype"] * (
-            arguments.dtype != "auto"
-        )
         if others:
             raise InvalidInputError(
                 f"--{others[0].replace('_', '-')} is the server's to say; leave it out"
             )
-    for name in ("n", "max_new_tokens"):
+    for name in ("questions", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidInputError(f"--{name.replace('_', '-')} must be at least 1")
@@ -156,12 +149,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("--seed must not be negative")
     if not 0 < arguments.keep <= 1:
         raise InvalidInputError("--keep must be above 0 and at most 1")
-    if arguments.questions is None and arguments.task is None:
+    if arguments.data is None and arguments.task is None:
         raise InvalidInputError(
-            "give --questions FILE with questions of your own, or --task reader for a first try"
+            "give --data FILE with questions of your own, or --task reader for a first try"
         )
     check_file(arguments.out)
-    asked = arguments.questions
+    asked = None if arguments.task else arguments.data
     if asked is not None and asked.resolve() == arguments.out.resolve():
         raise InvalidInputError(f"--out would replace the questions {asked}; name another file")
 
@@ -170,14 +163,14 @@ def _planned(arguments: argparse.Namespace) -> Verification:
     from kvcache_rag_lab.evaluation.verification import AGREEMENT, Verification
 
     score: Scoring | None = None
-    if arguments.questions is not None:
+    if arguments.task is None:
         from kvcache_rag_lab.evaluation.datasets import read_own_questions
         from kvcache_rag_lab.evaluation.tasks import own_score
 
-        questions = _drawn(read_own_questions(arguments.questions), arguments)
+        questions = _drawn(read_own_questions(arguments.data), arguments)
         answered = all(question.answers or question.answer_groups for question in questions)
         score, measure = (own_score, "f1") if answered else (None, AGREEMENT)
-        source = arguments.questions.name
+        source = arguments.data.name
     else:
         questions, score, measure = _task(arguments)
         source = arguments.task
@@ -195,9 +188,9 @@ def _planned(arguments: argparse.Namespace) -> Verification:
 def _drawn(questions: list[Question], arguments: argparse.Namespace) -> list[Question]:
     import random
 
-    if arguments.n is None or arguments.n >= len(questions):
+    if arguments.questions is None or arguments.questions >= len(questions):
         return questions
-    chosen = random.Random(arguments.seed).sample(range(len(questions)), arguments.n)
+    chosen = random.Random(arguments.seed).sample(range(len(questions)), arguments.questions)
     return [questions[index] for index in sorted(chosen)]
 
 
@@ -211,7 +204,7 @@ def _task(arguments: argparse.Namespace) -> tuple[list[Question], Scoring, str]:
     if arguments.task == READER:
         names = [f"{READER}_{kind}" for kind in KINDS]
     tasks = {name: task_by_name(name, data=arguments.data) for name in names}
-    wanted = arguments.n or QUESTIONS
+    wanted = arguments.questions or QUESTIONS
     each = -(-wanted // len(names))
     by_task = [
         [
@@ -259,26 +252,21 @@ def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
     import tempfile
 
     from kvcache_rag.engine import like
-    from kvcache_rag.integration.engine import EngineSettings, open_store
+    from kvcache_rag.settings import LocalSettings
 
-    auxiliary = None
-    if arguments.auxiliary:
+    settings, auxiliary = LocalSettings.of(arguments, cost_aware=False), None
+    if settings.auxiliary:
         from kvcache_rag.auxiliary import Auxiliary
 
-        auxiliary = Auxiliary.from_pretrained(arguments.auxiliary)
-    engine = EngineSettings.of(
-        arguments,
-        system_prompt=arguments.system_prompt or None,
-        auxiliary=auxiliary,
-        cost_aware=False,
-    ).open()
-    if arguments.codec == "native":
+        auxiliary = Auxiliary.from_pretrained(settings.auxiliary)
+    engine = settings.open_engine(auxiliary=auxiliary)
+    if settings.kv_codec in (None, "native"):
         yield engine, auxiliary
         return
     with tempfile.TemporaryDirectory() as folder:
 
         def over_files() -> Engine:
-            store = open_store(folder, codec=arguments.codec, durable=False)
+            store = settings.model_copy(update={"kv_dir": folder}).open_store(durable=False)
             return like(engine, store=store, combinations=None)
 
         over_files().add(["."])  # writes the prefix, which whoever computes it remembers exactly

@@ -22,9 +22,9 @@ import xxhash
 
 from kvcache_rag.engine import Engine, like, unwarned
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
-from kvcache_rag.integration.engine import EngineSettings, open_store
 from kvcache_rag.kv.chunk import canonical_json, digest
 from kvcache_rag.policies import FullRecompute
+from kvcache_rag.settings import EngineSettings, StoreSettings
 
 if TYPE_CHECKING:
     import os
@@ -228,9 +228,10 @@ class Workplaces:
             engine = self._engine(self._store, instruction)
             return Workplace(engine, engine)
         folder = self._folder / f"{codec}-{len(self._places)}"
+        place = StoreSettings.of(None, kv_dir=folder, kv_codec=codec)
 
         def opened() -> Engine:
-            return self._engine(open_store(folder, codec=codec, durable=False), instruction)
+            return self._engine(place.open_store(durable=False), instruction)
 
         writer = opened()
         writer.add(["."])  # writes the prefix, too
@@ -254,7 +255,7 @@ def open_model(model: Model) -> Engine:
     """The engine itself, or a new one."""
     if isinstance(model, Engine):
         return model
-    return model() if callable(model) else EngineSettings(model).open()
+    return model() if callable(model) else EngineSettings.of(None, model=model).open_engine()
 
 
 _TIMES: Final = ("ttft", "load", "stitch", "choose", "recompute", "prefill")

@@ -14,32 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# How commands say what a folder of texts, a model, an adapter, a policy and weights may be.
+# How commands say what a folder of texts and a policy may be.
 FOLDER: Final = "folder with .txt, .md, .pdf, .html, .htm and .docx files"
-MODEL: Final = "hub id, folder, GGUF file, tiny or smollm2"
-ADAPTER: Final = (
-    "PEFT adapter for the model: folder, installed name such as block, or none (default: block for "
-    "smollm2 where it is installed, else none)"
-)
 DEFAULT_POLICY: Final = "(default: reuse on a model trained for cached chunks, else bestlast)"
-WEIGHT_FORMATS: Final = ("auto", "plain", "int8", "int4")
-WEIGHT_FORMAT: Final = (
-    "linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 or int4"
-)
-
-
-def add_weight_format(parser: Any, help_: str = WEIGHT_FORMAT) -> None:
-    """Declare how linear layers keep their weights; unsaid is None, which means "auto"."""
-    parser.add_argument("--weight-format", choices=WEIGHT_FORMATS, help=help_)
-
-
-def add_signing_key(parser: Any) -> None:
-    """Declare the key of a store; a secret does not stand on a command line, so it is a file."""
-    parser.add_argument(
-        "--signing-key",
-        metavar="FILE",
-        help="key that signs the files of chunks (default: KVCACHE_RAG_SIGNING_KEY, if set)",
-    )
 
 
 def check_file(path: Path) -> None:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import (
-    ADAPTER,
-    MODEL,
-    add_weight_format,
-)
+from kvcache_rag.commands.options import add_model, add_options
 
 if TYPE_CHECKING:
     import argparse
@@ -23,21 +19,17 @@ if TYPE_CHECKING:
 HELP = "say whether chunks of a model can be stitched"
 _CHECK = "say whether chunks of a model can be stitched, and how its keys turn"
 SUPPORTED, UNSUPPORTED = 0, 1
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _UNLIMITED = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `check MODEL` and how to load it."""
+    from kvcache_rag.settings import EngineSettings
+
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help=_CHECK, description=_CHECK)
-    check.add_argument("model", help=MODEL)
-    check.add_argument("--adapter", metavar="NAME", help=ADAPTER)
-    add_weight_format(check)
-    check.add_argument("--revision", help="commit, branch or tag of a model on the hub")
-    check.add_argument(
-        "--dtype", choices=_DTYPES, default="auto", help="dtype to load; auto: as it was saved"
-    )
+    add_model(check)
+    add_options(check, EngineSettings, "adapter", "weight_format", "revision", "dtype")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,15 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> Any:
     from kvcache_rag.models.pretrained import load
+    from kvcache_rag.settings import EngineSettings
 
-    options = {"revision": arguments.revision} if arguments.revision else {}
+    settings = EngineSettings.of(arguments)
     model, _, _ = load(
-        arguments.model,
-        dtype=arguments.dtype,
+        settings.model,
+        dtype=settings.dtype,
         device=None,
-        options=options,
-        adapter=arguments.adapter,
-        weight_format=arguments.weight_format or "auto",
+        options={"revision": settings.revision} if settings.revision else {},
+        adapter=settings.adapter,
+        weight_format=settings.weight_format,
     )
     return model
 

@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.commands import garbage, permissions
 from kvcache_rag.commands.collections import add_place, is_placed
-from kvcache_rag.commands.listing import (
-    add_signing_key,
-    duration,
-    model_name,
-    moment,
-    size,
-)
+from kvcache_rag.commands.listing import duration, model_name, moment, size
+from kvcache_rag.commands.options import add_options
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plain, plural, progress_bar, table
 
@@ -90,6 +85,8 @@ class Summary:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
+    from kvcache_rag.settings import StoreOptions
+
     names = "ls|du|verify|sign|gc|fix-permissions"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", aliases=["list"], help="what is there, by namespace and model")
@@ -105,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sign.add_argument("--old-key", metavar="FILE", help="key whose files are signed anew")
     for action in (verify, sign):
-        add_signing_key(action)
+        add_options(action, StoreOptions, "signing_key")
     gc = actions.add_parser("gc", help="release what no row refers to any more")
     garbage.add_arguments(gc)
     restrict = actions.add_parser(
@@ -127,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_store(arguments.folder):
         raise InvalidInputError(
             f"{arguments.folder} is no folder of a store, nothing in it is a DiskStore's; name the "
-            "one that was given as --kv, --store or kv_dir="
+            "one that was given as --kv-dir or kv_dir="
         )
     actions = {
         "ls": _list,

@@ -1,4 +1,4 @@
-"""`kvcache-rag build MODEL CORPUS --store DIR|URL`: prefill a corpus ahead of time.
+"""`kvcache-rag build MODEL CORPUS --kv-dir DIR|URL`: prefill a corpus ahead of time.
 
 What is stored already is looked up and not computed.  So a build that was stopped, by Ctrl-C, by a
 kill or by a full disk, goes on where it was when it is run again, and a corpus that grew costs what
@@ -13,16 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache_rag.commands.listing import (
-    ADAPTER,
-    FOLDER,
-    MODEL,
-    add_signing_key,
-    add_weight_format,
-    check_file,
-    duration,
-    size,
-)
+from kvcache_rag.commands.listing import FOLDER, check_file, duration, size
+from kvcache_rag.commands.options import add_model, add_options
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.progress import plural
 
@@ -39,25 +31,25 @@ WHOLE, INCOMPLETE = 0, 1
 
 ENGINES = ("threads", "processes", "ray")
 
-CODECS = ("native", "int8", "int4")
-
 _SHOWN = 20  # texts that are named at the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the model, the corpus, the store and who computes."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    from kvcache_rag_server.corpus.worker import BuildSettings
+
+    add_model(parser)
     parser.add_argument(
         "corpus",
         metavar="CORPUS",
         nargs="?",
         help=f'file of JSON lines ({{"text": ...}} or {{"documents": [...]}}), or {FOLDER}',
     )
-    parser.add_argument(
-        "--store", required=True, metavar="DIR|URL", help="shared folder, or such as s3://bucket/kv"
-    )
     _add_engine(parser)
-    _add_keys(parser)
+    keys = parser.add_argument_group(
+        "model and chunks; what they belong to is to be the same where they are used"
+    )
+    add_options(keys, BuildSettings, but=("model",))
     files = parser.add_argument_group("folders of texts")
     files.add_argument("--chunk-size", type=int, default=256, help="tokens (default: 256)")
     files.add_argument("--chunk-overlap", type=int, default=32, help="shared (default: 32)")
@@ -86,7 +78,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch", type=int, default=16, help="chunks handed out at a time (default: 16)"
     )
-    group.add_argument("--device", help="such as cpu or cuda (default: GPUs where there are some)")
     group.add_argument(
         "--gpus", type=float, metavar="N", help="GPUs of each Ray actor, may be a part of one"
     )
@@ -95,21 +86,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="a running cluster (default: one is started on this machine)",
     )
-
-
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what the chunks belong to; the same as where they are used")
-    group.add_argument("--codec", choices=CODECS, default="native", help="form in the store")
-    group.add_argument("--namespace", default="", metavar="NAME", help="tenant (default: '')")
-    group.add_argument(
-        "--template", metavar="DIR", help="folder with a prompt_template.json, not the model's"
-    )
-    group.add_argument("--system-prompt", help="instruction, instead of the template's own")
-    add_signing_key(group)
-    group.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
-    group.add_argument("--adapter", metavar="NAME", help=ADAPTER)
-    add_weight_format(group)
-    group.add_argument("--revision", help="commit, branch or tag of a model on the hub")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -162,30 +138,19 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> BuildSettings:
-    from kvcache_rag.integration.engine import is_url, template_in
     from kvcache_rag.models.adapters import lasting_adapter
     from kvcache_rag_server.corpus.worker import BuildSettings
 
-    store = arguments.store
-    return BuildSettings(
-        model=_found_anywhere(arguments.model),
-        adapter=arguments.adapter and lasting_adapter(arguments.adapter),
-        weight_format=arguments.weight_format or "auto",
-        # Workers may stand in another folder.
-        store=store if is_url(store) else os.path.abspath(store),
-        codec=arguments.codec,
-        namespace=arguments.namespace,
-        template=template_in(arguments.template) if arguments.template else None,
-        system_prompt=arguments.system_prompt,
-        dtype=arguments.dtype,
-        revision=arguments.revision,
-        device=arguments.device,
-        signing_key=os.path.abspath(arguments.signing_key) if arguments.signing_key else None,
-    )
-
-
-def _found_anywhere(model: str) -> str:
-    return os.path.abspath(model) if model.endswith(".gguf") else model
+    said = BuildSettings.of(arguments)
+    # Workers may stand in another folder.
+    model = os.path.abspath(said.model) if said.model.endswith(".gguf") else said.model
+    changes = {
+        "model": model,
+        "adapter": said.adapter and lasting_adapter(said.adapter),
+        "kv_dir": said.kv_dir if said.is_remote else os.path.abspath(said.place),
+        "signing_key": said.signing_key and os.path.abspath(said.signing_key),
+    }
+    return said.model_copy(update=changes)
 
 
 def _corpus(arguments: argparse.Namespace, settings: BuildSettings) -> Corpus:
@@ -285,8 +250,8 @@ def _described(arguments: argparse.Namespace, build: Build) -> dict[str, Any]:
         "store": build.settings.place,
         "engine": _engine(arguments),
         "workers": arguments.workers or 1,
-        "codec": arguments.codec,
-        "namespace": arguments.namespace,
+        "codec": build.settings.kv_codec or "native",
+        "namespace": build.settings.namespace,
         "spec": tally.spec,
         "is_complete": reading.is_complete and tally.done == reading.texts_found,
         "prefilled": tally.prefilled,

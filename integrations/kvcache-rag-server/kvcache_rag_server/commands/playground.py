@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kvcache_rag.commands.listing import MODEL
+from kvcache_rag.commands.options import add_options
 from kvcache_rag_server.commands import serve
 
 if TYPE_CHECKING:
@@ -20,17 +20,18 @@ HELP = "open a page that asks a model with and without its cached chunks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is served, on which port, and whether a browser is opened."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
-    parser.add_argument("--port", type=int, help="port, 0 for a free one (default: 8000)")
+    from kvcache_rag_server.settings import ServerSettings
+
+    serve.add_model_arguments(parser)
+    add_options(parser, ServerSettings, "port", "served_name", "policy", "memory_bytes")
     parser.add_argument("--no-browser", action="store_true", help="only print where the page is")
-    serve.add_model_arguments(parser.add_argument_group("model and chunks"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    if serve.no_model(arguments, "playground tiny"):
-        return serve.REFUSED
     settings = serve.settings_of(arguments)
+    if serve.no_model(settings, "playground tiny"):
+        return serve.REFUSED
     serve.log_to_stderr("warning")
     from kvcache_rag_server import startup
 

@@ -236,7 +236,7 @@ class Processes:
         mine, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_work,
-            args=(theirs, replace(self.settings, device=device), self._threads),
+            args=(theirs, self.settings.model_copy(update={"device": device}), self._threads),
             name=f"kvcache-rag-build-{number}",
             daemon=True,
         )

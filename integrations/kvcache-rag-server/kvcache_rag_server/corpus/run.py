@@ -214,7 +214,7 @@ class Build:
     def _tidy(self) -> None:
         if self.settings.is_remote or not self.tally.spec:
             return
-        store = DiskStore(self.settings.store, namespace=self.settings.namespace)
+        store = DiskStore(self.settings.place, namespace=self.settings.namespace)
         self.tidied = tidy(store, self.tally.spec, self.settings.namespace)
 
 

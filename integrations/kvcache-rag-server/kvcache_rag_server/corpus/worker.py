@@ -8,23 +8,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcache_rag.errors import (
-    InvalidInputError,
-    KVCacheRagError,
-    UnsupportedModelError,
-    check_name,
-    check_settings,
-)
-from kvcache_rag.integration.engine import EngineSettings, is_url, open_store
+from pydantic import model_validator
+
+from kvcache_rag.errors import InvalidInputError, KVCacheRagError, UnsupportedModelError
+from kvcache_rag.settings import LocalSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from typing_extensions import Self
+
     from kvcache_rag.engine import Engine
     from kvcache_rag.kv.chunk import ChunkKey
-    from kvcache_rag.models.linears import WeightFormat
-    from kvcache_rag.prompt.template import PromptTemplate
-    from kvcache_rag.stores import ChunkStore
+    from kvcache_rag.stores import ChunkStore, MemoryStore
     from kvcache_rag_server.corpus.texts import Text
 
 # A builder rather waits for a remote than computes for nothing.
@@ -34,71 +30,31 @@ REMOTE_OPTIONS: Final[Mapping[str, Any]] = {"timeout": 60.0, "retries": 4, "paus
 LOST_IN_A_ROW: Final = 3
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """What decides the keys of chunks, and where they go.
+class BuildSettings(LocalSettings):
+    """What decides the keys of chunks, and where they go: a place that all workers see."""
 
-    Attributes:
-        model: Hub id, folder, GGUF file, "tiny" or "smollm2".
-        store: A folder that all workers see, or a URL such as `s3://bucket/folder`.
-        codec: Form of the chunks: "native", "int8" or "int4".
-        namespace: Tenant.
-        template: How prompts are written; None for the one the model brings, else the default.
-        system_prompt: Instruction, instead of the template's own; None for that.
-        dtype: "auto" for the checkpoint's own.
-        revision: Commit, branch or tag of a model on the hub; None for its default.
-        device: Where workers put the model; None for CUDA if there is one.
-        adapter: As for `EngineSettings`.
-        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
-            numbers), "plain", "int8" or "int4".
-        signing_key: File of the store's key, on every machine that works; None for that of the
-            environment, or none.
-    """
-
-    model: str
-    store: str
-    codec: str = "native"
     namespace: str = ""
-    template: PromptTemplate | None = None
-    system_prompt: str | None = None
-    dtype: str = "auto"
-    revision: str | None = None
-    device: str | None = None
-    adapter: str | None = None
-    signing_key: str | None = None
-    weight_format: WeightFormat = "auto"
+    """Tenant: other namespaces never see its chunks."""
 
-    def __post_init__(self) -> None:
-        check_settings(BuildSettings, vars(self))
-        check_name("namespace", self.namespace)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the store is a URL."""
-        return is_url(self.store)
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.kv_dir is None:
+            raise InvalidInputError("say where the chunks go: kv_dir (--kv-dir DIR or URL)")
+        return self
 
     @property
     def place(self) -> str:
         """The store for people: without credentials."""
         from kvcache_rag.stores import RemoteStore
 
-        return RemoteStore(self.store).url if self.is_remote else self.store
+        place = str(self.kv_dir)
+        return RemoteStore(place).url if self.is_remote else place
 
-    def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
-        """How prompts are written by a model that brings `brought`."""
-        return EngineSettings.of(self).prompt_template(brought)
+    def open_store(self, memory: MemoryStore | None = None, **options: Any) -> ChunkStore:
+        own = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
+        return super().open_store(memory, **own, **options)
 
-    def open_store(self) -> ChunkStore:
-        """The store.
-
-        Raises:
-            InvalidInputError: If it cannot be a store, or there is no such codec.
-            MissingExtraError: If the driver of the URL is not installed.
-        """
-        options = REMOTE_OPTIONS if self.is_remote else {"namespace": self.namespace}
-        return open_store(self.store, codec=self.codec, signing_key=self.signing_key, **options)
-
-    def open_engine(self) -> Engine:
+    def open(self, **loaded: Any) -> Engine:
         """Load the model.
 
         Raises:
@@ -108,7 +64,9 @@ class BuildSettings:
         """
         from kvcache_rag.stores import MemoryStore
 
-        engine = EngineSettings.of(self).open(self.open_store(), combinations=MemoryStore(0))
+        engine = self.open_engine(
+            self.open_store(), MemoryStore(0), namespace=self.namespace, **loaded
+        )
         if engine.refusal:
             raise UnsupportedModelError(f"{engine.refusal}, and stored chunks would be of no use")
         return engine
@@ -130,9 +88,9 @@ class BuildSettings:
             if stats.failures:
                 raise InvalidInputError(f"the store cannot be reached: {stats.last_failure}")
             return
-        if why := why_unwritable(self.store):
+        if why := why_unwritable(self.place):
             raise InvalidInputError(
-                f"the store {self.store} cannot be written ({why}); name a folder that can"
+                f"the store {self.place} cannot be written ({why}); name a folder that can"
             )
 
 
@@ -224,7 +182,7 @@ class Worker:
         Raises:
             KVCacheRagError: If model or store cannot be used.
         """
-        self.engine: Engine = settings.open_engine()
+        self.engine: Engine = settings.open()
         self._where = settings.place
         self._lost_in_a_row = 0
 

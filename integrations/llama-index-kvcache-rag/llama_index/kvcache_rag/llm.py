@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt,
@@ -40,8 +40,10 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 
 from kvcache_rag import InvalidInputError, cancellable
 from kvcache_rag.integration import (
+    EngineOptions,
     JsonGrammars,
     MetadataWatch,
+    StoreOptions,
     first_problem,
     given_policy,
     joined,
@@ -50,7 +52,7 @@ from kvcache_rag.integration import (
 )
 from llama_index.kvcache_rag.loading import load_engine, refuse_beside_engine
 from llama_index.kvcache_rag.matching import Ask, watch, writing
-from llama_index.kvcache_rag.options import AdapterText, PathText, ending_with, plain, turn
+from llama_index.kvcache_rag.options import ending_with, plain, turn
 from llama_index.kvcache_rag.prefilling import prefill_nodes
 from llama_index.kvcache_rag.responses import (
     Grounded,
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     from llama_index.core.types import TokenAsyncGen, TokenGen
     from typing_extensions import Self
 
-    from kvcache_rag import ChunkKey, Engine, PromptTemplate, ReusePolicy
+    from kvcache_rag import ChunkKey, Engine, ReusePolicy
 
 
 # What an LLM of LlamaIndex has where its user wrote no form of his own.
@@ -106,12 +108,16 @@ _ELSEWHERE: Final = {
 }
 
 
-class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
+class KVCacheLLM(StoreOptions, EngineOptions, StructuredOutput, FunctionCallingLLM):
     """A local transformers model whose retrieved chunks are prefilled once.
 
     The model is loaded when it is first needed.  Keywords of a call win over `generate_kwargs`;
     both are those of transformers' `generate()`, and `json_schema`, which holds decoding to a JSON
     schema.  A `temperature` above 0 samples.
+
+    Where chunks are kept and how the model is loaded is said as `StoreOptions` and `EngineOptions`
+    have it (`kvcache_rag.settings`); for a `Gate` of your own give `engine=`, for an `Auxiliary`
+    `policy=CacheClip(auxiliary)`.
 
     Attributes:
         model_name: Hub id, folder, GGUF file, "smollm2", or "tiny" for the small reader that comes
@@ -122,28 +128,11 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         api_key: For that server; never written down with the settings.
         tokenizer_name: If it is not the model's own.
         device_map: "cpu", "cuda", "auto", or a transformers device map over one device.
-        context_window: Lower it to keep prompts short; None for the model's own.
         max_new_tokens: Of an answer, if a call does not say.
         generate_kwargs: Further arguments of `generate()`.
-        model_kwargs: Further arguments of the model's `from_pretrained`, such as `dtype`.
-        tokenizer_kwargs: Further arguments of the tokenizer's `from_pretrained`.
         stopping_ids: Token ids that end an answer, besides the model's own.
         is_chat_model: Whether LlamaIndex sends messages; None: if the tokenizer has a chat
             template.
-        kv_dir: Folder of the chunks' KV, None to keep it in memory only.
-        kv_max_bytes: Limit of that folder; the least recently used chunks go first.
-        kv_codec: Form of the chunks there: "native", or in half or a quarter of the bytes "int8"
-            or "int4"; on a CPU "int8" is also the form in memory.
-        kv_ttl: Seconds for which a chunk is kept, used or not; None for no end.
-        gate: File that `kvcache-rag verify` wrote; for a `Gate` of your own give `engine=`.
-        auxiliary: Small model that chooses tokens for `CacheClip()`, a hub id, folder or "tiny"; it
-            works on the CPU beside the model, its chunks lie in `kv_dir` too.  For an `Auxiliary`
-            of your own give `policy=CacheClip(auxiliary)`.
-        rotation: "copied" or "deferred"; None lets measured times decide (see `Engine`).
-        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
-            none, and for "smollm2" for "block" where that is installed.
-        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
-            numbers), "plain", "int8" or "int4".
         match_chunks: Whether texts of retrieved nodes are found again in prompts that LlamaIndex
             packed by itself, and answered from their cached KV.  LlamaIndex's evaluators and
             structured outputs are asked as they are; for a judge of your own set it off.
@@ -157,27 +146,15 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     tokenizer_name: str | None = None
     device_map: str | dict[str, Any] | None = None
-    context_window: int | None = Field(default=None, gt=0)
     max_new_tokens: int = Field(default=256, gt=0)
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict)
     stopping_ids: list[int] = Field(default_factory=list)
     is_chat_model: bool | None = None
-    kv_dir: PathText | None = None
-    kv_max_bytes: int | None = Field(default=None, gt=0)
-    kv_codec: Literal["native", "int8", "int4"] | None = None
-    kv_ttl: float | None = Field(default=None, gt=0)
-    gate: PathText | None = None
-    auxiliary: PathText | None = None
-    rotation: Literal["auto", "copied", "deferred"] | None = None
-    adapter: AdapterText | None = None
-    weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
     match_chunks: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     _engine: Any = PrivateAttr(default=None)
-    _given: Any = PrivateAttr(default=(None, None, None))
+    _given: Any = PrivateAttr(default=(None, None))
     _policy: Any = PrivateAttr(default=None)
     _loads: bool = PrivateAttr(default=True)
     _loading: Any = PrivateAttr(default_factory=threading.Lock)
@@ -191,7 +168,6 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         engine: Engine | None = None,
         model: Any = None,
         tokenizer: Any = None,
-        template: PromptTemplate | None = None,
         policy: ReusePolicy | str | None = None,
         **fields: Any,
     ) -> None:
@@ -201,17 +177,17 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
             engine: Answers; then nothing is loaded, and `kv_dir` and `system_prompt` are its own.
             model: A loaded transformers model, with `tokenizer`.
             tokenizer: Of `model`, or instead of the one of `model_name`.
-            template: How prompts are written; None for the model's own or the default.
             policy: What is reused of cached chunks, or the name of that, such as
                 "cacheblend:0.2"; None for the engine's: what the model was trained for.
-            fields: The attributes of the class, and those of every LlamaIndex LLM.
+            fields: The attributes of the class, those of `StoreOptions` and `EngineOptions`, and
+                those of every LlamaIndex LLM.
 
         Raises:
             InvalidInputError: If an argument is unknown or cannot be used, or `engine` comes with
                 what only a new engine could use.
         """
         fields.pop("tokenizer_outputs_to_remove", None)  # `HuggingFaceLLM`'s; ids alone count here
-        own = ("engine", "model", "tokenizer", "template", "policy")
+        own = ("engine", "model", "tokenizer", "policy")
         name = type(self).__name__
         known = {*type(self).model_fields, *own}
         refuse_unknown(fields, known, f"argument of {name}", _ELSEWHERE)
@@ -224,12 +200,11 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise first_problem(error.errors(), name) from error
+            raise first_problem(error.errors()) from error
         if engine is not None:
-            beside = {"base_url": self.base_url, "template": template}
-            refuse_beside_engine(self, model=model, tokenizer=tokenizer, **beside)
+            refuse_beside_engine(self, model=model, tokenizer=tokenizer, base_url=self.base_url)
         self._engine, self._policy, self._loads = engine, given_policy(policy), engine is None
-        self._given = (model, tokenizer, template)
+        self._given = (model, tokenizer)
         if self.generate_kwargs and self.base_url is None:  # a server checks what it is told
             _check_generation(self.generate_kwargs)
         loaded = model if engine is None else engine.model
@@ -274,7 +249,7 @@ class KVCacheLLM(StructuredOutput, FunctionCallingLLM):
     @property
     def is_settings(self) -> bool:
         """Whether its settings are enough to load the same engine again, elsewhere."""
-        return self._loads and self._given == (None, None, None)
+        return self._loads and self._given == (None, None) and self.template is None
 
     @property
     def watch(self) -> MetadataWatch:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import open_engine, remote_engine
+from kvcache_rag.integration import EngineOptions, StoreOptions, open_engine, remote_engine
 
 if TYPE_CHECKING:
-    from kvcache_rag import Engine, PromptTemplate, ReusePolicy
+    from kvcache_rag import Engine, ReusePolicy
     from llama_index.kvcache_rag.llm import KVCacheLLM
+
+# Of a new engine, as `open_engine` takes them.
+_SETTINGS: Final = (*StoreOptions.model_fields, *EngineOptions.model_fields, "device_map")
 
 # Without effect beside `engine=`, and taken all the same, as `HuggingFaceLLM` takes them beside a
 # loaded model; a `context_window` is what LlamaIndex is told.
@@ -25,7 +27,6 @@ def load_engine(
     llm: KVCacheLLM,
     model: Any,
     tokenizer: Any,
-    template: PromptTemplate | None,
     *,
     policy: ReusePolicy | None = None,
 ) -> Engine:
@@ -35,7 +36,6 @@ def load_engine(
         llm: The settings.
         model: A loaded model, None to load `llm.model_name`.
         tokenizer: Its tokenizer; None for the model's own or `llm.tokenizer_name`.
-        template: How prompts are written; None for the model's own or the default.
         policy: What will be reused: if it brings a scorer, that is the engine's, so that ingestion
             prefills for it.
 
@@ -44,20 +44,19 @@ def load_engine(
             if something is said that a server is not told.
     """
     if llm.base_url is not None:
-        return _remote(llm, model=model, tokenizer=tokenizer, template=template)
+        return _remote(llm, model=model, tokenizer=tokenizer, template=llm.template)
     if model is None and not llm.model_name:
         raise InvalidInputError(
             "KVCacheLLM needs model_name=, model= and tokenizer=, base_url= or engine="
         )
     if model is not None and tokenizer is None:
         raise InvalidInputError("KVCacheLLM with model= needs its tokenizer= too")
-    settings = {name: getattr(llm, name) for name in _settings(llm)}
+    settings = {name: getattr(llm, name) for name in _SETTINGS}
     if policy is not None:
         settings["auxiliary"] = settings["auxiliary"] or policy.auxiliary
     return open_engine(
         llm.model_name if model is None else model,
         tokenizer or llm.tokenizer_name,
-        template=template,
         **settings,
     )
 
@@ -68,7 +67,7 @@ def refuse_beside_engine(llm: KVCacheLLM, **given: Any) -> None:
     Raises:
         InvalidInputError: Naming it.
     """
-    settings = {name: getattr(llm, name) for name in _settings(llm) if name not in _HARMLESS}
+    settings = {name: getattr(llm, name) for name in _SETTINGS if name not in _HARMLESS}
     if settings["weight_format"] == "auto":  # nothing was said
         del settings["weight_format"]
     clash = [name for name, value in {**settings, **given}.items() if value]
@@ -100,8 +99,3 @@ def _remote(llm: KVCacheLLM, **given: Any) -> Engine:
         system_prompt=llm.system_prompt,
         window=llm.context_window,
     )
-
-
-def _settings(llm: KVCacheLLM) -> list[str]:
-    """The fields of an LLM that `open_engine` takes by the same name."""
-    return [name for name in signature(open_engine).parameters if name in type(llm).model_fields]

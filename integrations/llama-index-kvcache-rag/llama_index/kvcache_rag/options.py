@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.types import MessageRole
-from llama_index.core.bridge.pydantic import BeforeValidator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llama_index.core.base.llms.types import ChatMessage
 
-
-def _path(value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
-    return str(os.fspath(value))
-
-
-PathText = Annotated[str, BeforeValidator(_path)]
-"""A path as text, given as either."""
-
-
-def _adapter(value: Any) -> str:
-    # `Path("block")` is a folder, the text "block" the name of an installed adapter.
-    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
-
-
-AdapterText = Annotated[str, BeforeValidator(_adapter)]
-"""An adapter as text: a name, or a folder."""
 
 _ROLES: Final = {
     MessageRole.CHATBOT: "assistant",

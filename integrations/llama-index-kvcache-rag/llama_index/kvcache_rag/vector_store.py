@@ -23,10 +23,12 @@ from llama_index.core.vector_stores.types import (
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kvcache_rag import InvalidInputError
-from kvcache_rag.integration import refuse_unknown
+from kvcache_rag.integration import (
+    PathText,  # pydantic reads it
+    refuse_unknown,
+)
 from llama_index.kvcache_rag.collection import open_collection
 from llama_index.kvcache_rag.llm import KVCacheLLM
-from llama_index.kvcache_rag.options import PathText  # noqa: TC001  # pydantic reads it
 from llama_index.kvcache_rag.rows import DOCUMENT_KEY, NodeCollection, to_row
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag.errors import InvalidInputError, RemoteServerError
-from kvcache_rag.integration.engine import EngineSettings
 from kvcache_rag.models.pretrained import brought_template, load_tokenizer
 from kvcache_rag.policies import policy_by_name
 from kvcache_rag.verdict import Gate
@@ -37,12 +36,11 @@ def vllm_backend(settings: ServerSettings) -> VLLMBackend:
     key = GrantKey.of(settings.engine_key)
     options = {} if settings.revision is None else {"revision": settings.revision}
     tokenizer = load_tokenizer(settings.model, options)
-    described = asyncio.run(_described(settings.urls))
+    described = asyncio.run(_described(settings.base_url))
     window = min(settings.context_window or described.window, described.window)
-    written = EngineSettings.of(settings, template=settings.prompt_template())
-    template = written.prompt_template(brought_template(settings.model))
+    template = settings.prompt_template(brought_template(settings.model))
     return VLLMBackend(
-        [EngineClient(url) for url in settings.urls],
+        [EngineClient(url) for url in settings.base_url],
         Prompts(tokenizer, template, window),
         key,
         model=described.model,
@@ -75,7 +73,7 @@ async def _described(urls: Sequence[str]) -> EngineDescription:
                 return min(found, key=lambda one: one.window)
             if time.monotonic() > until:
                 raise InvalidInputError(
-                    f"no server of vLLM answers: {wrong[0]}; start it, or check --url"
+                    f"no server of vLLM answers: {wrong[0]}; start it, or check --base-url"
                 )
             await asyncio.sleep(_AGAIN)
     finally:

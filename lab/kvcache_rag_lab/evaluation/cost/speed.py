@@ -91,7 +91,7 @@ class SpeedPlan:
             raise InvalidInputError(
                 f"a context of {max(chosen, default=SHORT[0])} tokens, with {around} of "
                 f"instruction, question and answer, does not fit the model's window of {window}; "
-                f"give --contexts of at most {max(0, room)}, or fewer --tokens"
+                f"give --contexts of at most {max(0, room)}, or fewer --max-new-tokens"
             )
         return cls(chosen, chunk, tokens, rounds)
 
@@ -295,7 +295,7 @@ class SpeedBench:
                 if not engine.store.contains(key):
                     raise InvalidInputError(
                         f"chunks cannot be kept ({engine.store.stats().last_failure}); name "
-                        "another --store"
+                        "another --kv-dir"
                     )
 
     # ------------------------------------------------------------------------- the rounds

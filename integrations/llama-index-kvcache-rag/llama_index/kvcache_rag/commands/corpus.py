@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcache_rag import InvalidInputError
+from kvcache_rag.commands.options import add_options
 from kvcache_rag.integration import lasting_adapter, read_folder
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 TINY: Final = "tiny"
 SUFFIX: Final = ".kvcache-rag.json"
+# Names in that file, as it was first written.
+_WRITTEN: Final = {"kv_dir": "kv", "chunk_overlap": "overlap"}
 
 
 @dataclass(frozen=True)
@@ -36,27 +39,25 @@ class Settings:
     """How a collection was made.
 
     Attributes:
-        model: Hub id, folder, GGUF file, "tiny" or "smollm2".
-        kv: Folder of the chunks' KV.
+        model: As for `LocalSettings`, like the next three.
+        kv_dir: A folder.
+        adapter: A name or a folder.
+        weight_format: Of its linear layers.
         chroma: Folder of the Chroma database.
         embed: "minilm", "hash", or a sentence-transformers name or folder.
         collection: Name of the collection.
         chunk_size: Longest chunk, in tokens of LlamaIndex's counter.
-        overlap: Tokens that neighbouring chunks share.
-        adapter: PEFT adapter to put into the model, a folder, an installed name or "none"; None for
-            none, and for "smollm2" for "block" where that is installed.
-        weight_format: How its linear layers keep their weights on a CPU: "auto" (faster, the same
-            numbers), "plain", "int8" or "int4".
+        chunk_overlap: Tokens that neighbouring chunks share.
         folder: Whose files are in it, "" where that was not noted.
     """
 
     model: str = TINY
-    kv: str = "kv"
+    kv_dir: str = "kv"
     chroma: str = "chroma"
     embed: str = "minilm"
     collection: str = "docs"
     chunk_size: int = 256
-    overlap: int = 32
+    chunk_overlap: int = 32
     adapter: str | None = None
     weight_format: WeightFormat = "auto"
     folder: str = ""
@@ -110,7 +111,7 @@ class Settings:
         folder.mkdir(parents=True, exist_ok=True)
         values = {
             **asdict(self),
-            "kv": os.path.relpath(self.kv, folder),
+            "kv_dir": os.path.relpath(self.kv_dir, folder),
             "model": _absolute(self.model),
             "embed": _absolute(self.embed),
             "adapter": self.adapter and lasting_adapter(self.adapter),
@@ -123,6 +124,7 @@ class Settings:
             values["folder"] = os.path.relpath(os.path.realpath(self.folder), folder.resolve())
         else:
             del values["folder"]
+        values = {_WRITTEN.get(name, name): value for name, value in values.items()}
         self.path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -133,11 +135,13 @@ class Settings:
             InvalidInputError: If the file is not of this form.
         """
         try:
-            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            names = {old: name for name, old in _WRITTEN.items()}
+            found = cls(**{names.get(name, name): value for name, value in values.items()})
             chroma = path.name.removesuffix(f".{found.collection}{SUFFIX}")
-            kv = os.path.normpath(path.parent / found.kv)
+            kv = os.path.normpath(path.parent / found.kv_dir)
             files = found.folder and os.path.normpath(path.parent.resolve() / found.folder)
-            return replace(found, chroma=str(path.with_name(chroma)), kv=kv, folder=files)
+            return replace(found, chroma=str(path.with_name(chroma)), kv_dir=kv, folder=files)
         except (ValueError, TypeError) as error:
             raise InvalidInputError(f"{path} cannot be read ({error}); run ingest again") from error
 
@@ -169,17 +173,19 @@ def _absolute(name: str) -> str:
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that all of them share."""
+    from kvcache_rag.settings import LocalSettings
+
     default = Settings()
+    group = parser.add_argument_group(
+        "model and chunks", f"At first model {default.model} and kv_dir {default.kv_dir}."
+    )
+    add_options(group, LocalSettings, "model", "adapter", "weight_format", "kv_dir")
     for name, text in (
-        ("model", f"hub id, folder, GGUF file, tiny or smollm2 (default: {default.model})"),
-        ("adapter", "PEFT adapter for the model: folder, installed name such as block, or none"),
-        ("kv", f"folder of the chunks' KV caches (default: {default.kv})"),
         ("chroma", f"folder of the Chroma database (default: {default.chroma})"),
         ("embed", "minilm, hash, or a sentence-transformers name or folder (default: minilm)"),
         ("collection", f"name of the collection (default: {default.collection})"),
     ):
         parser.add_argument(f"--{name}", help=text)
-    add_weight_format(parser)
 
 
 def add_answering(parser: argparse.ArgumentParser) -> None:
@@ -198,16 +204,6 @@ def add_policy(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="what is reused of cached chunks, such as legolink:16 (default: reuse on a model "
         "trained for cached chunks, else bestlast)",
-    )
-
-
-def add_weight_format(parser: argparse.ArgumentParser) -> None:
-    """Declare how linear layers keep their weights."""
-    parser.add_argument(
-        "--weight-format",
-        choices=("auto", "plain", "int8", "int4"),
-        help="linear layers on a CPU: auto (faster, the same numbers), plain, or rounded to int8 "
-        "or int4",
     )
 
 
@@ -244,7 +240,7 @@ class Opened:
         settings = _ingested(arguments)
         llm = KVCacheLLM(
             model_name=settings.model,
-            kv_dir=settings.kv,
+            kv_dir=settings.kv_dir,
             adapter=settings.adapter,
             weight_format=settings.weight_format,
             policy=FullRecompute() if arguments.full else arguments.policy,
@@ -264,7 +260,7 @@ class Opened:
 
 def _ingested(arguments: argparse.Namespace) -> Settings:
     found = Settings.find(arguments.chroma, arguments.collection)
-    names = ("model", "adapter", "weight_format", "kv", "chroma", "embed", "collection")
+    names = ("model", "adapter", "weight_format", "kv_dir", "chroma", "embed", "collection")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     settings = replace(found or Settings(), **given)
     if not (Path(settings.chroma) / "chroma.sqlite3").is_file():

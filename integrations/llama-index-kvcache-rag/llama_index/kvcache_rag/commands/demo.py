@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from llama_index.kvcache_rag.commands.corpus import add_policy, add_weight_format
+from kvcache_rag.commands.options import add_options
+from llama_index.kvcache_rag.commands.corpus import add_policy
 
 if TYPE_CHECKING:
     import argparse
@@ -33,19 +34,12 @@ _STDOUT: Final = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare who is asked what, and where it is kept."""
-    parser.add_argument(
-        "--model",
-        default=MODEL,
-        help="hub id, folder, GGUF file or smollm2 (default: smollm2); tiny: the packaged reader, "
-        "asked about made-up facts",
+    from kvcache_rag.settings import EngineSettings
+
+    group = parser.add_argument_group(
+        "model", f"Without one {MODEL}; {TINY}, the packaged reader, is asked about made-up facts."
     )
-    parser.add_argument(
-        "--adapter",
-        metavar="DIR|block|none",
-        help="PEFT adapter to put into the model (default: block for smollm2 where "
-        "kvcache-rag-smollm2 is installed, else none)",
-    )
-    add_weight_format(parser)
+    add_options(group, EngineSettings, "model", "adapter", "weight_format")
     add_policy(parser)
     parser.add_argument("--questions", type=int, metavar="N", help="ask only N of them")
     parser.add_argument("--top-k", type=int, help="chunks per question (default: 3; tiny: 8)")
@@ -71,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ingest, ask, compare; 1, and one sentence, if the outcome is not good enough."""
+    arguments.model = arguments.model or MODEL
     _check(arguments)
     if arguments.threads is not None:
         import torch

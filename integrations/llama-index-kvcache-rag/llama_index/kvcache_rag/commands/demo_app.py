@@ -125,8 +125,8 @@ class DemoApp:
             top_k: Nodes per question.
             max_new_tokens: Longest answer.
             policy: What is reused of cached chunks; None for the LLM's default.
-            adapter: Put into the model, as `KVCacheLLM` takes it.
-            weight_format: How its linear layers keep their weights.
+            adapter: As for `KVCacheLLM`.
+            weight_format: As for `KVCacheLLM`.
             embed: Embedding, as `embedding` takes it.
 
         Raises:
@@ -142,7 +142,7 @@ class DemoApp:
             model=model,
             adapter=adapter,
             weight_format=weight_format,
-            kv=str(root / "kv"),
+            kv_dir=str(root / "kv"),
             chroma=str(root / "chroma"),
             embed=embed,
             collection=collection,
@@ -151,7 +151,7 @@ class DemoApp:
             model_name=model,
             adapter=adapter,
             weight_format=weight_format,
-            kv_dir=self.settings.kv,
+            kv_dir=self.settings.kv_dir,
             max_new_tokens=max_new_tokens,
         )
         self.parameters = parameter_count(self.llm.engine.model)
@@ -182,7 +182,7 @@ class DemoApp:
         """
         from llama_index.core.schema import TextNode
 
-        before = chunk_files(self.settings.kv)
+        before = chunk_files(self.settings.kv_dir)
         there = {node.node_id: node.get_content() for node in self._store.get_nodes()}
         if gone := [name for name in there if name not in texts]:  # an earlier version's
             self._store.delete_nodes(gone)
@@ -198,7 +198,7 @@ class DemoApp:
         # Also what another model of the same name, or an eviction, left without a cache.
         self._store.prefill_missing(show_progress=show_progress)
         seconds = time.perf_counter() - started
-        chunks, after = stored_chunks(self._store), chunk_files(self.settings.kv)
+        chunks, after = stored_chunks(self._store), chunk_files(self.settings.kv_dir)
         return Filling(
             chunks=len(chunks),
             prefilled=len(chunks - before.keys()),

@@ -103,7 +103,7 @@ class ArticlesDemo:
             "prefilled": filling.prefilled,
             "prefill_seconds": filling.seconds if filling.prefilled else None,
             "bytes": filling.nbytes,
-            "folder": app.settings.kv,
+            "folder": app.settings.kv_dir,
         }
 
     def ask(self, app: DemoApp, *, talks: bool) -> dict[str, Any]:

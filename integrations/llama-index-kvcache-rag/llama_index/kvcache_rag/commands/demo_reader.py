@@ -80,7 +80,7 @@ class ReaderDemo:
             "chunks": filling.chunks,
             "prefilled": filling.prefilled,
             "bytes": filling.nbytes,
-            "folder": app.settings.kv,
+            "folder": app.settings.kv_dir,
         }
 
     def ask(self, app: DemoApp, *, talks: bool) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place(parser)
     parser.add_argument("--chunk-size", type=int, help="longest chunk in tokens (default: 256)")
     parser.add_argument(
-        "--overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
+        "--chunk-overlap", type=int, help="tokens neighbouring chunks share (default: 32)"
     )
     parser.add_argument(
         "--replace",
@@ -69,19 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
     documents, left_out = read_documents(
         arguments.folder, allow_empty=before is not None and before.is_of(arguments.folder)
     )
-    if not 0 <= settings.overlap < settings.chunk_size:
-        raise InvalidInputError("--overlap must be at least 0 and less than --chunk-size")
+    if not 0 <= settings.chunk_overlap < settings.chunk_size:
+        raise InvalidInputError("--chunk-overlap must be at least 0 and less than --chunk-size")
     embed_model = embedding(settings.embed)
     llm = KVCacheLLM(
         model_name=settings.model,
-        kv_dir=settings.kv,
+        kv_dir=settings.kv_dir,
         adapter=settings.adapter,
         weight_format=settings.weight_format,
     )
     engine = llm.engine  # a model that cannot be loaded leaves nothing behind
     store = open_store(settings, llm)
     docstore = _docstore(settings, before, store)
-    held = chunk_files(settings.kv)
+    held = chunk_files(settings.kv_dir)
     settings.save()
     embedding_beside = KVCachePrefill(llm=llm, embed_model=embed_model, show_progress=True)
     kept = _kept(left_out, _known(docstore)) if is_same else set()
@@ -120,7 +120,7 @@ def _docstore(
     if before is None or not settings.docstore.is_file() or store.client.count() == 0:
         return SimpleDocumentStore()
     before.check_embedding(settings.embed)
-    if (before.chunk_size, before.overlap) != (settings.chunk_size, settings.overlap):
+    if (before.chunk_size, before.chunk_overlap) != (settings.chunk_size, settings.chunk_overlap):
         # Every file is split anew; chunks that stay the same keep their KV.
         settings.docstore.unlink()
         store.clear()
@@ -163,7 +163,9 @@ def _ingest(
     for gone in removed:
         docstore.delete_document(gone)
         store.delete(gone)
-    splitter = SentenceSplitter(chunk_size=settings.chunk_size, chunk_overlap=settings.overlap)
+    splitter = SentenceSplitter(
+        chunk_size=settings.chunk_size, chunk_overlap=settings.chunk_overlap
+    )
     pipeline = IngestionPipeline(
         transformations=[splitter, embedding_beside],
         docstore=docstore,
@@ -177,12 +179,12 @@ def _ingest(
 
 def _report(settings: Settings, store: KVCacheVectorStore, files: int, held: dict[str, int]) -> int:
     """Print what is there now; gives how many chunks are not."""
-    chunks, found = stored_chunks(store), chunk_files(settings.kv)
+    chunks, found = stored_chunks(store), chunk_files(settings.kv_dir)
     fresh, there = len(chunks & found.keys() - held.keys()), len(chunks & held.keys())
     nbytes = sum(found.get(digest, 0) for digest in chunks)
     print(f"{plural(files, 'file')}, {plural(len(chunks), 'chunk')} in {settings.chroma}")
     print(f"{plural(fresh, 'chunk')} prefilled, {there} were there already")
-    print(f"KV of these chunks: {size(nbytes)} in {settings.kv}, by {settings.model}")
+    print(f"KV of these chunks: {size(nbytes)} in {settings.kv_dir}, by {settings.model}")
     return len(chunks - found.keys())
 
 

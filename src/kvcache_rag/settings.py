@@ -1,0 +1,408 @@
+"""Every option of an engine and its store, declared once: name, type, limits, and what it does.
+
+Front ends embed `EngineOptions` and `StoreOptions`, the server's and the builder's settings extend
+`LocalSettings`, command lines are made of them (`commands.options`).  All values are plain; torch
+is loaded by whoever opens something.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_validator,
+)
+
+from kvcache_rag.errors import InvalidInputError, check_name, first_problem, refuse_unknown
+from kvcache_rag.prompt.template import FILE_NAME, PromptTemplate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from kvcache_rag.codecs import Codec
+    from kvcache_rag.engine import Engine
+    from kvcache_rag.policies.base import Scorer
+    from kvcache_rag.stores import ChunkStore, MemoryStore
+
+
+# ---------------------------------------------------------------------- types of options
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"must be a path, not a {type(value).__name__}")  # pydantic says of what
+    return str(os.fspath(value))
+
+
+def _adapter(value: Any) -> str:
+    # `Path("block")` is a folder, the text "block" the name of an installed adapter.
+    return os.path.abspath(value) if isinstance(value, os.PathLike) else _path(value)
+
+
+def _dtype(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def _template(value: Any) -> Any:
+    return template_in(value) if isinstance(value, (str, os.PathLike)) else value
+
+
+def template_in(place: str | os.PathLike[str]) -> PromptTemplate:
+    """The template of a `prompt_template.json`, by its path or its folder.
+
+    Raises:
+        InvalidInputError: If there is none, or it cannot be used.
+    """
+    path = Path(place)
+    folder = path.parent if path.name == FILE_NAME else path
+    template = PromptTemplate.load(folder)
+    if template is None:
+        raise InvalidInputError(f"there is no {FILE_NAME} in {folder}; check template")
+    return template
+
+
+PathText = Annotated[str, BeforeValidator(_path)]
+"""A path or a name as text, given as either."""
+
+OPTIONS: Final = ConfigDict(
+    arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
+)
+
+
+# ---------------------------------------------------------------------- options
+class StoreOptions(BaseModel):
+    """Where chunks are kept."""
+
+    model_config = OPTIONS
+
+    kv_dir: PathText | None = None
+    """Folder of the chunks' keys and values, or a URL (s3://bucket/folder); without it they are
+    kept in memory only."""
+    kv_max_bytes: int | None = Field(default=None, gt=0)
+    """Limit of that folder: the least recently used chunks go first; who serves a URL limits it
+    there."""
+    kv_codec: Literal["native", "int8", "int4"] | None = None
+    """Form of the chunks there: native (if nothing is said), or in half or a quarter of the bytes
+    int8 or int4; on a CPU int8 is also the form in memory."""
+    kv_ttl: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds for which a chunk is kept, used or not, there and in memory; without it there is no
+    end."""
+    signing_key: PathText | None = None
+    """File of the key that signs the files of chunks, on every machine that uses them; without it
+    the key of KVCACHE_RAG_SIGNING_KEY, if that is set."""
+
+
+class EngineOptions(BaseModel):
+    """What every way to an engine of this process can be told."""
+
+    model_config = OPTIONS
+
+    adapter: Annotated[str, BeforeValidator(_adapter)] | None = None
+    """PEFT adapter to put into the model: a folder, an installed name such as block, or none; if
+    nothing is said none, and for smollm2 block where that is installed."""
+    weight_format: Literal["auto", "plain", "prepacked", "int8", "int4"] = "auto"
+    """How its linear layers keep their weights on a CPU: auto (faster, the same numbers; a loaded
+    model stays as it is), plain, or rounded to int8 or int4."""
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Further arguments of the model's `from_pretrained`, such as `dtype` and `revision`."""
+    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the tokenizer's `from_pretrained`."""
+    context_window: int | None = Field(default=None, gt=0)
+    """Longest prompt plus answer in tokens, to keep prompts short; without it the model's own.
+    More than the original length of a model with longrope gives it the frequencies of long prompts
+    at every length (docs/models.md)."""
+    system_prompt: str | None = None
+    """Instruction before the chunks, instead of the template's; part of every chunk's keys and
+    values."""
+    template: Annotated[InstanceOf[PromptTemplate], BeforeValidator(_template)] | None = Field(
+        default=None, exclude=True
+    )
+    """How prompts are written, or the folder of a prompt_template.json; without it the one the
+    model brings, else the default."""
+    gate: PathText | None = None
+    """File that `kvcache-rag verify` wrote: a policy that is not good enough on this model is
+    replaced by full prefill, with the reason in the metrics."""
+    auxiliary: PathText | None = None
+    """Small model that chooses tokens for the policy cacheclip, named as a model is; it works on
+    the CPU beside the model, its chunks lie in the same store."""
+    rotation: Literal["auto", "copied", "deferred"] | None = None
+    """deferred attends to chunks where they lie in memory, without a copy per answer (on a GPU: in
+    `MemoryStore(device=...)`), or `Metrics.not_deferred` says why not; copied never does; auto (if
+    nothing is said) where it is measured sooner, and on a CPU with int8 chunks."""
+
+
+class DeviceOption(BaseModel):
+    """Where the model computes, for who does not take a device map."""
+
+    model_config = OPTIONS
+
+    device: str | None = None
+    """cpu, cuda, cuda:1, ...; without it CUDA if there is one."""
+
+
+# ---------------------------------------------------------------------- settings
+class Settings(BaseModel):
+    """Values that are checked once and do not change.
+
+    Raises:
+        InvalidInputError: If a name is unknown or a value cannot be used.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def __init__(self, **values: Any) -> None:
+        name = type(self).__name__
+        refuse_unknown(values, type(self).model_fields, f"setting of {name}")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise first_problem(error.errors()) from error
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        for name, value in self:
+            if isinstance(value, str):
+                check_name(name, value)
+        return self
+
+    @classmethod
+    def of(cls, source: object, file: str | os.PathLike[str] | None = None, **values: Any) -> Self:
+        """What `source`, such as parsed arguments, holds under the names of these fields.
+
+        Args:
+            source: An attribute that is None or missing says nothing.
+            file: YAML, TOML or JSON that says what `source` does not; None for none.
+            values: Said in place of both.
+
+        Raises:
+            InvalidInputError: If the file cannot be read, or a setting cannot be used.
+        """
+        own = {name: getattr(source, name, None) for name in cls.model_fields}
+        said = {name: one for name, one in own.items() if one is not None}
+        return cls(**{**(cls._read(file) if file else {}), **said, **values})
+
+    @classmethod
+    def _read(cls, file: str | os.PathLike[str]) -> dict[str, Any]:
+        """The settings that a file names."""
+        from pydantic_settings import (
+            BaseSettings,
+            JsonConfigSettingsSource,
+            TomlConfigSettingsSource,
+            YamlConfigSettingsSource,
+        )
+
+        kinds: dict[str, Any] = {
+            ".json": JsonConfigSettingsSource,
+            ".toml": TomlConfigSettingsSource,
+            ".yaml": YamlConfigSettingsSource,
+            ".yml": YamlConfigSettingsSource,
+        }
+        path = Path(file)
+        if path.suffix not in kinds or not path.is_file():
+            raise InvalidInputError(
+                f"there is no settings file {path}; name a .yaml, .toml or .json"
+            )
+        try:
+            values = dict(kinds[path.suffix](BaseSettings, path).init_kwargs)
+        except Exception as error:  # whatever the reader of a form raises
+            reason = " ".join(str(error).split())
+            raise InvalidInputError(f"{path} cannot be read as settings: {reason}") from error
+        refuse_unknown(values, cls.model_fields, f"setting of {path}")
+        return values
+
+
+class StoreSettings(StoreOptions, Settings):
+    """A store by its place."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether chunks are kept at a URL."""
+        return self.kv_dir is not None and is_url(self.kv_dir)
+
+    def open_store(self, memory: MemoryStore | None = None, **options: Any) -> ChunkStore:
+        """Where chunks are kept.
+
+        Args:
+            memory: What stands before it; None for nothing.
+            options: Further arguments of `DiskStore`, or for a URL of `RemoteStore`.
+
+        Raises:
+            InvalidInputError: If it cannot be a store, or a URL comes with a `kv_ttl`.
+            MissingExtraError: If the driver of the URL is not installed.
+        """
+        from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
+
+        if self.kv_dir is None:
+            return MemoryStore(ttl=self.kv_ttl) if memory is None else memory
+        options = {"codec": self.kv_codec or "native", "signing_key": self.signing_key, **options}
+        store: ChunkStore
+        if self.is_remote:
+            if self.kv_ttl is not None:
+                raise InvalidInputError(
+                    f"chunks at {self.kv_dir} end where they are served; leave kv_ttl out"
+                )
+            store = RemoteStore(self.kv_dir, **options)
+        else:
+            store = DiskStore(self.kv_dir, max_bytes=self.kv_max_bytes, ttl=self.kv_ttl, **options)
+        return store if memory is None else TieredStore(memory, store)
+
+
+class EngineSettings(EngineOptions, DeviceOption, Settings):
+    """What an engine is made of, but for its store."""
+
+    model: PathText = ""
+    """Model id of the Hugging Face hub, folder, GGUF file, tiny (the small reader that comes with
+    kvcache-rag) or smollm2."""
+    tokenizer: PathText | None = None
+    """Name or folder of a tokenizer; without it the model's own."""
+    dtype: Annotated[str, BeforeValidator(_dtype)] = "auto"
+    """Such as bfloat16; auto for the checkpoint's own."""
+    revision: str | None = None
+    """Commit, branch or tag of a model on the hub; without it its default."""
+    cost_aware: bool = True
+    """Prefill a cached chunk again where measured rates say that this is sooner than loading it (a
+    slow remote tier); off, whatever is cached is loaded."""
+
+    def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
+        """How prompts are written for a model that brings `brought`."""
+        template = self.template or brought or PromptTemplate()
+        if self.system_prompt is None:
+            return template
+        # It stands before the chunks, so it is part of what they are computed behind.
+        return replace(template, system=self.system_prompt)
+
+    def open_engine(
+        self,
+        store: ChunkStore | None = None,
+        combinations: ChunkStore | None = None,
+        *,
+        namespace: str = "",
+        model: Any = None,
+        tokenizer: Any = None,
+        auxiliary: Scorer | None = None,
+    ) -> Engine:
+        """Load the model and make its engine.
+
+        Args:
+            store: As for `Engine`.
+            combinations: As for `Engine`.
+            namespace: As for `Engine`.
+            model: A loaded transformers or PEFT model in place of the one that is named.
+            tokenizer: A loaded one, likewise.
+            auxiliary: A scorer, likewise.
+
+        Raises:
+            InvalidInputError: If model or tokenizer cannot be loaded, or a loaded model comes
+                without its tokenizer.
+            FingerprintMismatchError: If the gate is about another model, instruction or template.
+        """
+        from kvcache_rag.auxiliary import Auxiliary
+        from kvcache_rag.engine import Engine
+
+        if auxiliary is None and self.auxiliary is not None:
+            auxiliary = Auxiliary.from_pretrained(self.auxiliary, store=store, namespace=namespace)
+        model, tokenizer, brought = self._load(model, tokenizer)
+        return Engine(
+            model,
+            tokenizer,
+            store=store,
+            combinations=combinations,
+            template=self.prompt_template(brought),
+            namespace=namespace,
+            context_window=self.context_window,
+            cost_aware=self.cost_aware,
+            auxiliary=auxiliary,
+            gate=self.gate,
+            rotation=self.rotation or "auto",
+        )
+
+    def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
+        from kvcache_rag.models.pretrained import chosen_adapter, load
+
+        tokenizer = self._load_tokenizer(tokenizer, is_loaded=model is not None)
+        if model is not None:
+            return self._fitted(model, tokenizer)
+        revision = {"revision": self.revision} if self.revision else {}
+        return load(
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            options={**self.model_kwargs, **revision},
+            tokenizer=tokenizer,
+            adapter=chosen_adapter(self.model, self.adapter),
+            weight_format=self.weight_format,
+        )
+
+    def _fitted(self, model: Any, tokenizer: Any) -> tuple[Any, Any, PromptTemplate | None]:
+        """A loaded model, with adapter and weights as they are asked for."""
+        from kvcache_rag.models.adapters import NO_ADAPTER, adapter_template, with_adapter
+        from kvcache_rag.models.linears import pack_weights
+
+        if tokenizer is None:
+            raise InvalidInputError("a loaded model needs its tokenizer= too")
+        if self.adapter is None or self.adapter == NO_ADAPTER:
+            if self.weight_format != "auto":
+                pack_weights(model, self.weight_format)
+            return model, tokenizer, None
+        if self.weight_format not in ("auto", "plain"):
+            raise InvalidInputError(
+                "adapter= of a loaded model can be switched, which needs weights as they are; "
+                "leave weight_format out, or name the model and its adapter"
+            )
+        name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+        return with_adapter(model, self.adapter, name), tokenizer, adapter_template(self.adapter)
+
+    def _load_tokenizer(self, given: Any, *, is_loaded: bool) -> Any:
+        """The tokenizer that was given or named; None for the model's own."""
+        from kvcache_rag.models.pretrained import load_tokenizer
+
+        if given is not None:
+            return given
+        name = self.tokenizer
+        if name is None and self.tokenizer_kwargs and not is_loaded:
+            name = self.model
+        return None if name is None else load_tokenizer(name, dict(self.tokenizer_kwargs))
+
+
+class LocalSettings(EngineSettings, StoreSettings):
+    """An engine of this process, and its store."""
+
+    def open(self, **loaded: Any) -> Engine:
+        """Load the model over its store, with memory before that.
+
+        Args:
+            loaded: As for `open_engine`: `model`, `tokenizer`, `auxiliary`.
+
+        Raises:
+            InvalidInputError: As `open_engine` and `open_store`, like the others.
+            FingerprintMismatchError: If the gate is about another model, instruction or template.
+            MissingExtraError: If a driver of the store is not installed.
+        """
+        from kvcache_rag.stores import MemoryStore
+
+        memory = MemoryStore(ttl=self.kv_ttl, codec=self.memory_codec())
+        return self.open_engine(self.open_store(memory), **loaded)
+
+    def memory_codec(self) -> Codec | None:
+        """The form of chunks in memory: on a CPU that of the store, if attention reads it."""
+        import torch
+
+        from kvcache_rag.codecs import by_name
+
+        found = by_name(self.kv_codec or "native")
+        place = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return found if found.is_attended and place == "cpu" else None
+
+
+def is_url(place: str) -> bool:
+    """Whether a store is named by a URL; else it is a folder."""
+    return "://" in place

@@ -1,0 +1,171 @@
+"""An option is declared once, and whichever way it is said, a wrong value is the same sentence."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvcache_rag.cli import main
+from kvcache_rag.errors import InvalidInputError
+from kvcache_rag.integration import open_engine
+from kvcache_rag.settings import (
+    DeviceOption,
+    EngineOptions,
+    EngineSettings,
+    LocalSettings,
+    StoreOptions,
+    StoreSettings,
+)
+from kvcache_rag_server.corpus.worker import BuildSettings
+from kvcache_rag_server.settings import RequestLimits, ServerSettings
+from langchain_kvcache_rag import ChatKVCache
+from llama_index.kvcache_rag import KVCacheLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pydantic import BaseModel
+
+DECLARING = (StoreOptions, EngineOptions, DeviceOption, EngineSettings, RequestLimits)
+EMBEDDING = (LocalSettings, StoreSettings, BuildSettings, ServerSettings, ChatKVCache, KVCacheLLM)
+# Whose own words say more: what stands beside `engine=` and `base_url=`.
+OWN = {(ChatKVCache, "model")}
+# Lists of what a run compares; the folder that `doctor` looks at.
+OTHERS = {("eval", "kv_codec"), ("doctor", "kv_dir")}
+
+
+def declared() -> dict[str, str]:
+    """Each option with its words."""
+    found: dict[str, str] = {}
+    for owner in DECLARING:
+        for name, field in owner.model_fields.items():
+            assert field.description, f"{owner.__name__}.{name} does not say what it does"
+            assert found.setdefault(name, field.description) is field.description
+    return found
+
+
+@pytest.mark.parametrize("owner", EMBEDDING)
+def test_who_embeds_options_declares_none_of_them_again(owner: type[BaseModel]) -> None:
+    options = declared()
+    shared = options.keys() & owner.model_fields.keys()
+    assert len(shared) >= 5
+    for name in shared:
+        if (owner, name) not in OWN:
+            assert owner.model_fields[name].description is options[name], name
+    for kind in owner.__mro__:
+        if kind not in DECLARING and not kind.__module__.startswith("llama_index.core"):
+            again = vars(kind).get("__annotations__", {}).keys() & options.keys()
+            assert not {name for name in again if (kind, name) not in OWN} - {"model"}, kind
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for point in entry_points(group="kvcache_rag.commands"):
+        parser = argparse.ArgumentParser()
+        point.load().add_arguments(parser)
+        yield point.name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in dict.fromkeys(action.choices.values()):
+                    yield point.name, inner
+
+
+def test_a_flag_of_an_option_says_what_the_option_says() -> None:
+    options = {**declared(), **words(ServerSettings)}
+    seen: set[str] = set()
+    for command, parser in parsers():
+        for action in parser._actions:
+            serves = action.dest in options and command in ("serve", "playground")
+            if (not serves and action.dest not in declared()) or (command, action.dest) in OTHERS:
+                continue
+            seen.add(action.dest)
+            assert (action.help or "").startswith(options[action.dest]), (command, action.dest)
+            if action.option_strings and not isinstance(action, argparse.BooleanOptionalAction):
+                assert action.option_strings == [f"--{action.dest.replace('_', '-')}"]
+    assert seen >= {*StoreOptions.model_fields, *RequestLimits.model_fields, "adapter", "device"}
+
+
+def words(owner: type[BaseModel]) -> dict[str, str]:
+    return {name: field.description or "" for name, field in owner.model_fields.items()}
+
+
+WRONG: tuple[tuple[str, Any], ...] = (
+    ("kv_max_bytes", "ten"),
+    ("kv_max_bytes", -1),
+    ("kv_ttl", 0),
+    ("kv_ttl", "nan"),
+    ("kv_codec", "int2"),
+    ("context_window", 0),
+    ("weight_format", "Q4"),
+    ("rotation", "moved"),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_one_sentence_whichever_way_it_is_said(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways: tuple[Callable[..., Any], ...] = (
+        LocalSettings,
+        lambda **said: BuildSettings(kv_dir="kv", **said),
+        ServerSettings,
+        lambda **said: open_engine("tiny", **said),
+        lambda **said: ChatKVCache(model="tiny", **said),
+        lambda **said: KVCacheLLM(model_name="tiny", **said),
+    )
+    said = []
+    for way in ways:
+        with pytest.raises(InvalidInputError) as caught:
+            way(**{name: value})
+        said.append(str(caught.value))
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model: tiny\n{name}: {value}\n")
+    flag = (f"--{name.replace('_', '-')}", str(value))
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    build = ["build", "tiny", str(tmp_path / "c.jsonl"), "--kv-dir", str(tmp_path / "kv")]
+    for line in (["serve", "--config", str(file)], ["serve", "tiny", *flag], [*build, *flag]):
+        assert main(line) == 2
+        said.append(capsys.readouterr().err.strip().removeprefix("kvcache-rag: error: "))
+    assert said[0].startswith(f"{name} cannot be used: ")
+    assert all(one.startswith(f"{name} cannot be used: ") for one in said)
+    if not isinstance(value, int):  # a text on a command line
+        assert len(set(said)) == 1, said
+    assert "\n" not in "".join(said)
+
+
+def test_an_unknown_setting_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_dri is no setting of .*did you mean kv_dir"):
+        LocalSettings(kv_dri="kv")
+    for name, text in (
+        ("s.yaml", "kv_dri: kv\n"),
+        ("s.toml", 'kv_dri = "kv"\n'),
+        ("s.json", '{"kv_dri": "kv"}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main(["serve", "tiny", "--config", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"kv_dri is no setting of {tmp_path / name}; did you mean kv_dir?" in said
+        assert said.count("\n") == 1
+    for name, text in (("b.yaml", "a: [\n"), ("l.yaml", "- a\n"), ("b.json", "{")):
+        (tmp_path / name).write_text(text)
+        assert main(["serve", "tiny", "--config", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be read as settings" in said
+        assert said.count("\n") == 1
+    for name in ("none.yaml", "none.ini"):
+        assert main(["serve", "--config", name]) == 2
+        assert "name a .yaml, .toml or .json" in capsys.readouterr().err
+
+
+def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("model: tiny\nkv_dir: kv\nport: 9\nmax_documents: 3\nallow_anonymous: true\n")
+    said = argparse.Namespace(port="0", allow_anonymous=False)
+    found = ServerSettings.of(said, file)
+    assert (found.model, found.kv_dir, found.max_documents) == ("tiny", "kv", 3)
+    assert (found.port, found.allow_anonymous, found.max_batch) == (0, False, 8)
