@@ -63,7 +63,7 @@ def embedding(name: str) -> BaseEmbedding:
 
 def chat_engine(arguments: argparse.Namespace) -> KVCacheChatEngine:
     """A conversation over the folder."""
-    llm = KVCacheLLM(model_name=arguments.model, kv_dir=arguments.kv, max_new_tokens=64)
+    llm = KVCacheLLM(model_name=arguments.model, kv_dir=arguments.kv_dir, max_new_tokens=64)
     nodes = nodes_of(arguments.folder)
     if arguments.prefill:
         llm.prefill(nodes, show_progress=True)  # else each when a question first needs it
