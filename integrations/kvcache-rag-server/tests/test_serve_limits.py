@@ -57,13 +57,13 @@ async def refused(by: RequestLimiter, one: BackendRequest, caller: Caller = ACME
     [
         ({"documents": 2}, {"chunks": ("a", "b", "c")}, 413, ["3 documents", "documents of 2"]),
         (
-            {"max_document_bytes": 8},
+            {"document_bytes": 8},
             {"chunks": ("a", "abcdefghi")},
             413,
             ["9 bytes", "documents[1]"],
         ),
         (
-            {"max_document_bytes": 8},
+            {"document_bytes": 8},
             {"chunks": ("ééééé",)},
             413,
             ["10 bytes", "document_bytes of 8"],

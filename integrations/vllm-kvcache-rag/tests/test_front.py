@@ -535,16 +535,16 @@ async def test_what_is_no_vllm_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"engine": "sglang"}, "there is no engine 'sglang'"),
+        ({"engine": "sglang"}, "engine cannot be used: Input should be"),
         ({"engine": "vllm"}, "needs its servers: --base-url"),
-        ({"urls": ("http://a",)}, "are for servers: say --engine vllm"),
+        ({"base_url": ("http://a",)}, "are for servers: say --engine vllm"),
         ({"engine_key": "file"}, "are for servers: say --engine vllm"),
         (
-            {"engine": "vllm", "urls": ("http://a",), "store": "kv"},
+            {"engine": "vllm", "base_url": ("http://a",), "kv_dir": "kv"},
             "--kv-dir is for a model in this",
         ),
         (
-            {"engine": "vllm", "urls": ("http://a",), "prefetch": "same"},
+            {"engine": "vllm", "base_url": ("http://a",), "prefetch": "same"},
             "--prefetch is for a model",
         ),
     ],

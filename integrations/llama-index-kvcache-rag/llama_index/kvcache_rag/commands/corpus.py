@@ -142,7 +142,7 @@ class Settings:
             kv = os.path.normpath(path.parent / found.kv_dir)
             files = found.folder and os.path.normpath(path.parent.resolve() / found.folder)
             return replace(found, chroma=str(path.with_name(chroma)), kv_dir=kv, folder=files)
-        except (ValueError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} cannot be read ({error}); run ingest again") from error
 
     @classmethod
