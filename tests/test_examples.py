@@ -100,7 +100,7 @@ def test_the_chatbot_answers_from_the_docs_and_reuses_chunks(
     question = "How do agents reuse what their tools found?\n"
     printed = run("docs-chatbot/chat.py", given=2 * question)
     (first, second) = [tuple(map(int, found)) for found in REUSED.findall(printed)]
-    assert printed.count("  [1] agents.md: ") == 2
+    assert len(re.findall(r"(?m)^  \[\d\] agents\.md: ", printed)) >= 2, "in both answers"
     assert first[0] == 0
     assert second[0] > 500 > 4 * second[1], "its turn before and the question are computed"
     assert len([*(tmp_path / "kv").rglob("*.safetensors")]) >= 4, "chunks lie in a folder"

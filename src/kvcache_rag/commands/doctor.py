@@ -42,6 +42,8 @@ ADDS: Final = {
         "gpu": "the kernel that attends over chunks where they lie on a GPU",
         "otel": "OpenTelemetry spans of answers",
         "lab": "verify, eval, bench and finetune",
+        "langchain": "LangChain",
+        "llama-index": "LlamaIndex; ingest, ask, chat and demo",
         "ray": "build --engine ray",
         "s3": "stores in S3",
         "server": "serve, build and playground; asking a server (base_url=)",
