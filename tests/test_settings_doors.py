@@ -138,6 +138,16 @@ def test_a_wrong_value_is_one_sentence_whichever_way_it_is_said(
     assert "\n" not in "".join(said)
 
 
+@pytest.mark.parametrize("name", ["port", "max_batch", "context_window", "kv_ttl", "grace"])
+def test_a_truth_is_no_number(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{name} cannot be used: must not be True$"):
+        ServerSettings(model="tiny", **{name: True})
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model: tiny\n{name}: true\n")
+    with pytest.raises(InvalidInputError, match=f"^{name} cannot be used: must not be True$"):
+        ServerSettings.of(None, file)
+
+
 def test_an_unknown_setting_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +167,7 @@ def test_an_unknown_setting_is_one_sentence(
         (tmp_path / name).write_text(text)
         assert main(["serve", "tiny", "--config", str(tmp_path / name)]) == 2
         said = capsys.readouterr().err
-        assert "cannot be read as settings" in said
+        assert "cannot be read as names and values of settings" in said
         assert said.count("\n") == 1
     for name in ("none.yaml", "none.ini"):
         assert main(["serve", "--config", name]) == 2

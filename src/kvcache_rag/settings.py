@@ -19,6 +19,8 @@ from pydantic import (
     Field,
     InstanceOf,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -167,6 +169,17 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise first_problem(error.errors()) from error
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read it as 1 or 0.
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[str(info.field_name)].annotation is not bool
+        ):
+            raise ValueError(f"must not be {value}")
+        return value
+
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
         for name, value in self:
@@ -215,7 +228,9 @@ class Settings(BaseModel):
             values = dict(kinds[path.suffix](BaseSettings, path).init_kwargs)
         except Exception as error:  # whatever the reader of a form raises
             reason = " ".join(str(error).split())
-            raise InvalidInputError(f"{path} cannot be read as settings: {reason}") from error
+            raise InvalidInputError(
+                f"{path} cannot be read as names and values of settings: {reason}"
+            ) from error
         refuse_unknown(values, cls.model_fields, f"setting of {path}")
         return values
 
