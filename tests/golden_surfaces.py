@@ -145,10 +145,8 @@ def configuration() -> dict[str, Any]:
     return {
         "environment": sorted({name for names in named for name in names}),
         "kv_connector_extra_config": {
-            one.name: f"{one.type}"
-            if one.default is dataclasses.MISSING
-            else f"{one.type} = {one.default!r}"
-            for one in dataclasses.fields(ConnectorSettings)
+            name: {key: one for key, one in shape.items() if key != "description"}
+            for name, shape in ConnectorSettings.model_json_schema()["properties"].items()
         },
     }
 

@@ -101,7 +101,7 @@ def server(venv: Path, model: Path, store: Path, key: str, log: Path) -> Iterato
         "kv_connector_module_path": "vllm_kvcache_rag",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": str(store)},
+        "kv_connector_extra_config": {"kv_dir": str(store)},
     }
     command = [
         str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",

@@ -94,7 +94,7 @@ class SmallEngine:
                 "kv_connector_module_path": "vllm_kvcache_rag",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"store": str(self.store)},
+                "kv_connector_extra_config": {"kv_dir": str(self.store)},
             },
             **options,
         )  # fmt: skip

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.errors import InvalidInputError, UnsupportedModelError
-from kvcache_rag.stores import DiskStore, TieredStore
 from vllm_kvcache_rag import checkpoint
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
-from vllm_kvcache_rag.settings import ConnectorSettings, check_engine
-from vllm_kvcache_rag.transfer.grants import ENVIRONMENT
+from vllm_kvcache_rag.settings import check_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,30 +56,6 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidInputError, match="there are no weights in"):
         checkpoint_digest(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ({}, "names the folder or URL of the chunks"),
-        ({"store": 3}, "names the folder or URL of the chunks"),
-        ({"store": "kv", "root": "x"}, "has no 'root'; it takes store, store_bytes"),
-    ],
-)
-def test_settings_that_say_nothing_are_refused(extra: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
-        ConnectorSettings.of(extra)
-
-
-def test_settings_open_the_cores_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = str(tmp_path / "kv")
-    store = ConnectorSettings.of({"store": place, "store_bytes": 1 << 20}).open_store()
-    assert isinstance(store, DiskStore)
-    tiered = ConnectorSettings.of({"store": place, "memory_bytes": 1 << 20}).open_store()
-    assert isinstance(tiered, TieredStore)
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
-    with pytest.raises(InvalidInputError, match="share a key: name its file"):
-        ConnectorSettings.of({"store": place}).grant_key()
 
 
 def engine(**changes: Any) -> tuple[Any, Any]:

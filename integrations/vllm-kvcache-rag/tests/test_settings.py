@@ -12,6 +12,7 @@ import pytest
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
 from kvcache_rag.stores import DiskStore, RemoteStore, TieredStore
 from vllm_kvcache_rag.settings import ConnectorSettings, check_engine, distribution
+from vllm_kvcache_rag.transfer.grants import ENVIRONMENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,25 +30,31 @@ def test_without_vllm_it_is_said_what_to_install() -> None:
 
 
 def test_a_folder_with_memory_before_it(tmp_path: Path) -> None:
-    plain = ConnectorSettings.of({"store": str(tmp_path), "codec": "native"})
-    assert isinstance(plain.open_store(), DiskStore)
-    tiered = ConnectorSettings.of({"store": str(tmp_path), "memory_bytes": 1 << 20})
-    assert isinstance(tiered.open_store(), TieredStore)
-    assert isinstance(ConnectorSettings.of({"store": "memory://kv"}).open_store(), RemoteStore)
+    place = str(tmp_path)
+    plain = ConnectorSettings(kv_dir=place, kv_codec="native", kv_max_bytes=1 << 20)
+    assert isinstance(plain.open(), DiskStore)
+    assert isinstance(ConnectorSettings(kv_dir=place, memory_bytes=1 << 20).open(), TieredStore)
+    assert isinstance(ConnectorSettings(kv_dir="memory://kv").open(), RemoteStore)
+
+
+def test_without_a_key_it_is_said_what_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    with pytest.raises(InvalidInputError, match="share a key: name its file"):
+        ConnectorSettings(kv_dir="kv").grant_key()
 
 
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
         ({}, "names the folder or URL"),
-        ({"store": 3}, "names the folder or URL"),
-        ({"store": "kv", "stor": 1}, "has no 'stor'; it takes store, store_bytes"),
-        ({"store": "kv", "codec": "int8"}, "cannot be stored as 'int8'.*before rotation"),
+        ({"kv_dir": 3}, "kv_dir cannot be used: must be a path, not a int"),
+        ({"kv_dir": "kv", "kv_dri": 1}, "kv_dri is no setting of .*did you mean kv_dir"),
+        ({"kv_dir": "kv", "kv_codec": "int8"}, "cannot be stored as 'int8'.*before rotation"),
     ],
 )
 def test_what_cannot_be_used_is_named(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
-        ConnectorSettings.of(extra)
+        ConnectorSettings(**extra)
 
 
 def engine(**changes: Any) -> tuple[Any, Any]:

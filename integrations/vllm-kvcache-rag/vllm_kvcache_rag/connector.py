@@ -73,8 +73,8 @@ class KVCacheRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
         _check_vllm()
-        settings = ConnectorSettings.of(dict(self._kv_transfer_config.kv_connector_extra_config))
-        store, model = settings.open_store(), vllm_config.model_config
+        settings = ConnectorSettings(**self._kv_transfer_config.kv_connector_extra_config)
+        store, model = settings.open(), vllm_config.model_config
         self._requests: RequestScheduler | None = None
         self._pages: PageWorker | None = None
         self._law: LawMetadata | None = None

@@ -3,76 +3,53 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import Field, model_validator
+
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UnsupportedModelError
-from kvcache_rag.settings import StoreSettings
+from kvcache_rag.settings import PathText, StoreSettings
 from vllm_kvcache_rag.checkpoint import checkpoint_digest
 from vllm_kvcache_rag.keys import specs
 from vllm_kvcache_rag.transfer.grants import GrantKey
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvcache_rag.stores import ChunkStore
 
 _WHOLE: Final = ("auto", "float16", "bfloat16", "float32")
-
-_OPTIONS: Final = ("store", "store_bytes", "memory_bytes", "key_file", "signing_key")
 
 # Quantised forms keep keys as they are before rotation, which vLLM does not hand out.
 _CODEC: Final = "native"
 
 
-@dataclass(frozen=True, eq=False)
-class ConnectorSettings:
-    """Of one engine.
+class ConnectorSettings(StoreSettings):
+    """What `kv_connector_extra_config` says to one engine."""
 
-    Attributes:
-        store: A folder, or a URL.
-        store_bytes: Limit of a folder.
-        memory_bytes: Chunks kept in each worker's memory before it; 0 for none.
-        key_file: Of the key that the front end has, too; None for that of the environment.
-        signing_key: File of the key that signs chunks' files, or None.
-    """
+    memory_bytes: int = Field(default=0, ge=0)
+    """Bytes of chunks that each worker keeps in memory before the store."""
+    key_file: PathText | None = None
+    """File of the key that the front end has, too; without it that of the environment."""
 
-    store: str
-    store_bytes: int | None = None
-    memory_bytes: int = 0
-    key_file: str | None = None
-    signing_key: str | None = None
-
-    @classmethod
-    def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
-        """What `kv_connector_extra_config` says.
-
-        Raises:
-            InvalidInputError: If it says nothing of a store, or what nobody knows.
-        """
-        if extra.get("codec", _CODEC) != _CODEC:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_codec not in (None, _CODEC):
             raise InvalidInputError(
-                f"chunks cannot be stored as {extra['codec']!r}: that keeps keys before rotation, "
-                "and vLLM gives them behind it; leave codec out"
+                f"chunks cannot be stored as {self.kv_codec!r}: that keeps keys before rotation, "
+                "and vLLM gives them behind it; leave kv_codec out"
             )
-        unknown = sorted({*extra} - {*_OPTIONS, "codec"})
-        if unknown:
+        if self.kv_dir is None:
             raise InvalidInputError(
-                f"kv_connector_extra_config has no {unknown[0]!r}; it takes {', '.join(_OPTIONS)}"
+                'kv_connector_extra_config names the folder or URL of the chunks: {"kv_dir": "kv"}'
             )
-        if not isinstance(extra.get("store"), str):
-            raise InvalidInputError(
-                'kv_connector_extra_config names the folder or URL of the chunks: {"store": "kv"}'
-            )
-        return cls(**{name: extra[name] for name in _OPTIONS if name in extra})
+        return self
 
-    def open_store(self) -> ChunkStore:
+    def open(self) -> ChunkStore:
         """Where chunks lie, with memory before it."""
         from kvcache_rag.stores import MemoryStore
 
-        memory = MemoryStore(self.memory_bytes) if self.memory_bytes else None
-        place = StoreSettings(
-            kv_dir=self.store, kv_max_bytes=self.store_bytes, signing_key=self.signing_key
-        )
-        return place.open_store(memory)
+        return self.open_store(MemoryStore(self.memory_bytes) if self.memory_bytes else None)
 
     def grant_key(self) -> GrantKey:
         """What says who may ask."""
