@@ -389,7 +389,7 @@ def test_what_ingest_noted_is_read_and_written_as_ever(
     path = Path(frozen.name)
     shutil.copyfile(frozen, path)
     found = Settings.find("chroma", "docs")
-    assert found == Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
+    assert found == Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]  # of JSON
     path.unlink()
     found.save()
     assert path.read_bytes() == frozen.read_bytes()

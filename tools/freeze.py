@@ -200,7 +200,7 @@ def write_settings() -> None:
     _write(
         "settings/questions.jsonl", "".join(f"{json.dumps(row)}\n" for row in cases.QUESTION_ROWS)
     )
-    settings = Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]
+    settings = Settings(kv_dir="kv", chroma="chroma", **cases.INGEST)  # type: ignore[arg-type]  # of JSON
     with tempfile.TemporaryDirectory() as place:
         here = Path.cwd()
         os.chdir(place)  # so that the file names no folder of this machine

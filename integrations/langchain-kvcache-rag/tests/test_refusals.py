@@ -60,9 +60,9 @@ def test_what_is_no_document(llm: ChatKVCache) -> None:
         document_block("a text")
     for one in (DOCUMENTS[0], "a text"):
         with pytest.raises(InvalidInputError, match="takes a list of documents"):
-            llm.prefill(one)  # type: ignore[arg-type]
+            llm.prefill(one)  # type: ignore[arg-type]  # what is refused
     with pytest.raises(InvalidInputError, match=r"not a int; give one such as a retriever gives$"):
-        llm.prefill([3])  # type: ignore[list-item]
+        llm.prefill([3])  # type: ignore[list-item]  # likewise
 
 
 def test_without_documents_nothing_is_reused(llm: ChatKVCache) -> None:

@@ -277,7 +277,7 @@ class KVCacheVectorStore(ChromaVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Nodes by id, by filters, by both together, or all."""
-        return super().get_nodes(node_ids, filters)  # type: ignore[arg-type]
+        return super().get_nodes(node_ids, filters)  # type: ignore[arg-type]  # as above
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
