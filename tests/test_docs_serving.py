@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCK = re.compile(
-    r"(?:<!-- (not run: [^>]+|server) -->\n)?```(bash|python)\n(.*?)```(?:\n\n```text\n(.*?)```)?",
+    r"(?:<!-- (not run: [^>]+|server) -->\n)?```(bash|python|yaml)\n(.*?)```(?:\n\n```text\n(.*?)```)?",
     re.S,
 )
 PATIENCE = 180.0
@@ -61,6 +61,9 @@ def test_every_command_and_snippet_works_in_its_order(tmp_path: Path) -> None:
         for mark, kind, code, output in BLOCK.findall(PAGE):
             if mark.startswith("not run"):
                 continue
+            if kind == "yaml":
+                (tmp_path / "server.yaml").write_text(code, encoding="utf-8")
+                continue
             here = code.replace("localhost:8000", f"127.0.0.1:{port}")
             if mark == "server":
                 stack.close()  # the one before has the port
@@ -86,7 +89,7 @@ def test_every_command_and_snippet_works_in_its_order(tmp_path: Path) -> None:
 
 def test_the_page_has_servers_and_blocks_of_both_kinds() -> None:
     found = BLOCK.findall(PAGE)
-    assert sum(mark == "server" for mark, *_ in found) == 2
+    assert sum(mark == "server" for mark, *_ in found) == 3
     assert sum(kind == "python" for _, kind, *_ in found) >= 4
     assert sum(mark.startswith("not run") for mark, *_ in found) <= 2
     assert PAGE.count("```") == 2 * (len(re.findall(r"^```\w*\n.*?^```$", PAGE, re.S | re.M)))
