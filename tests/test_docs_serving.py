@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCK = re.compile(
-    r"(?:<!-- (not run: [^>]+|server) -->\n)?```(bash|python|yaml)\n(.*?)```(?:\n\n```text\n(.*?)```)?",
+    r"(?:<!-- (not run: [^>]+|server) -->\n)?```(bash|python|yaml)\n(.*?)```"
+    r"(?:\n\n```text\n(.*?)```)?",
     re.S,
 )
 PATIENCE = 180.0
