@@ -11,6 +11,7 @@ os.environ["ANONYMIZED_TELEMETRY"] = "False"
 # Workers run side by side: one thread each is faster than all threads for each, which spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import ipaddress
 import random
 import socket
@@ -54,6 +55,12 @@ def _is_local(address: Any) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests stay to the end: no collection looks through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
