@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from kvcache_rag.generation.answer import Answerer
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.prompt.renderer import PromptRenderer
-    from kvcache_rag.stitching.costs import Costs
     from kvcache_rag.stores.base import ChunkLayout
     from kvcache_rag.stores.remote.objects import Objects
     from kvcache_rag.stores.remote.transport import Transport
@@ -43,11 +42,6 @@ def renderer(engine: Engine) -> PromptRenderer:
 def prefiller(engine: Engine) -> Any:
     """What computes chunks; a `Prefiller`, or None where keys cannot move."""
     return engine._prefiller
-
-
-def costs(engine: Engine) -> Costs:
-    """What it measured of loading and prefilling."""
-    return engine._costs
 
 
 def lock(engine: Engine) -> Any:

@@ -81,7 +81,7 @@ def open_engine(folder: Path, variant: str = MAIN) -> Engine:
     """The packaged reader over a folder of chunks."""
     codec, dtype = VARIANTS[variant]
     store = DiskStore(folder, codec=codec_by_name(codec), durable=False)
-    return Engine.from_pretrained("tiny", store=store, dtype=dtype, device="cpu", cost_aware=False)
+    return Engine.from_pretrained("tiny", store=store, dtype=dtype, device="cpu")
 
 
 def layout_of(description: Mapping[str, Any]) -> ChunkLayout:
@@ -311,8 +311,8 @@ class SilentBackend:
             yield Failed(503, "server_error", "It is down.")
             return
         yield Piece("yes")
-        hits, declined = {"memory": 1}, {"disk: load 2 s > prefill 1 s": 1}
-        metrics = Metrics(policy="Reuse()", generated_tokens=1, hits=hits, declined=declined)
+        hits = {"memory": 1}
+        metrics = Metrics(policy="Reuse()", generated_tokens=1, hits=hits)
         yield Finished(Answer("yes", metrics, (1,)))
 
     async def count(self, work: BackendRequest) -> int:

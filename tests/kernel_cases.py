@@ -21,7 +21,7 @@ import torch
 
 from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate
-from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.deferred.segments import Segment, SegmentTable
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def reference(
         k[:, table.tail + fresh :] = keys[row, :, fresh:]
         v[:, table.tail + fresh :] = values[row, :, fresh:]
         for segment, distance in zip(segments, distances[row], strict=True):
-            place = slice(segment.column, segment.column + len(segment.chunk))
+            place = slice(segment.column, segment.stop)
             old = torch.zeros(len(segment.chunk))
             held = segment.chunk.keys(1)[1].float()
             k[:, place] = rotate(held, case.rotation, inv_freq, old, old + distance)
@@ -224,7 +224,7 @@ def laid_out(case: Case) -> tuple[SegmentTable, list[int]]:
     for column, row in case.rows:
         placed = []
         for chunk, distance in row:
-            placed.append((chunks[chunk], column, distance))
+            placed.append(Segment(chunks[chunk], column, chunks[chunk].start + distance))
             column += LENGTHS[chunk]
         rows.append(placed)
         ends.append(column)

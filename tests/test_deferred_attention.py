@@ -23,7 +23,7 @@ from kvcache_rag.models.deferred.attention import (
     plain_attention,
 )
 from kvcache_rag.models.deferred.cache import HeldSegments, LayerSegments, deferred_cache
-from kvcache_rag.models.deferred.segments import LayerCall, SegmentTable
+from kvcache_rag.models.deferred.segments import LayerCall, Segment, SegmentTable
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Case:
             column, members = self.width - length, []
             for number in row:
                 far = column - (self.width - length) - number  # any distance will do
-                members.append((chunks[number], column, far))
+                members.append(Segment(chunks[number], column, chunks[number].start + far))
                 column += sizes[number]
             table.append(members)
         keep = [longest - query for query in queries]

@@ -14,8 +14,8 @@ from zoo import build, byte_tokenizer
 from kvcache_rag import BestLast, DiskStore, Engine, LegoLink, MemoryStore, Reuse, TieredStore
 from kvcache_rag.codecs import Int8
 from kvcache_rag.models.attention import few_queries
-from kvcache_rag.models.deferred.int8 import Int8Segments, PlacedChunk, int8_refusal
-from kvcache_rag.models.deferred.segments import LayerCall
+from kvcache_rag.models.deferred.int8 import Int8Segments, int8_refusal
+from kvcache_rag.models.deferred.segments import LayerCall, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,10 +181,10 @@ def test_the_kernel_is_as_exact_as_the_specification(queries: int, is_masked: bo
     behind, tail = sum(sizes), queries + 2
     rows = [
         [
-            PlacedChunk(chunk, sum(sizes[:place]), 3 + sum(sizes[:place]))
+            Segment(chunk, sum(sizes[:place]), 3 + sum(sizes[:place]))
             for place, chunk in enumerate(chunks)
         ],
-        [PlacedChunk(chunks[2], behind + 2 - sizes[2], 0)],
+        [Segment(chunks[2], behind + 2 - sizes[2], 0)],
     ]
     segments = Int8Segments.of(layout, rows, behind, [0, 2])
     made = torch.Generator().manual_seed(queries)
@@ -209,7 +209,7 @@ def test_without_a_mask_every_new_token_sees_what_is_before_it(tmp_path: Path) -
     (chunk,) = [
         engine.store.encoded(key, layout.chunk_layout).chunk for key in engine.add(TEXTS[:1])
     ]
-    segments = Int8Segments.of(layout, [[PlacedChunk(chunk, 0, 0)]], len(chunk), [0])
+    segments = Int8Segments.of(layout, [[Segment(chunk, 0, 0)]], len(chunk), [0])
     made = torch.Generator().manual_seed(1)
     query = torch.randn(1, 4, 3, 32, generator=made).bfloat16()
     key, value = torch.randn(2, 1, 2, 3, 32, generator=made).bfloat16()

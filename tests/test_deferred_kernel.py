@@ -22,7 +22,7 @@ from benchmarks import deferred_kernel
 from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.kv.rotary import NO_ROTATION
-from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.deferred.segments import Segment, SegmentTable
 from kvcache_rag.models.deferred.worklist import (
     ANGLE_BITS,
     CHUNK_BITS,
@@ -97,7 +97,10 @@ def table_of(layout: str, rows: Sequence[Sequence[tuple[ChunkKV, int, int]]]) ->
     groups = tuple(LayerGroup(one, None, NO_ROTATION, NO_ROTATION) for one in shapes.groups)
     kinds = tuple(LayerKind() for group in shapes.groups for _ in group.layers)
     model = ModelLayout(groups, kinds, (), shapes.dtype, 0.0)
-    return SegmentTable.of(model, rows, 99, [0] * len(rows))
+    segments = [
+        [Segment(chunk, column, chunk.start + far) for chunk, column, far in row] for row in rows
+    ]
+    return SegmentTable.of(model, segments, 99, [0] * len(rows))
 
 
 def test_runs_cover_every_token_once() -> None:

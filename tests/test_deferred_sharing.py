@@ -20,14 +20,11 @@ from kvcache_rag import (
     DiskStore,
     Engine,
     FullRecompute,
-    MemoryStore,
     PromptTemplate,
     StoredChunk,
-    TieredStore,
 )
 from kvcache_rag.codecs import Int8
 from kvcache_rag.models.cache import CACHE_NAME
-from kvcache_rag.models.deferred import support
 from kvcache_rag.models.deferred.attention import is_fast
 
 if TYPE_CHECKING:
@@ -197,23 +194,6 @@ def test_every_store_of_a_batch_is_asked_for_its_codec(tmp_path: Path) -> None:
     assert alone.metrics.rotation == "deferred"
 
 
-def test_a_declined_reference_whose_text_is_another_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = make_engine("qwen2", rotation="deferred")
-    keys = engine.add(TEXTS)
-    expected = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    monkeypatch.setattr(access.costs(engine), "is_slow", lambda *_: True)
-    monkeypatch.setattr(access.costs(engine), "verdict", lambda *_: "slow")
-    chunks = [StoredChunk(key, text="something else") for key in keys]
-    (found,) = engine.generate_batch([(QUESTION, chunks)], max_new_tokens=4)
-    assert found.token_ids == expected.token_ids
-    assert found.metrics.hits == {"memory": 3}
-    declined = engine.generate(QUESTION, TEXTS, max_new_tokens=4)
-    assert declined.token_ids == expected.token_ids
-    assert declined.metrics.declined == {"slow": 3}
-
-
 def test_beams_that_only_the_model_asks_for_are_none() -> None:
     answers = []
     for mode in ("deferred", "copied"):
@@ -236,43 +216,6 @@ def test_queries_read_in_pieces_are_the_same_in_a_batch(mode: Any, size: int) ->
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def test_auto_asks_no_slow_tier_whether_it_holds_a_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
-    slow = DiskStore(tmp_path)
-    engine = Engine(
-        build("qwen2"),
-        byte_tokenizer(),
-        template=TEMPLATE,
-        store=TieredStore(MemoryStore(), slow),
-    )
-    request = engine._request(QUESTION, TEXTS, {})
-    prompt = access.answerer(engine).prompt(request, 0, "")
-
-    def asked(*_: Any) -> bool:
-        raise AssertionError("asked")
-
-    monkeypatch.setattr(slow, "contains", asked)
-    assert access.answerer(engine).filler is not None
-    why = access.answerer(engine).filler.deferral.why_copied([prompt])
-    assert why.startswith("not all chunks lie in this process's memory")
-
-
-def test_auto_tries_the_model_only_where_deferring_would_be_sooner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Trying takes several forward passes, in the middle of somebody's question."""
-    monkeypatch.setattr("kvcache_rag.generation.context.SMALLEST", 1)
-    monkeypatch.setattr("kvcache_rag.generation.context.segment_seconds", lambda model: 1e3)
-    engine = make_engine("qwen2")
-    engine.add(TEXTS)
-    for _ in range(3):
-        metrics = engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics
-    assert "is sooner here" in metrics.not_deferred
-    assert engine.model not in support._REFUSALS
-
-
 def test_devices_without_a_kernel_have_none() -> None:
     shape = (torch.float32, 16, 16, 4, 2)
     assert is_fast(*shape, torch.device("cpu"))
@@ -283,7 +226,7 @@ def test_devices_without_a_kernel_have_none() -> None:
 @pytest.mark.parametrize("twice", [False, True])
 def test_both_ways_find_load_and_compute_the_same(held: int, twice: bool) -> None:
     texts = [*TEXTS, TEXTS[0]] if twice else TEXTS
-    counted = ("hits", "misses", "reused_tokens", "prefilled_tokens", "declined")
+    counted = ("hits", "misses", "reused_tokens", "prefilled_tokens")
     found = []
     for mode in ("copied", "deferred"):
         engine = make_engine("qwen2", rotation=mode)

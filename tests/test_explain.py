@@ -36,7 +36,7 @@ from kvcache_rag import (
     UnsupportedModelError,
 )
 from kvcache_rag.generation import context
-from kvcache_rag.stitching.stitch import distances
+from kvcache_rag.stitching.stitch import placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,28 +174,6 @@ def test_a_chunk_that_stands_twice_is_prefilled_once() -> None:
     assert {found.tokens[at].state for at in range(last.start, last.stop)} == {"reused"}
 
 
-@pytest.mark.parametrize("policy", [Reuse(), LegoLink(4)], ids=["reuse", "legolink"])
-def test_what_would_be_declined_is_said_and_not_counted_as_declined(policy: ReusePolicy) -> None:
-    engine = make_engine("llama")
-    keys = engine.add(TEXTS)
-    assert access.answerer(engine).loader is not None
-    costs = access.answerer(engine).loader.costs
-    for key in keys:
-        for _ in range(4):
-            costs.loaded("memory", engine.nbytes(key), 9.0)
-            costs.prefilled([key.tokens], 1e-4)
-    for _ in range(20):  # one of 16 would be loaded all the same, if these had been declined
-        found = engine.explain(QUESTION, TEXTS, policy=Reuse())
-    found = engine.explain(QUESTION, TEXTS, policy=policy)
-    assert found.reused_tokens == 0
-    assert [span.tier for span in found.spans] == [""] * 5
-    by_key = engine.explain(QUESTION, keys, policy=Reuse())
-    assert by_key.prefilled_tokens == 0, "what is known by its key alone cannot be prefilled"
-    if policy.is_reuse:
-        answer = engine.generate(QUESTION, TEXTS, policy=policy, max_new_tokens=1)
-        assert counts(found) == counts(answer.metrics)
-
-
 # ---------------------------------------------------------------------- tokens and their texts
 TOKENIZERS = {
     "bytes": byte_tokenizer,
@@ -302,10 +280,10 @@ def test_positions_are_where_keys_stand(policy: ReusePolicy) -> None:
     parts = [prefix, *(engine.store.get(key, layout).chunk for key in engine.add(TEXTS))]
     found = engine.explain(QUESTION, TEXTS, policy=policy)
     again = states(found, "recomputed") + states(found, "computed")
-    moves = distances(parts, policy.positions, adjacent=policy.adjacent_query)
-    for span, part, move in zip(found.spans[:-1], parts, moves, strict=True):
-        stands = torch.arange(part.start, part.start + len(part)) if move is None else move[1]
-        for at, place in zip(range(span.start, span.stop), stands.tolist(), strict=True):
+    segments = placed(parts, policy.positions, adjacent=policy.adjacent_query)
+    for span, segment in zip(found.spans[:-1], segments, strict=True):
+        for step, at in enumerate(range(span.start, span.stop)):
+            place = segment.position + step
             assert found.tokens[at].position == (at if at in again else place)
     query = found.spans[-1]
     places = [token.position for token in found.tokens[query.start :]]

@@ -164,7 +164,6 @@ def test_a_new_folder_is_as_the_old_one(opened: tuple[str, Engine, Path], tmp_pa
         engine.tokenizer,
         store=DiskStore(tmp_path, codec=engine.store.codec),
         template=engine.template,
-        cost_aware=False,
     )
     new.add(cases.TEXTS, owner=cases.OWNER)
     folder = STORES[name]["folder"]

@@ -535,7 +535,7 @@ def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_pa
     own = {"model", "template", "system_prompt", *loaded}
     assert EngineSettings.model_fields.keys() - own <= signature(Engine).parameters.keys()
     store = StoreSettings(kv_dir=str(tmp_path)).open_store(MemoryStore())
-    settings = EngineSettings(context_window=100, cost_aware=False, rotation="copied")
+    settings = EngineSettings(context_window=100, rotation="copied")
     engine = settings.open_engine(
         store, namespace="tenant", model=make_model(), tokenizer=make_tokenizer()
     )
@@ -545,8 +545,8 @@ def test_whatever_of_the_settings_is_an_option_of_the_engine_is_handed_on(tmp_pa
 
 def test_settings_are_taken_from_what_says_them_by_name() -> None:
     source = SimpleNamespace(model="m", dtype=None, device="cpu", revision="r", kv_codec="int8")
-    found = EngineSettings.of(source, device="cuda", cost_aware=False)
-    assert found == EngineSettings(model="m", device="cuda", revision="r", cost_aware=False)
+    found = EngineSettings.of(source, device="cuda")
+    assert found == EngineSettings(model="m", device="cuda", revision="r")
 
 
 def test_a_store_is_opened_by_its_place(tmp_path: Path) -> None:
@@ -587,7 +587,6 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
         "namespace": "tenant",
         "context_window": 100,
         "packed_attention": False,
-        "cost_aware": False,
         "auxiliary": None,
         "gate": None,
         "rotation": "copied",
@@ -598,8 +597,8 @@ def test_an_engine_like_another_keeps_every_option_that_is_not_changed() -> None
     assert same._options == engine._options == {**options, **_loaded(engine)}
     engine.policy = Reuse()
     tenant = engine.in_namespace("other")
-    changed = like(tenant, store=None, cost_aware=True)
-    kept = {**options, "policy": engine.policy, "namespace": "other", "cost_aware": True}
+    changed = like(tenant, store=None)
+    kept = {**options, "policy": engine.policy, "namespace": "other"}
     assert changed._options == {**kept, **_loaded(engine), "store": None}
     assert changed.store is not engine.store
 

@@ -138,7 +138,6 @@ def test_an_answer_is_a_span_by_the_conventions(exporter: InMemorySpanExporter) 
         "miss_reasons": ("not prefilled",),
         "hits.memory": 1,
         "ttft": metrics.ttft,
-        "declined": 0,
         "batch": 1,
     }
     assert {name: said[f"kvcache_rag.{name}"] for name in expected} == expected

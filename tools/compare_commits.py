@@ -347,7 +347,7 @@ class Scenarios:
         return makers[name]()
 
     def _made(self, store: Any, rotation: str = "copied") -> Any:
-        options: dict[str, Any] = {"rotation": rotation, "cost_aware": False}
+        options: dict[str, Any] = {"rotation": rotation}
         return self._engine(
             self._model, _tokenizer(), store=store, template=self._template, **options
         )

@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.common import described, write
 from kvcache_rag.kv.chunk import ChunkKV, GroupLayout
 from kvcache_rag.kv.rotary import NO_ROTATION, Rotation, rotate_
-from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.deferred.segments import Segment, SegmentTable
 from kvcache_rag.models.rotation import FrequencySet, LayerGroup, LayerKind, ModelLayout
 
 if TYPE_CHECKING:
@@ -136,7 +136,11 @@ class Call:
     def _table(
         self, layout: ModelLayout, rows: Sequence[Sequence[tuple[ChunkKV, int, int]]]
     ) -> SegmentTable:
-        return SegmentTable.of(layout, rows, self.setting.context)
+        segments = [
+            [Segment(chunk, column, chunk.start + far) for chunk, column, far in row]
+            for row in rows
+        ]
+        return SegmentTable.of(layout, segments, self.setting.context)
 
     def attend(self, side: str, place: int) -> Tensor:
         """Output of one layer, `(rows, queries, heads, width)`."""

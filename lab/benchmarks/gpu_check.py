@@ -11,8 +11,7 @@ they are used in place, with deferred rotation.
 - disk native   files in the page cache, read, checked, sent as bfloat16
 - disk int8     the same, sent as int8 and decoded on the GPU
 - pageable      chunks in plain main memory
-- pinned        chunks in pinned main memory, one by one
-- layered       the same, first layers first; "first" is when the first layers are there
+- pinned        chunks in pinned main memory
 - resident      chunks in GPU memory
 
 "host" is when the caller may go on, "all" when everything is there.  Exit status: 0 when all is
@@ -39,7 +38,7 @@ from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.codecs import Int8, Native
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
-from kvcache_rag.stores.device import deliver_layers
+from kvcache_rag.stores.device import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +60,6 @@ class Timing:
 
     side: str
     host: float
-    first: float
     everything: float
     gb_per_s: float
     equal: bool
@@ -83,18 +81,17 @@ class Bench:
     chunks: Sequence[tuple[ChunkKey, ChunkKV]]
     folder: Path
 
-    def sides(self) -> dict[str, tuple[ChunkStore, bool]]:
-        """Filled stores, and whether their chunks are sent first layers first."""
-        found: dict[str, tuple[ChunkStore, bool]] = {
-            "disk native": (self._disk(Native()), False),
-            "disk int8": (self._disk(Int8()), False),
-            "pageable": (MemoryStore(1 << 40), False),
-            "resident": (MemoryStore(1 << 40, device=self.device), False),
+    def sides(self) -> dict[str, ChunkStore]:
+        """Filled stores."""
+        found: dict[str, ChunkStore] = {
+            "disk native": self._disk(Native()),
+            "disk int8": self._disk(Int8()),
+            "pageable": MemoryStore(1 << 40),
+            "resident": MemoryStore(1 << 40, device=self.device),
         }
         if self.device.type == "cuda":
-            found["pinned"] = (MemoryStore(1 << 40, pinned=True), False)
-            found["layered"] = (MemoryStore(1 << 40, pinned=True), True)
-        for store, _ in found.values():
+            found["pinned"] = MemoryStore(1 << 40, pinned=True)
+        for store in found.values():
             for key, chunk in self.chunks:
                 if not store.put(key, chunk):
                     raise RuntimeError(f"not kept: {store.stats().last_failure}")
@@ -118,33 +115,29 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def load(self, store: ChunkStore, places: Sequence[ChunkKV], layered: bool) -> list[float]:
-        """Bring all chunks to their places; seconds until host, first layers and all are ready."""
+    def load(self, store: ChunkStore, places: Sequence[ChunkKV]) -> list[float]:
+        """Bring all chunks to their places; seconds of the host and of all."""
         self.wait()
         begun = time.perf_counter()
-        if layered:
-            kept = [store.get(key, self.layout).chunk for key, _ in self.chunks]
-            arrivals = deliver_layers(kept, places)
-            host = time.perf_counter() - begun
-            arrivals.wait(0)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-            first = time.perf_counter() - begun
-            arrivals.wait(self.layout.groups[0].layers[-1])
-        else:
-            for (key, _), place in zip(self.chunks, places, strict=True):
-                store.get(key, self.layout, place)
-            host, first = time.perf_counter() - begun, 0.0
+        found = [
+            store.get(key, self.layout, place).chunk
+            for (key, _), place in zip(self.chunks, places, strict=True)
+        ]
+        deliver(found, places)
+        for chunk, place in zip(found, places, strict=True):
+            place.tokens.copy_(chunk.tokens)
+        host = time.perf_counter() - begun
         self.wait()
-        everything = time.perf_counter() - begun
-        return [host, first or everything, everything]
+        return [host, time.perf_counter() - begun]
 
-    def is_equal(self, store: ChunkStore, layered: bool) -> bool:
+    def is_equal(self, store: ChunkStore) -> bool:
         """Whether the device gets, bit for bit, what the plain path gives in main memory."""
         there, here = self.places(self.device), self.places(torch.device("cpu"))
-        self.load(store, there, layered)
+        self.load(store, there)
         for (key, _), place in zip(self.chunks, here, strict=True):
-            store.get(key, self.layout, place)
+            kept = store.get(key, self.layout, place).chunk
+            place.copy_from(kept)
+            place.tokens.copy_(kept.tokens)
         return all(
             torch.equal(one.tokens, other.tokens)
             and all(
@@ -159,20 +152,20 @@ class Bench:
 def measure(bench: Bench, rounds: int) -> list[Timing]:
     """Compare each side with the plain path, then let the sides take turns."""
     sides = bench.sides()
-    equal = {name: bench.is_equal(*side) for name, side in sides.items()}
+    equal = {name: bench.is_equal(side) for name, side in sides.items()}
     places = bench.places(bench.device)
     samples: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
-        for name, (store, layered) in sides.items():
-            seconds = bench.load(store, places, layered)
+        for name, store in sides.items():
+            seconds = bench.load(store, places)
             if number:
                 samples[name].append(seconds)
     nbytes = sum(chunk.nbytes for _, chunk in bench.chunks)
     found = []
     for name, rows in samples.items():
-        host, first, everything = (statistics.median(one) for one in zip(*rows, strict=True))
+        host, everything = (statistics.median(one) for one in zip(*rows, strict=True))
         rate = nbytes / everything / 1e9
-        found.append(Timing(name, host * 1e3, first * 1e3, everything * 1e3, rate, equal[name]))
+        found.append(Timing(name, host * 1e3, everything * 1e3, rate, equal[name]))
     return found
 
 
@@ -266,9 +259,9 @@ def is_right(rows: Sequence[Timing], differences: dict[str, float]) -> bool:
 
 def report(rows: Sequence[Timing], differences: dict[str, float]) -> None:
     """Print two tables."""
-    print(f"{'ms':<14}{'host':>9}{'first':>9}{'all':>9}{'GB/s':>8}  equal to plain")
+    print(f"{'ms':<14}{'host':>9}{'all':>9}{'GB/s':>8}  equal to plain")
     for row in rows:
-        line = f"{row.side:<14}{row.host:>9.2f}{row.first:>9.2f}{row.everything:>9.2f}"
+        line = f"{row.side:<14}{row.host:>9.2f}{row.everything:>9.2f}"
         print(f"{line}{row.gb_per_s:>8.1f}  {'yes' if row.equal else 'NO'}")
     for name, difference in differences.items():
         verdict = "" if difference <= CLOSE else f", above {CLOSE}"

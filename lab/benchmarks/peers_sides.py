@@ -217,7 +217,6 @@ class Ours:
             store=DiskStore(folder),
             template=template_of(system),
             device="cpu",
-            cost_aware=False,
             weight_format=cast("Any", weight_format),
         )
         # Answers have the length that was asked for, on every side.

@@ -111,7 +111,6 @@ class Summary:
         waited: Mean time in the queue.
         reused: Share of the prompts' tokens that were reused.
         hits: Share of the chunks that were cached when a request's turn came.
-        declined: Share of the chunks that were cached and computed all the same.
         prefetched: Share of the requests with something computed or loaded while they waited.
         batch: Mean number of requests answered together.
         share: Of the requests, the part that the first instance answered.
@@ -129,7 +128,6 @@ class Summary:
     waited: float
     reused: float
     hits: float
-    declined: float
     prefetched: float
     batch: float
     share: float
@@ -164,7 +162,6 @@ def summary(asked: Sequence[Asked], outcomes: Sequence[Outcome]) -> Summary:
         waited=float(np.mean([one.waited for one in done])),
         reused=sum(one.cached_tokens for one in done) / prompts if prompts else 0.0,
         hits=sum(one.hits for one in done) / chunks,
-        declined=sum(one.declined for one in done) / chunks,
         prefetched=float(np.mean([one.prefetched for one in done])),
         batch=float(np.mean([one.batch for one in done])),
         share=float(np.mean([one.instance == 0 for one in done])),

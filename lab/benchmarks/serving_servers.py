@@ -254,7 +254,6 @@ class Outcome:
         answer_tokens: Of the answer.
         hits: Chunks that were cached.
         misses: Chunks that were not.
-        declined: Chunks that were cached and computed all the same, because that was sooner.
         prefetched: Whether chunks were computed or loaded while it waited.
         batch: Requests answered together with it, itself included.
         message: What the server said, where it failed.
@@ -272,7 +271,6 @@ class Outcome:
     answer_tokens: int = 0
     hits: int = 0
     misses: int = 0
-    declined: int = 0
     prefetched: bool = False
     batch: int = 1
     message: str = ""
@@ -411,7 +409,6 @@ def _costs(outcome: Outcome, answer: Mapping[str, Any]) -> Outcome:
             waited=cost["queue_wait"],
             hits=sum(cost["hits"].values()),
             misses=cost["misses"],
-            declined=sum(cost["declined"].values()),
             prefetched=cost["prefetched"],
             batch=cost["batch"],
         )

@@ -19,7 +19,7 @@ from kvcache_rag import DiskStore, Engine, MemoryStore, PromptTemplate, Reuse
 from kvcache_rag.kv.buffer import KVBuffer
 from kvcache_rag.models.cache import CACHE_NAME, buffer_cache
 from kvcache_rag.models.hf import TransformersModel
-from kvcache_rag.stitching.stitch import stitch
+from kvcache_rag.stitching.stitch import materialise, placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -207,15 +207,10 @@ class Bench:
         self._place_prefix(buffer, ids)
         for row, keys in enumerate(rows):
             ids_of_prefix = torch.tensor(self.prefix_ids, dtype=torch.int32)
-            parts = [buffer.view(row, 0, prefix, local_start=0, tokens=ids_of_prefix)]
-            start = prefix
-            for key in keys:
-                stop = start + key.tokens
-                tokens = torch.empty(key.tokens, dtype=torch.int32)
-                parts.append(buffer.view(row, start, stop, local_start=prefix, tokens=tokens))
-                self.beside.get(key, self.layout, out=parts[-1])
-                start = stop
-            stitch(self.adapter.measured, parts, "reordered")
+            place = buffer.single(row, 0)
+            parts = [place.view(0, 0, prefix, local_start=0, tokens=ids_of_prefix)]
+            parts += [self.beside.get(key, self.layout).chunk for key in keys]
+            materialise(self.adapter.measured, placed(parts, "reordered"), place)
 
         def run(new_tokens: int) -> Sample:
             cache = buffer_cache(buffer, self.adapter.measured.kinds, held)

@@ -156,9 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         store = DiskStore(folder)
-        engine = Engine.from_pretrained(
-            arguments.model, adapter="none", store=store, cost_aware=False
-        )
+        engine = Engine.from_pretrained(arguments.model, adapter="none", store=store)
         texts = articles()
         report: dict[str, Any] = {
             "about": {"benchmark": "when_not", **facts_of(engine, arguments.model, rounds)},

@@ -241,7 +241,7 @@ def test_a_run_measures_every_side_and_goes_on(
 
 
 def test_a_side_that_does_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine.from_pretrained("tiny", cost_aware=False)
+    engine = Engine.from_pretrained("tiny")
     swapped = {"full": when_not.SIDES["cached"], "cached": when_not.SIDES["full"]}
     monkeypatch.setattr(when_not, "SIDES", swapped)
     with pytest.raises(RuntimeError, match="should have been"):

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COST = {"queue_wait": 0.5, "ttft": 0.2, "total": 0.3, "hits": {"disk": 1}, "misses": 1}
-COST |= {"declined": {}, "prefetched": True, "batch": 2, "load": 0.05}
+COST |= {"prefetched": True, "batch": 2, "load": 0.05}
 USAGE = {
     "prompt_tokens": 30,
     "completion_tokens": 16,

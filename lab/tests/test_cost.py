@@ -252,7 +252,7 @@ def test_texts_are_as_long_as_they_are_to_be_in_words_of_the_vocabulary() -> Non
 
 @pytest.fixture
 def bench(tmp_path: Any) -> SpeedBench:
-    engine = Engine(make_model(), make_tokenizer(), cost_aware=False)
+    engine = Engine(make_model(), make_tokenizer())
     plan = SpeedPlan.of(engine, [80, 32], chunk=32, tokens=3, rounds=2)
     return SpeedBench(engine, {MEMORY: MemoryStore(), FILES: DiskStore(tmp_path)}, plan)
 
@@ -301,7 +301,7 @@ def test_chunks_that_are_gone_are_told_and_not_timed(bench: SpeedBench) -> None:
 
 
 def test_a_store_that_keeps_nothing_is_told(tmp_path: Any) -> None:
-    engine = Engine(make_model(), make_tokenizer(), cost_aware=False)
+    engine = Engine(make_model(), make_tokenizer())
     plan = SpeedPlan.of(engine, [32], chunk=32, tokens=2, rounds=1)
     stores = {MEMORY: MemoryStore(10), FILES: DiskStore(tmp_path)}
     with pytest.raises(InvalidInputError, match=r"cannot be kept .*exceeds max_bytes"):

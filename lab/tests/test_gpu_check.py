@@ -37,23 +37,18 @@ def test_every_side_equals_the_plain_path(bench: Bench) -> None:
     assert all(row.equal and 0 < row.host <= row.everything for row in rows)
 
 
-def test_first_layers_first_equals_the_plain_path(bench: Bench) -> None:
-    store = bench.sides()["pageable"][0]
-    assert bench.is_equal(store, layered=True)
-
-
 def test_a_difference_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Bench.load
 
-    def wrong(self: Bench, store: ChunkStore, places: Sequence[ChunkKV], layered: bool) -> Any:
-        seconds = load(self, store, places, layered)
+    def wrong(self: Bench, store: ChunkStore, places: Sequence[ChunkKV]) -> Any:
+        seconds = load(self, store, places)
         places[1].tensors[0][0][-1, -1, -1, -1, -1] += 1
         return seconds
 
-    store = bench.sides()["disk int8"][0]
-    assert bench.is_equal(store, layered=False)
+    store = bench.sides()["disk int8"]
+    assert bench.is_equal(store)
     monkeypatch.setattr(Bench, "load", wrong)
-    assert not bench.is_equal(store, layered=False)
+    assert not bench.is_equal(store)
     monkeypatch.undo()
     rows = measure(bench, 1)
     assert is_right(rows, {"a": gpu_check.CLOSE})

@@ -48,7 +48,7 @@ FULL = repr(FullRecompute())
 
 
 def make_engine(model: Any = None, **options: Any) -> Engine:
-    settings = {"template": TEMPLATE, "context_window": 400, "cost_aware": False, **options}
+    settings = {"template": TEMPLATE, "context_window": 400, **options}
     return Engine(model or make_model(), make_tokenizer(), **settings)
 
 
@@ -335,7 +335,7 @@ def test_the_packaged_reader_tells_policies_apart() -> None:
     """A policy that spoils the attention loses answers, and the verdict says so."""
     from kvcache_rag import Ape
 
-    engine = Engine.from_pretrained("tiny", cost_aware=False)
+    engine = Engine.from_pretrained("tiny")
     questions = [
         Question(f"{seed}/{i}", one.text, example.documents, (one.answer,))
         for seed in range(4)

@@ -23,6 +23,7 @@ from kvcache_rag import (
     Reuse,
     Verdict,
 )
+from kvcache_rag.models.rotation import Move
 from kvcache_rag.verdict import PolicyScore
 from kvcache_rag_lab.commands import verify
 from kvcache_rag_lab.commands.verify import lines
@@ -187,9 +188,7 @@ def test_chance_is_the_mean_of_random_choices() -> None:
 def test_broken_numerics_are_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine loading takes long, and keys are rotated beside the forward pass instead.
-    monkeypatch.setattr("kvcache_rag.stitching.loader.ContextLoader.pays_ahead", lambda *_: False)
-    monkeypatch.setattr("kvcache_rag.stitching.loader.stitch", lambda *_, **__: None)
+    monkeypatch.setattr(Move, "bring", lambda _, place, chunk: place.copy_from(chunk))
     file = write(tmp_path / "mine.jsonl", reader_rows(1))
     out = tmp_path / "verdict.json"
     options = ("--questions", "2", "--policies", "reordered", "--max-new-tokens", "4", "--out", out)

@@ -23,7 +23,6 @@ from kvcache_rag.models.attention.last_layer import QueryAttention
 from kvcache_rag.models.cache import buffer_cache
 from kvcache_rag.prompt.alignment import spread
 from kvcache_rag.prompt.offsets import chunk_offsets
-from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
 
 if TYPE_CHECKING:
@@ -126,7 +125,6 @@ class Auxiliary:
         engine._adapter.measured.ensure_movable()
         self.engine = engine
         self._name = ""
-        self._costs = Costs(enabled=engine._costs.enabled)
         self._look_at_model()
         self._buffer = PromptBuffer(self._attention.model)
         self._lock = threading.Lock()
@@ -138,7 +136,7 @@ class Auxiliary:
         engine = self.engine
         self._attention = QueryAttention(engine._adapter)
         prefiller = replace(engine._capturing, model=self._attention.model)
-        self._loader = ContextLoader(prefiller, engine._renderer, self._costs)
+        self._loader = ContextLoader(prefiller, engine._renderer)
 
     @classmethod
     def from_pretrained(

@@ -43,7 +43,6 @@ from kvcache_rag.prefill import ContextChunk, Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
-from kvcache_rag.stitching.costs import Costs
 from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import ChunkStore, MemoryStore
 from kvcache_rag.stores.base import check_store
@@ -96,7 +95,6 @@ class Engine:
         namespace: str = "",
         context_window: int | None = None,
         packed_attention: bool = True,
-        cost_aware: bool = True,
         auxiliary: Scorer | None = None,
         gate: Gate | Verdict | str | os.PathLike[str] | None = None,
         rotation: RotationMode = "auto",
@@ -119,7 +117,6 @@ class Engine:
             context_window: As `EngineSettings`.
             packed_attention: Replace stock sdpa attention by an equal one that does not repeat keys
                 and values.
-            cost_aware: As `EngineSettings`.
             auxiliary: Scores chunks for policies that choose tokens by a question and bring no
                 scorer of their own, in a thread beside the loading.
             gate: As `EngineSettings`; or a `Gate` or a `Verdict`.
@@ -158,7 +155,6 @@ class Engine:
         longest = self._adapter.longest(context_window)  # without cached chunks
         self._renderer = PromptRenderer(self.template, tokenizer)
         self._lock = lock_of(self._adapter.model)
-        self._costs = Costs(enabled=cost_aware)
         joint = self._loader(self.combinations, None)
         loader = self._loader(self.store, joint)
         self._prefiller = loader.prefiller if loader else None
@@ -244,7 +240,7 @@ class Engine:
         prefiller = Prefiller.of(self._adapter, store, self._renderer.prefix_ids, self.namespace)
         if prefiller is None:
             return None
-        return ContextLoader(prefiller, self._renderer, self._costs, combinations)
+        return ContextLoader(prefiller, self._renderer, combinations)
 
     def in_namespace(self, namespace: str) -> Self:
         """An engine for another tenant: the same model, stores and settings, other chunks.

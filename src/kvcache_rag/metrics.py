@@ -40,8 +40,8 @@ class Metrics:
 
     Attributes:
         ttft: From the call to the first generated token.
-        load: Part of `ttft`: reading cached chunks (of those read beside the forward pass, only the
-            seconds for which it had to wait), and prefilling and storing those that were missing.
+        load: Part of `ttft`: reading cached chunks, and prefilling and storing those that were
+            missing.
         stitch: Part of `ttft`: rotating keys to their places.
         choose: Part of `ttft`: choosing context tokens, with the signals that this needs (of an
             auxiliary model, which works beside the loading, only the seconds that it took longer).
@@ -55,8 +55,7 @@ class Metrics:
         recomputed_tokens: Context tokens that a policy computed again.
         fresh_tokens: Chunk tokens that the policy had computed together with the query, in the
             context of the others (`BestLast`); neither loaded nor stored.
-        prefilled_tokens: Chunk tokens computed for this answer, because they were not cached or
-            loading them was declined.
+        prefilled_tokens: Chunk tokens computed for this answer, because they were not cached.
         query_tokens: Tokens of history, question and everything behind the chunks.
         generated_tokens: Tokens of the answer.
         hits: Chunks found, per tier.
@@ -65,8 +64,6 @@ class Metrics:
         auxiliary_misses: Chunks that an auxiliary model had not cached when it scored them (its
             own; they are cached now).
         references: Chunks given by a reference that holds, whose text was not tokenised.
-        declined: Chunks that were cached and prefilled all the same, because this machine's
-            measured rates say that this is sooner; per reason (tier and both times), how many.
         dropped_chunks: Chunks left out because the prompt would not fit.
         rounds: Stitched prompts that were needed (more than one with `overflow="refine"`).
         policy: The policy, as it can be pasted back.
@@ -95,7 +92,6 @@ class Metrics:
     missed: tuple[Miss, ...] = ()
     auxiliary_misses: int = 0
     references: int = 0
-    declined: Mapping[str, int] = field(default_factory=dict)
     dropped_chunks: int = 0
     rounds: int = 1
     policy: str = ""
@@ -172,9 +168,8 @@ def joined(first: Metrics, later: Metrics, before: float) -> Metrics:
     of_chunks = ("misses", "missed", "auxiliary_misses")
     added = (*times, *counts, *of_chunks, "generated_tokens", "rounds")
     sums = {name: getattr(first, name) + getattr(later, name) for name in added}
-    for name in ("hits", "declined"):
-        sums[name] = dict(Counter(getattr(first, name)) + Counter(getattr(later, name)))
-    return replace(later, **sums, ttft=before + later.ttft, total=before + later.total)
+    hits = dict(Counter(first.hits) + Counter(later.hits))
+    return replace(later, **sums, hits=hits, ttft=before + later.ttft, total=before + later.total)
 
 
 @dataclass(frozen=True)

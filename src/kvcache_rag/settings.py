@@ -137,7 +137,7 @@ class EngineOptions(BaseModel):
     rotation: Literal["auto", "copied", "deferred"] | None = None
     """deferred attends to chunks where they lie in memory, without a copy per answer (on a GPU: in
     `MemoryStore(device=...)`), or `Metrics.not_deferred` says why not; copied never does; auto (if
-    nothing is said) where it is measured sooner, and on a CPU with int8 chunks."""
+    nothing is said) does with int8 chunks on a CPU that reads them where they lie."""
 
 
 class DeviceOption(BaseModel):
@@ -283,9 +283,6 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
     """Such as bfloat16; auto for the checkpoint's own."""
     revision: str | None = None
     """Commit, branch or tag of a model on the hub; without it its default."""
-    cost_aware: bool = True
-    """Prefill a cached chunk again where measured rates say that this is sooner than loading it (a
-    slow remote tier); off, whatever is cached is loaded."""
 
     def prompt_template(self, brought: PromptTemplate | None) -> PromptTemplate:
         """How prompts are written for a model that brings `brought`."""
@@ -334,7 +331,6 @@ class EngineSettings(EngineOptions, DeviceOption, Settings):
             template=self.prompt_template(brought),
             namespace=namespace,
             context_window=self.context_window,
-            cost_aware=self.cost_aware,
             auxiliary=auxiliary,
             gate=self.gate,
             rotation=self.rotation or "auto",

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import time
-from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -250,9 +249,6 @@ class ServerTelemetry:
         self._auxiliary_misses = self._counter(
             "auxiliary_misses", "Chunks that the auxiliary model prefilled when it scored them"
         )
-        self._declined = self._counter(
-            "chunks_declined", "Chunks that were stored and computed all the same", "tier", "reason"
-        )
         self._dropped = self._counter(
             "chunks_dropped", "Chunks left out because the prompt would not have fitted"
         )
@@ -306,8 +302,6 @@ class ServerTelemetry:
         for part in _PARTS:
             self._parts.labels(part).inc(getattr(metrics, part))
         self._dropped.inc(metrics.dropped_chunks)
-        for why, count in _by_reason(metrics.declined).items():
-            self._declined.labels(self._tier(why[0]), why[1]).inc(count)
 
     def _tier(self, name: str) -> str:
         """A tier's name as a label; beyond the first few, and for odd ones, "other"."""
@@ -345,16 +339,6 @@ class ServerTelemetry:
         self._stats.show(stats)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
-
-
-def _by_reason(declined: Any) -> Counts[tuple[str, str]]:
-    """Counts by tier and kind of reason: the texts have times in them, no two are the same."""
-    counts: Counts[tuple[str, str]] = Counts()
-    for text, count in declined.items():
-        tier, colon, why = text.partition(":")
-        reason = "prefill_is_sooner" if colon and "> prefill" in why else "other"
-        counts[tier if colon else "other", reason] += count
-    return counts
 
 
 class RequestMeter:

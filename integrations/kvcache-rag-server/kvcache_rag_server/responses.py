@@ -106,7 +106,6 @@ class KVCacheReport(BaseModel):
     hits: dict[str, int] = Field(description="Chunks found, by tier.")
     misses: int
     auxiliary_misses: int = Field(description="Chunks that the auxiliary model had not cached.")
-    declined: dict[str, int] = Field(description="Chunks stored and computed all the same: why.")
     dropped_chunks: int
     rounds: int
     prefix_mismatch: bool = Field(

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
-from kvcache_rag.stitching.costs import Retry, Timings, saving
 from kvcache_rag_server.backend import Started
 from kvcache_rag_server.errors import FAULT, SHUT_DOWN, failure, overloaded
 from kvcache_rag_server.prefetch import close_at_exit
 from kvcache_rag_server.queue import Job, JobPrefetches, Stage, TenantQueue
+from kvcache_rag_server.timings import Retry, Timings, saving
 from kvcache_rag_server.worker import is_alike, kind_of
 
 if TYPE_CHECKING:

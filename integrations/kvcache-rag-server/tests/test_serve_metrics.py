@@ -45,7 +45,6 @@ ANSWER = Answer(
         hits={"memory": 2, "disk": 1},
         misses=1,
         auxiliary_misses=2,
-        declined={"disk: load 0.2 s > prefill 0.1 s": 1, "disk: load 0.31 s > prefill 0.1 s": 2},
         dropped_chunks=4,
     ),
     finish_reason="length",
@@ -123,7 +122,6 @@ async def test_an_answer_is_counted_where_it_belongs() -> None:
         ("auxiliary_misses_total", ""): 2,
         ("ttft_part_seconds_total", "part=choose"): 0.03,
         ("ttft_part_seconds_total", "part=recompute"): 0.05,
-        ("chunks_declined_total", "reason=prefill_is_sooner,tier=disk"): 3,
         ("chunks_dropped_total", ""): 4,
     }
     shown = {name: found.get((f"kvcache_rag_{name[0]}", name[1])) for name in expected}
@@ -198,12 +196,11 @@ async def test_a_backend_that_does_not_answer_does_not_hold_up_a_scrape(
 
 
 async def test_nothing_secret_and_few_labels_whatever_comes_in() -> None:
-    odd = {f"/mnt/secret/{number}: load > prefill": 1 for number in range(50)}
     tiers = {f"tier{number}": 1 for number in range(50)}
     counting = ServerTelemetry(
         Backend({"tiers": [{"tier": "a secret\npath", "hits": 1}], "prefetch": {"se cret": 1}})
     )
-    answer = Answer("x", Metrics(hits=tiers, declined={**odd, "no colon": 1}))
+    answer = Answer("x", Metrics(hits=tiers))
     counting.observe("chat", CALLER, WORK, Finished(answer))
     counting.finished("other", "SECRET-METHOD", 405, 0.1)
     body, _ = await counting.render("")
@@ -212,10 +209,6 @@ async def test_nothing_secret_and_few_labels_whatever_comes_in() -> None:
     hits = {labels: value for (name, labels), value in found.items() if "chunk_hits_total" in name}
     assert len(hits) == metrics._TIERS + 1
     assert hits["tier=other"] == 50 - metrics._TIERS
-    declined = {
-        labels: value for (name, labels), value in found.items() if "chunks_declined_total" in name
-    }
-    assert declined == {"reason=prefill_is_sooner,tier=other": 50, "reason=other,tier=other": 1}
 
 
 async def test_two_servers_of_a_process_count_apart() -> None:

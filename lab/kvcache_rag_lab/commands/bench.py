@@ -186,7 +186,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> Engine:
     from kvcache_rag.settings import EngineSettings
 
-    return EngineSettings.of(arguments, cost_aware=False).open_engine(namespace=NAMESPACE)
+    return EngineSettings.of(arguments).open_engine(namespace=NAMESPACE)
 
 
 def _stores(

@@ -254,7 +254,7 @@ def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Engine, Any]]:
     from kvcache_rag.engine import like
     from kvcache_rag.settings import LocalSettings
 
-    settings, auxiliary = LocalSettings.of(arguments, cost_aware=False), None
+    settings, auxiliary = LocalSettings.of(arguments), None
     if settings.auxiliary:
         from kvcache_rag.auxiliary import Auxiliary
 

@@ -247,9 +247,7 @@ class Verification:
         """Ask every question of every policy.
 
         Args:
-            engine: The model, or what asks a server (`remote_engine`); without a gate, and not
-                `cost_aware`, or chunks that are slow to load are computed instead and times say
-                little.
+            engine: The model, or what asks a server (`remote_engine`); without a gate.
             policies: What is compared with `FullRecompute()`.
             auxiliary: Goes into the verdict.
             scorer: Name of the engine's own auxiliary model, for policies that use it.

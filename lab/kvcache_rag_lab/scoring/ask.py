@@ -246,7 +246,6 @@ class Workplaces:
             template=replace(template, system=instruction) if instruction else template,
             auxiliary=self.auxiliary,
             gate=None,
-            cost_aware=False,
         )
         return unwarned(engine)
 

@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 
 from kvcache_rag.generation.context import (
+    Context,
     ContextFiller,
     ContextRow,
-    PlainContext,
     Prompt,
     PromptBuffer,
 )
 from kvcache_rag.metrics import Answer, Metrics, joined
 from kvcache_rag.models.generate import Generated, generate, uses_beams
 from kvcache_rag.stitching.loader import LoadedContext
-from kvcache_rag.stitching.overlap import AheadError
 from kvcache_rag.stitching.stitch import StitchedPrompt, keeps_places
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvcache_rag.generation.context import Context, RotationMode
+    from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.request import ChunkInput, Request
     from kvcache_rag.generation.stream import Emit
     from kvcache_rag.generation.telemetry import AnswerWatch
@@ -201,11 +200,9 @@ class Answerer:
             emit: Called with each piece of the text of a single prompt.
             cancelled: Stops at the next token once set.
         """
-        options = prompts[0].request.options
         return self._over(
             prompts,
             lambda context: self._generated(context, prompts, started, emit, cancelled),
-            ahead="streamer" not in options,  # it is given the prompt before the first layer
         )
 
     def logits(self, prompt: Prompt) -> Tensor:
@@ -222,30 +219,25 @@ class Answerer:
                 logits = self.model.forward(row.ids[None, first:], cache, positions, keep=wanted)
             return logits[0].float().cpu()  # (query without chunks, vocabulary)
 
-        return self._over([prompt], passed, ahead=True)
+        return self._over([prompt], passed)
 
-    def _over(
-        self, prompts: Sequence[Prompt], run: Callable[[Context], _Result], *, ahead: bool
-    ) -> _Result:
-        """What `run` gives over the context of prompts, with all of it there if it fails ahead."""
+    def _over(self, prompts: Sequence[Prompt], run: Callable[[Context], _Result]) -> _Result:
+        """What `run` gives over the context of prompts."""
         try:
             with torch.inference_mode():
-                try:
-                    return run(self._context(prompts, ahead=ahead))
-                except AheadError:
-                    return run(self._context(prompts, ahead=False))
+                return run(self._context(prompts))
         except BaseException:
-            self.buffer.forget()  # a loader that was interrupted may still write to it
+            self.buffer.forget()  # what was interrupted may have left anything in it
             raise
 
-    def _context(self, prompts: Sequence[Prompt], *, ahead: bool) -> Context:
+    def _context(self, prompts: Sequence[Prompt]) -> Context:
         if not all(map(self.is_full, prompts)):
             if self.is_choosy:
                 for prompt in prompts:
                     self.ensure_capturable(prompt)
             if self.filler is not None:
-                return self.filler.fill(prompts, ahead=ahead)
-        return PlainContext([self._plain(prompt) for prompt in prompts])
+                return self.filler.fill(prompts)
+        return Context(self.model, [self._plain(prompt) for prompt in prompts])
 
     def _plain(self, prompt: Prompt) -> ContextRow:
         """A prompt of which everything is computed."""
@@ -254,7 +246,7 @@ class Answerer:
             context += self._ids(chunk)
         ids = torch.tensor([*context, *prompt.query])  # (tokens,) int64
         tokens = sum(map(len, prompt.chunks))
-        loaded = LoadedContext(tuple(context), 0.0, 0.0, {}, 0, 0, tokens)
+        loaded = LoadedContext(tuple(context), prefilled_tokens=tokens)
         return ContextRow(ids, StitchedPrompt.of(0, [], len(ids)), loaded, prompt.policy)
 
     def _generated(
@@ -302,9 +294,8 @@ class Answerer:
                 emit(rest)
         if self.watch is not None:
             self.watch.took(context, before, generated, streams=emit is not None)
-        times = (started, before + context.waited)
         return [
-            self._answer(prompt, decoder, generated, context, times, row)
+            self._answer(prompt, decoder, generated, context, (started, before), row)
             for row, (prompt, decoder) in enumerate(zip(prompts, decoders, strict=True))
         ]
 
@@ -347,12 +338,8 @@ class Answerer:
             **context.costs(row),
             **({"policy": repr(request.policy)} if request.policy.computes_chunks else {}),
         }
-        metrics = Metrics(**costs)
-        if self.loader is not None and self.filler is not None:
-            self.loader.passed(context.rows[row].missing, metrics.prefill)
-            self.filler.deferral.answered(prompt, metrics)
         reason = "stop" if decoder.stopped else generated.finish_reasons[row]
-        return Answer(decoder.text, metrics, generated.rows[row], reason)
+        return Answer(decoder.text, Metrics(**costs), generated.rows[row], reason)
 
 
 def _pushed(decoder: TextDecoder, ids: Sequence[int]) -> tuple[int, ...]:

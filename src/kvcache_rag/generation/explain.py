@@ -185,7 +185,7 @@ def _choice(runner: Answerer, prompt: Prompt, chunks: tuple[ContextChunk, ...]) 
         runner.ensure_capturable(prompt)
     if runner.filler is None or runner.is_full(prompt):
         return _Choice(policy, ("",) * len(chunks), None)
-    tiers = runner.filler.loader.of(chunks).foreseen(chunks)
+    tiers = runner.filler.loader.of(chunks).tiers(chunks)
     firsts = [
         chunk.key not in {earlier.key for earlier in chunks[:at]} for at, chunk in enumerate(chunks)
     ]
@@ -215,7 +215,7 @@ def _states(shape: StitchedPrompt, choice: _Choice, *, joint: bool) -> list[Toke
 
 
 def _positions(shape: StitchedPrompt, choice: _Choice) -> list[int]:
-    """Where keys stand, as `stitch` and `recompute` have it."""
+    """Where keys stand, as `placed` and `recompute` have it."""
     places, policy = list(range(shape.tokens)), choice.policy
     if choice.prefilled is None or policy.positions == "reordered":
         return places

@@ -90,7 +90,6 @@ class Timeline:
         begun: When its context began to be brought.
         steps: Seconds of what was done for that, one behind the other.
         forward: When generating began.
-        waited: Seconds for which it then waited for what was still being loaded.
         first_at: When the first token was there.
         ended_at: When the last one was.
     """
@@ -98,7 +97,6 @@ class Timeline:
     begun: float
     steps: Mapping[str, float]
     forward: float
-    waited: float
     first_at: float
     ended_at: float
 
@@ -131,7 +129,7 @@ class AnswerWatch:
     ) -> None:
         """Note when the prompts of one forward pass and their answers were what."""
         self.streams |= streams
-        times = forward, context.waited, generated.first_at, generated.ended_at
+        times = forward, generated.first_at, generated.ended_at
         self.timelines += [Timeline(row.loaded.begun, row.steps, *times) for row in context.rows]
 
 
@@ -169,8 +167,6 @@ def _log(metrics: Metrics) -> None:
     if metrics.missed and LOG.isEnabledFor(logging.DEBUG):
         missed = (f"{one.chunk} ({one.tokens} tokens, {one.reason})" for one in metrics.missed)
         LOG.debug("chunks that were missing: %s", ", ".join(missed))
-    for why, chunks in metrics.declined.items():
-        LOG.debug("chunks that were rather computed: %d (%s)", chunks, why)
 
 
 class _Spans:
@@ -226,8 +222,6 @@ class _Spans:
             part = self._tracer.start_span(
                 f"kvcache_rag.{name}", within, start_time=self._clock.at(begin)
             )
-            if name == "prefill" and timeline.waited:
-                part.set_attribute("kvcache_rag.load_wait", timeline.waited)
             part.end(self._clock.at(end))
 
 
@@ -285,7 +279,6 @@ def _answered(answer: Answer, watch: AnswerWatch, size: int) -> dict[str, Any]:
         **told,
         **hits,
         "kvcache_rag.miss_reasons": list(dict.fromkeys(miss.reason for miss in metrics.missed)),
-        "kvcache_rag.declined": sum(metrics.declined.values()),
         "kvcache_rag.batch": size,
     }
 

@@ -1,15 +1,14 @@
 """The one module that touches transformers' cache classes, with `deferred/cache.py`.
 
 A layer of ours keeps its tokens in a preallocated buffer and appends in place.  It never drops
-tokens, not even for sliding windows: the models' own masks add the window by index.  A layer may
-still be on its way while the forward pass is at earlier ones (`Arrivals`); passes over chosen
-tokens put them back in place, or only look at them.
+tokens, not even for sliding windows: the models' own masks add the window by index.  Passes over
+chosen tokens put them back in place, or only look at them.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -37,40 +36,6 @@ def cache_name(forward: Any) -> str:
     """What a model's forward pass calls the cache that it is given."""
     known = inspect.signature(forward).parameters
     return next((name for name in _NAMES if name in known), CACHE_NAME)
-
-
-class Arrivals(Protocol):
-    """Tells a cache layer when the context it holds is in its place."""
-
-    def wait(self, layer: int) -> None:
-        """Return once the keys and values of `layer` lie in the buffer, rotated to their places.
-
-        Called from the thread of the forward pass, before the layer's first use; calling it again
-        is cheap.  For the last layer that keeps keys and values it returns only once everything
-        that was loaded is verified, so that nothing unverified ever yields a token.
-
-        Args:
-            layer: Index of the layer in the model.
-
-        Raises:
-            ChunkNotFoundError: If a chunk was not there; a `CorruptChunkError` if it was damaged.
-            OSError: If it could not be read.
-        """
-
-
-class Loading(Arrivals, Protocol):
-    """A context on its way; whoever asked for it closes it, whatever happens."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the forward pass had to wait."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, or None."""
-
-    def close(self) -> None:
-        """Let nothing more be written to the buffer by the time it is used again."""
 
 
 GROWTH = 256
@@ -145,29 +110,13 @@ class BufferLayer(DynamicLayer):
         halts: Whether the pass ends here, because nothing reads what lies behind.
     """
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        length: int,
-        index: int = 0,
-        arrivals: Arrivals | None = None,
-    ) -> None:
-        """Hold `length` tokens of `keys` and `values`, `(rows, heads, capacity, width)`.
-
-        Args:
-            keys: The buffer of K.
-            values: The buffer of V.
-            length: Tokens held.
-            index: Which layer of the model this is.
-            arrivals: Waited for before what is held is first used; None when it is all there.
-        """
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Hold `length` tokens of `keys` and `values`, `(rows, heads, capacity, width)`."""
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.key_buffer, self.value_buffer = keys, values
         self.length = length
         self.keep: Tensor | None = None
         self.halts = False
-        self._index, self._arrivals = index, arrivals
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self._expose()
@@ -179,7 +128,6 @@ class BufferLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append in place and return everything held, as views."""
-        self._arrive()
         stop = self.length + key_states.shape[-2]
         if stop > self.key_buffer.shape[2]:
             # With room to spare, so that the next tokens do not copy everything again.
@@ -205,11 +153,6 @@ class BufferLayer(DynamicLayer):
         self.length = self.length + max_length if max_length < 0 else min(self.length, max_length)
         self._expose()
 
-    def _arrive(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.wait(self._index)
-            self._arrivals = None
-
     def _held(self) -> tuple[Tensor, Tensor]:
         # (rows, heads, length, width), views
         return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
@@ -221,7 +164,6 @@ class BufferLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, for beams."""
-        self._arrive()
         # What the first update keeps lies behind what counts as held.
         behind = 0 if self.keep is None else int(self.keep.max())
         length, stop = self.length, self.length + behind
@@ -235,14 +177,12 @@ class BufferLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
-        self._arrive()
         keys, values = self._held()
         # Copies, (len(indices), heads, length, width)
         self._replace(keys[indices], values[indices])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of the beams."""
-        self._arrive()
         rows = beam_idx.to(self.key_buffer.device)
         keys, values = self._held()
         self._replace(keys.index_select(0, rows), values.index_select(0, rows))
@@ -267,11 +207,10 @@ def buffer_cache(
     kinds: tuple[LayerKind, ...],
     length: int,
     keep: Tensor | None = None,
-    arrivals: Arrivals | None = None,
     *,
     halts: bool = False,
 ) -> Cache:
-    """A transformers cache over `buffer`, which holds `length` tokens per row, now or soon.
+    """A transformers cache over `buffer`, which holds `length` tokens per row.
 
     Args:
         buffer: The memory; the cache writes into it.
@@ -279,7 +218,6 @@ def buffer_cache(
         length: Tokens held.
         keep: `(rows,)` leading columns per row of the first update that the buffer already holds:
             in a left-padded batch the shorter queries' first columns still belong to their context.
-        arrivals: Says when each layer's context is there; None when all of it is.
         halts: Whether a pass ends by `HaltedError` as soon as all keys and values are there.
     """
     slots = buffer.slots()
@@ -289,7 +227,7 @@ def buffer_cache(
             layers.append(DummyLayer())
             continue
         # Its K and V are views: what the layer appends is in the buffer, until it outgrows that.
-        layer = BufferLayer(*slots[index], length, index, arrivals)
+        layer = BufferLayer(*slots[index], length)
         layer.keep = keep
         layers.append(layer)
     if halts:

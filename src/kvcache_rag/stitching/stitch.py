@@ -1,31 +1,37 @@
-"""Put cached chunks together into one prompt.
+"""Put cached chunks together into one prompt: a list of segments, and a copy of them side by side.
 
-The chunks already lie in their places of one buffer; stitching rotates their keys from the
-positions at which they were computed to those they have in the prompt (TurboRAG, arXiv 2410.07590,
-section 3.2), with the shared prefix standing once at the front (CacheClip, arXiv 2510.10129,
-section 3).
+Keys are rotated from the positions at which they were computed to those they have in the prompt
+(TurboRAG, arXiv 2410.07590, section 3.2), with the shared prefix standing once at the front
+(CacheClip, arXiv 2510.10129, section 3).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from kvcache_rag.kv.chunk import ChunkKV
+from kvcache_rag.models.deferred.segments import Segment
 from kvcache_rag.models.rotation import Move
+from kvcache_rag.stores.device import deliver, device_of, in_main_memory, lies_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from kvcache_rag.codecs import EncodedChunk
     from kvcache_rag.kv.buffer import KVBuffer
-    from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.kv.mask import PositionScheme
     from kvcache_rag.kv.rotary import StoredPosition
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.rotation import ModelLayout
 
+
+Chunk: TypeAlias = "ChunkKV | EncodedChunk"
+"""Where a chunk lies: keys and values, or the codes of a codec."""
 
 SpanKind = Literal["prefix", "chunk", "query"]
 
@@ -137,83 +143,125 @@ def first_positions(
     return [start + gap for start, _ in parts]
 
 
-def distances(
-    parts: Sequence[ChunkKV],
-    scheme: PositionScheme,
-    stored: StoredPosition = "local",
-    *,
-    adjacent: bool = False,
-) -> list[tuple[Tensor, Tensor] | None]:
-    """Per part the positions `(tokens,)` at which its keys stand and shall stand; None if it stays.
+def placed(
+    chunks: Sequence[Chunk], scheme: PositionScheme, *, adjacent: bool = False
+) -> list[Segment]:
+    """Prefix, if any, and chunks in prompt order, each where it lies and at its place.
 
-    The arguments are those of `stitch`.
+    Args:
+        chunks: The prefix has `start` 0, chunks the prefix's length.
+        scheme: Where chunks shall stand; `composite` means at their local positions.
+        adjacent: Whether the query stands right behind the highest position (`first_positions`).
     """
-    ways: list[tuple[Tensor, Tensor] | None] = []
-    sizes = [(part.start, len(part)) for part in parts]
-    firsts = first_positions(sizes, scheme, adjacent=adjacent)
-    for (start, tokens), first in zip(sizes, firsts, strict=True):
-        steps = torch.arange(tokens)
-        # Raw keys all stand at position 0, whatever their token's place in the chunk.
-        here = torch.zeros_like(steps) if stored == "raw" else start + steps
-        there = first + steps  # (tokens,) positions in the prompt
-        ways.append(None if torch.equal(here, there) else (here, there))
-    return ways
+    extents = [(chunk.start, len(chunk)) for chunk in chunks]
+    firsts = first_positions(extents, scheme, adjacent=adjacent)
+    segments, column = [], 0
+    for chunk, first in zip(chunks, firsts, strict=True):
+        segments.append(Segment(chunk, column, first))
+        column += len(chunk)
+    return segments
+
+
+def materialise(
+    layout: ModelLayout,
+    segments: Sequence[Segment],
+    buffer: KVBuffer,
+    stored: StoredPosition = "local",
+) -> None:
+    """Copy segments to their places in a prompt's buffer, and rotate their keys to their positions.
+
+    One pass over the memory of what lies elsewhere; what was read into its place is rotated there.
+    On a device that has streams all of it happens beside what the device was told before.
+
+    Args:
+        layout: How the model rotates its caches.
+        segments: In prompt order without holes; chunks of keys and values.
+        buffer: Of one row.
+        stored: Where their keys stand.
+
+    Raises:
+        UnsupportedModelError: If a chunk has to move and the model's keys cannot.
+    """
+    chunks = [one.chunk for one in segments if isinstance(one.chunk, ChunkKV)]
+    places = [
+        buffer.view(0, one.column, one.stop, local_start=chunk.start, tokens=chunk.tokens)
+        for one, chunk in zip(segments, chunks, strict=True)
+    ]
+    if not places:
+        return
+    ways = [_way(one, stored) for one in segments]
+    if in_main_memory(places[0]):
+        moves = _moves(layout, ways, device_of(places[0]))
+        for chunk, place, move in zip(chunks, places, moves, strict=True):
+            _bring(chunk, place, move)
+        return
+    deliver(chunks, places, lambda: _rotate_runs(layout, places, ways))
+
+
+def _bring(chunk: ChunkKV, place: ChunkKV, move: Move | None) -> None:
+    is_there = lies_in(chunk, place)
+    if move is None:
+        if not is_there:
+            place.copy_from(chunk)
+    elif is_there:
+        move.rotate(place)
+    else:
+        move.bring(place, chunk)
+
+
+def _way(segment: Segment, stored: StoredPosition) -> tuple[Tensor, Tensor] | None:
+    """The positions `(tokens,)` at which its keys stand and shall stand; None if they stay."""
+    steps = torch.arange(len(segment))
+    # Raw keys all stand at position 0, whatever their token's place in the chunk.
+    here = torch.zeros_like(steps) if stored == "raw" else segment.chunk.start + steps
+    there = segment.position + steps  # positions in the prompt
+    return None if torch.equal(here, there) else (here, there)
 
 
 def _moves(
-    layout: ModelLayout, found: Sequence[tuple[Tensor, Tensor] | None], device: torch.device
+    layout: ModelLayout, ways: Sequence[tuple[Tensor, Tensor] | None], device: torch.device
 ) -> list[Move | None]:
-    """How each part gets to its place by its `distances`, None for one that stays."""
-    moving = [one for one in found if one is not None]
+    """How each segment gets to its place, None for one that stays."""
+    moving = [one for one in ways if one is not None]
     if not moving:
-        return [None] * len(found)
+        return [None] * len(ways)
     old, new = (torch.cat(one) for one in zip(*moving, strict=True))  # (moving tokens,) each
     whole = Move.of(layout, old, new, device)  # one table for all
     moves: list[Move | None] = []
     first = 0  # counts the tokens that move: those that stay are not in the table
-    for one in found:
+    for one in ways:
         stop = first + (0 if one is None else len(one[0]))
         moves.append(None if one is None else whole.narrow(first, stop))
         first = stop
     return moves
 
 
-def stitch(
+def _rotate_runs(
     layout: ModelLayout,
-    parts: Sequence[ChunkKV],
-    scheme: PositionScheme,
-    stored: StoredPosition = "local",
-    *,
-    adjacent: bool = False,
-    sources: Mapping[int, ChunkKV] | None = None,
+    places: Sequence[ChunkKV],
+    ways: Sequence[tuple[Tensor, Tensor] | None],
 ) -> None:
-    """Rotate the keys of `parts` in place from where they stand to their prompt positions.
+    """Rotate neighbours that move as one: a device is told little and does much."""
+    for moves, run in groupby(zip(places, ways, strict=True), key=lambda pair: pair[1] is not None):
+        if not moves:
+            continue
+        members = [(place, way) for place, way in run if way is not None]
+        # (tokens of the run,) each
+        old, new = (torch.cat(one) for one in zip(*(way for _, way in members), strict=True))
+        joined = _joined([place for place, _ in members])
+        Move.of(layout, old, new, device_of(joined)).rotate(joined)
 
-    This is the specification; `overlap` does the same while chunks are read.
 
-    Args:
-        layout: How the model rotates its caches.
-        parts: Prefix and chunks in prompt order, as views into the prompt's buffer.
-        scheme: Where chunks shall stand; `composite` means at their local positions.
-        stored: Where their keys stand now.
-        adjacent: Whether the highest position is the one before the query, which stands behind as
-            many positions as there are tokens (see `first_positions`).
-        sources: By index, chunks whose content `parts` do not hold yet: it is copied and rotated in
-            one pass.
-
-    Raises:
-        UnsupportedModelError: If a chunk has to move and the model's keys cannot.
-    """
-    if not parts:
-        return
-    ways = distances(parts, scheme, stored, adjacent=adjacent)
-    moves = _moves(layout, ways, parts[0].tensors[0][0].device)
-    for index, (part, move) in enumerate(zip(parts, moves, strict=True)):
-        source = (sources or {}).get(index)
-        if move is None:
-            if source is not None:
-                part.copy_from(source)
-        elif source is None:
-            move.rotate(part)
-        else:
-            move.bring(part, source)
+def _joined(places: Sequence[ChunkKV]) -> ChunkKV:
+    """Neighbouring views of one buffer as one."""
+    first, tokens = places[0], sum(map(len, places))
+    tensors = tuple(
+        tuple(
+            # (layers, [2,] heads, tokens of all, width): no copy, as the strides are the buffer's.
+            part.as_strided((*part.shape[:-2], tokens, part.shape[-1]), part.stride())
+            for part in group
+        )
+        for group in first.tensors
+    )
+    ids = torch.cat([place.tokens for place in places])  # (tokens of all,) int32, a copy
+    return ChunkKV(first.layout, ids, first.start, tensors)

@@ -2,8 +2,7 @@
 
 Where a chunk is kept (`Home`); host memory that stored bytes pass through (`Arena`); copying to a
 device beside the computing on it (`Lane`, the only CUDA-specific code of the stores); whole chunks
-along a lane (`staged`, `deliver`, `moved`); and the layers of many, band by band
-(`deliver_layers`).
+along a lane (`staged`, `deliver`, `moved`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -455,21 +453,30 @@ def staged(specs: Mapping[str, TensorSpec], out: ChunkKV) -> Iterator[Staged]:
         yield Staged(_carved(loan.memory, specs), specs, loan, lane)
 
 
-def deliver(chunk: ChunkKV, out: ChunkKV) -> None:
-    """Copy a chunk that is kept in memory, this machine's or a device's, into `out`.
+def deliver(
+    chunks: Sequence[ChunkKV],
+    places: Sequence[ChunkKV],
+    behind: Callable[[], None] | None = None,
+) -> None:
+    """Copy chunks that are kept in memory, this machine's or a device's, to places on one device.
 
     Args:
-        chunk: Never written to; its tensors may be freed at once.
-        out: Of the same layout and length.
+        chunks: Never written to; their tensors may be freed at once.  One that lies in its place
+            is there.
+        places: One or more, of the same layouts and lengths.
+        behind: Done on the same lane behind the copies; writes to the places alone.
     """
-    lane = lane_to(device_of(out))
+    lane = lane_to(device_of(places[0]))
 
     def work() -> None:
-        for target, source in zip(_flat(out), _flat(chunk), strict=True):
-            target.copy_(lane.fetch(source))
+        for chunk, place in zip(chunks, places, strict=True):
+            if not lies_in(chunk, place):
+                for target, source in zip(_flat(place), _flat(chunk), strict=True):
+                    target.copy_(lane.fetch(source))
+        if behind is not None:
+            behind()
 
-    lane.follow(lane.send(work, [*_flat(out), *_flat(chunk)]))
-    out.tokens.copy_(chunk.tokens)
+    lane.follow(lane.send(work, [part for one in (*places, *chunks) for part in _flat(one)]))
 
 
 def moved(chunk: ChunkKV, device: torch.device) -> ChunkKV:
@@ -484,13 +491,19 @@ def moved(chunk: ChunkKV, device: torch.device) -> ChunkKV:
     with torch.inference_mode(mode=False), torch.no_grad():
         tensors = chunk.layout.empty(chunk.tokens.shape[0], device)
         copy = ChunkKV(chunk.layout, torch.empty_like(chunk.tokens), chunk.start, tensors)
-        deliver(chunk, copy)
+        deliver([chunk], [copy])
+        copy.tokens.copy_(chunk.tokens)
     return copy
 
 
 def device_of(chunk: ChunkKV) -> torch.device:
     """Where the keys and values of a chunk lie."""
     return chunk.tensors[0][0].device
+
+
+def lies_in(chunk: ChunkKV, place: ChunkKV) -> bool:
+    """Whether a chunk was read into its place."""
+    return chunk.tensors[0][0].data_ptr() == place.tensors[0][0].data_ptr()
 
 
 def in_main_memory(chunk: ChunkKV) -> bool:
@@ -516,114 +529,3 @@ def _carved(memory: Tensor, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor
         tensors[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
         begin += _room((dtype, shape))
     return tensors
-
-
-# ---------------------------------------------------------------------- layers, band by band
-# A forward pass needs layer 0 of every chunk first, so that is what crosses first, while earlier
-# layers already compute. Rotation happens on the device, right behind each band.
-
-
-BANDS = 6  # so that at most a sixth of the crossing is waited for, in few and so large copies
-
-
-@dataclass(frozen=True, eq=False)
-class LayerArrivals:
-    """Layers that are on their way (an `Arrivals` of `models.cache`).
-
-    Attributes:
-        events: Per layer the end of the band it belongs to.
-        waited: Seconds for which the caller had to wait: none, the device waits.
-        error: What went wrong: nothing, what lies in memory was verified when it was put there.
-    """
-
-    events: Mapping[int, Event]
-    _lane: Lane
-    waited: float = 0.0
-    error: BaseException | None = None
-
-    def wait(self, layer: int) -> None:
-        """Let the current stream wait for a layer; the caller goes on."""
-        self._lane.follow(self.events[layer])
-
-    def close(self) -> None:
-        """Let the current stream wait for everything, so that the places may be used again."""
-        for event in dict.fromkeys(self.events.values()):
-            self._lane.follow(event)
-
-
-def deliver_layers(
-    chunks: Sequence[ChunkKV],
-    parts: Sequence[ChunkKV],
-    rotate: Callable[[Sequence[slice]], object] | None = None,
-    *,
-    others: Sequence[ChunkKV] = (),
-    bands: int = BANDS,
-) -> LayerArrivals:
-    """Copy chunks that are kept in memory into their places, the first layers of all of them first.
-
-    Args:
-        chunks: Anywhere; asynchronously from pinned memory.  Never written to.
-        parts: Where they go, on one device; of the same layout and lengths.
-        rotate: Called behind the copies of each band with the places of its layers in each group;
-            rotates the keys of those layers, of `parts` and `others`.
-        others: Places on that device that are filled already.
-        bands: Into how many runs the model's layers are cut at most.
-
-    Returns:
-        What each layer has to wait for.
-
-    Raises:
-        InvalidInputError: If there are no places, or not one per chunk.
-    """
-    everything = (*chunks, *parts, *others)
-    if not (parts or others) or len(parts) != len(chunks):
-        raise InvalidInputError(
-            f"{len(chunks)} chunks cannot go to {len(parts)} places; give one place per chunk"
-        )
-    chunks, parts, there = tuple(chunks), tuple(parts), (*parts, *others)[0]
-    lane = lane_to(device_of(there))
-    touched = [tensor for chunk in everything for tensor in _flat(chunk)]
-    events: dict[int, Event] = {}
-    for layers, slices in _bands(there.layout, bands):
-        work = partial(_copy, lane, chunks, parts, slices, rotate)
-        event = lane.send(work, () if events else touched)  # said once, it holds for later work too
-        events.update(dict.fromkeys(layers, event))
-    for chunk, part in zip(chunks, parts, strict=True):
-        part.tokens.copy_(chunk.tokens)
-    return LayerArrivals(events, lane)
-
-
-def _copy(
-    lane: Lane,
-    chunks: Sequence[ChunkKV],
-    parts: Sequence[ChunkKV],
-    slices: Sequence[slice],
-    rotate: Callable[[Sequence[slice]], object] | None,
-) -> None:
-    for chunk, part in zip(chunks, parts, strict=True):
-        for where, sources, targets in zip(slices, chunk.tensors, part.tensors, strict=True):
-            for source, target in zip(sources, targets, strict=True):
-                _into(target[where], source[where], lane)  # [layers of the band, ...]
-    if rotate is not None:
-        rotate(slices)
-
-
-def _into(target: Tensor, source: Tensor, lane: Lane) -> None:
-    if source.shape[0]:  # a band may have no layer of a group
-        target.copy_(lane.fetch(source))
-
-
-def _bands(layout: ChunkLayout, count: int) -> list[tuple[list[int], list[slice]]]:
-    """Runs of the model's layers, and where each group has them."""
-    layers = sorted(layer for group in layout.groups for layer in group.layers)
-    size = max(1, -(-len(layers) // max(1, count)))
-    bands = []
-    for first in range(0, len(layers), size):
-        band = layers[first : first + size]
-        slices = []
-        for group in layout.groups:
-            # A group's layers ascend, so those of a band lie side by side in its tensors.
-            below = sum(layer < band[0] for layer in group.layers)
-            slices.append(slice(below, below + sum(layer in band for layer in group.layers)))
-        bands.append((band, slices))
-    return bands

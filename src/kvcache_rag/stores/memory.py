@@ -34,7 +34,7 @@ from kvcache_rag.stores.base import (
     size_in_memory,
     sweep_pause,
 )
-from kvcache_rag.stores.device import Home, deliver, lane_to
+from kvcache_rag.stores.device import Home, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class MemoryStore(ChunkStore):
         return self._codec.is_attended
 
     def get(self, key: ChunkKey, layout: ChunkLayout, out: ChunkKV | None = None) -> Hit:
-        """Give back the kept chunk itself, or copy or decode it into `out`."""
+        """Give back the kept chunk itself; what is kept in a codec's form is decoded into `out`."""
         begin = time.perf_counter()
         if out is not None:
             check_out(check_key(key), layout, out)
@@ -174,8 +174,6 @@ class MemoryStore(ChunkStore):
                 out = chunk.decoded()
             else:
                 chunk.decode(out)
-        elif out is not None:
-            deliver(chunk, out)
         else:
             out = chunk
         self._counters.hit(self.tier, size_in_memory(chunk), time.perf_counter() - begin)

@@ -107,8 +107,8 @@ export class AnswerCard {
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
 
 // Chunks of a stitched answer: found in the cache, and computed for it. A full prefill has none.
-export function stitchedOf({ hits = {}, misses = 0, declined = {} }) {
-  return { cached: sum(hits), computed: misses + sum(declined) };
+export function stitchedOf({ hits = {}, misses = 0 }) {
+  return { cached: sum(hits), computed: misses };
 }
 
 // "4.2× sooner", or later.
@@ -139,10 +139,8 @@ const shortened = (text) => (text.length > LONGEST_TOLD ? `${text.slice(0, LONGE
 
 // Whether the cache was cold or warm for an answer.
 export function warmth(kvcache) {
-  const { misses = 0, declined = {}, hits = {}, gate = "" } = kvcache;
+  const { misses = 0, hits = {}, gate = "" } = kvcache;
   if (gate) return `The gate let a full prefill answer: ${gate}.`;
-  const again = sum(declined);
-  if (again) return `${plural(again, "chunk")} came too slowly from the store and were prefilled again.`;
   if (misses) {
     const were = misses === 1 ? "was" : "were";
     return `Cold: ${plural(misses, "chunk")} ${were} prefilled just now and kept; ask again to see it warm.`;

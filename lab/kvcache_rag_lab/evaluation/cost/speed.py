@@ -374,8 +374,7 @@ class SpeedBench:
         if cost.prefilled_tokens and side != FULL:
             raise KVCacheRagError(
                 f"chunks were prefilled that should have come from {side} "
-                f"({cost.missed[0].reason if cost.missed else 'declined'}); leave the store alone "
-                "while it is measured"
+                f"({cost.missed[0].reason}); leave the store alone while it is measured"
             )
         steps = cost.generated_tokens - 1
         return AnswerTimes(cost.ttft, (cost.total - cost.ttft) / steps if steps > 0 else 0.0)

@@ -151,7 +151,7 @@ def plain_attention(call: LayerCall, layer: LayerSegments) -> Tensor:
         keys[row, :, first:] = key[row, :, table.keep[row] :]
         values[row, :, first:] = value[row, :, table.keep[row] :]
         for segment in segments:
-            place = slice(segment.column, segment.column + len(segment.chunk))
+            place = slice(segment.column, segment.stop)
             keys[row, :, place] = segment.chunk.keys(layer.group)[layer.place]
             values[row, :, place] = segment.chunk.values(layer.group)[layer.place]
             if segment.angle and rotation.style != "none":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcache_rag.kv.buffer import KVBuffer
-    from kvcache_rag.models.deferred.segments import LayerCall, Segment, SegmentTable
+    from kvcache_rag.models.deferred.segments import HeldSegment, LayerCall, SegmentTable
     from kvcache_rag.models.rotation import LayerKind, ModelLayout
 
 
@@ -106,7 +106,7 @@ class HeldSegments:
             self.contexts[group] = ChunkContext([self._slots(group, one) for one in row])
         return self.contexts[group]
 
-    def _slots(self, group: int, segment: Segment) -> ChunkSlots:
+    def _slots(self, group: int, segment: HeldSegment) -> ChunkSlots:
         rotation = self.layout.groups[group].key_rotation
         angles = None
         if segment.angle and rotation.style != "none":

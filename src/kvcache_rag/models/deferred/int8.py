@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.kv.rotary import angle_table, rotate_
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.attention.few_queries import ChunkContext, ChunkSlots
 from kvcache_rag.models.attention.packed import added_mask
 from kvcache_rag.models.deferred.attention import attend_behind, ordinary_attention
-from kvcache_rag.models.deferred.segments import LayerCall, turns_whole
+from kvcache_rag.models.deferred.segments import LayerCall, Segment, turns_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.codecs import EncodedChunk
     from kvcache_rag.kv.rotary import Rotation
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.models.rotation import ModelLayout
@@ -76,37 +76,34 @@ class _Angles:
 _ANGLES: weakref.WeakKeyDictionary[ModelLayout, _Angles] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedChunk:
-    """A chunk in a row of a batch.
+def _slots(layout: ModelLayout, group: int, segment: Segment) -> ChunkSlots:
+    """K and V of a chunk in the layers of a group."""
+    tail = f".{group}" if len(layout.groups) > 1 else ""
+    stored = _codes(segment).stored
+    return ChunkSlots(
+        key=stored[f"kq{tail}"],
+        value=stored[f"vq{tail}"],
+        scales=(stored[f"ks{tail}"], stored[f"vs{tail}"]),
+        angles=_turned(layout, layout.groups[group].key_rotation, segment),
+    )
 
-    Attributes:
-        chunk: Shared with the store, never written.
-        column: Of its first token, left padding included.
-        position: Of its first token.
-    """
 
-    chunk: EncodedChunk
-    column: int
-    position: int
+def _codes(segment: Segment) -> EncodedChunk:
+    if not isinstance(segment.chunk, EncodedChunk):
+        raise TypeError("a segment of 8 bits lies in codes")
+    return segment.chunk
 
-    def slots(self, layout: ModelLayout, group: int) -> ChunkSlots:
-        """Its K and V in the layers of a group."""
-        tail = f".{group}" if len(layout.groups) > 1 else ""
-        stored = self.chunk.stored
-        return ChunkSlots(
-            key=stored[f"kq{tail}"],
-            value=stored[f"vq{tail}"],
-            scales=(stored[f"ks{tail}"], stored[f"vs{tail}"]),
-            angles=self._angles(layout, layout.groups[group].key_rotation),
-        )
 
-    def _angles(self, layout: ModelLayout, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
-        if rotation.style == "none":
-            return None
-        stop = self.position + len(self.chunk)
-        cos, sin = _ANGLES.setdefault(layout, _Angles()).of(layout, rotation, stop)
-        return cos[self.position : stop], sin[self.position : stop]
+def _turned(
+    layout: ModelLayout, rotation: Rotation, segment: Segment
+) -> tuple[Tensor, Tensor] | None:
+    if rotation.style == "none":
+        return None
+    cos, sin = _ANGLES.setdefault(layout, _Angles()).of(
+        layout, rotation, segment.position + len(segment)
+    )
+    place = slice(segment.position, segment.position + len(segment))
+    return cos[place], sin[place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +121,7 @@ class Int8Segments:
     """
 
     layout: ModelLayout
-    rows: tuple[tuple[PlacedChunk, ...], ...]
+    rows: tuple[tuple[Segment, ...], ...]
     tail: int
     keep: tuple[int, ...]
     contexts: tuple[tuple[ChunkContext, ...], ...]
@@ -134,13 +131,13 @@ class Int8Segments:
     def of(
         cls,
         layout: ModelLayout,
-        rows: Sequence[Sequence[PlacedChunk]],
+        rows: Sequence[Sequence[Segment]],
         tail: int,
         keep: Sequence[int],
     ) -> Int8Segments:
         """Describe the chunks to the kernel; every row has one or more."""
         contexts = tuple(
-            tuple(ChunkContext([chunk.slots(layout, group) for chunk in row]) for row in rows)
+            tuple(ChunkContext([_slots(layout, group, segment) for segment in row]) for row in rows)
             for group in range(len(layout.groups))
         )
         return cls(layout, tuple(map(tuple, rows)), tail, tuple(keep), contexts)
@@ -178,17 +175,17 @@ class Int8Segments:
         columns, rotation = self.tail + key.shape[2], self.layout.groups[group].key_rotation
         keys = key.new_zeros(*key.shape[:2], columns, key.shape[3])
         values = value.new_zeros(*value.shape[:2], columns, value.shape[3])
-        for row, chunks in enumerate(self.rows):
+        for row, segments in enumerate(self.rows):
             first = self.tail + self.keep[row]
             keys[row, :, first:] = key[row, :, self.keep[row] :]
             values[row, :, first:] = value[row, :, self.keep[row] :]
-            for placed in chunks:
-                there = slice(placed.column, placed.column + len(placed.chunk))
-                decoded = placed.chunk.decoded()
+            for segment in segments:
+                there = slice(segment.column, segment.stop)
+                decoded = _codes(segment).decoded()
                 keys[row, :, there] = decoded.keys(group)[place]
                 values[row, :, there] = decoded.values(group)[place]
                 if rotation.style != "none":
-                    places = placed.position + torch.arange(len(decoded))
+                    places = segment.position + torch.arange(len(decoded))
                     frequencies = self.layout.frequencies[rotation.frequency].at_rest()
                     angles = angle_table(frequencies, torch.zeros_like(places), places)
                     rotate_(keys[row, :, there], rotation, *angles)

@@ -18,27 +18,56 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcache_rag.kv.chunk import ChunkKV
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcache_rag.kv.chunk import ChunkKV
+    from kvcache_rag.codecs import EncodedChunk
     from kvcache_rag.kv.rotary import Rotation
     from kvcache_rag.models.rotation import LayerGroup, ModelLayout
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A chunk in a row of a batch.
+    """A chunk of a prompt where it lies, and where it stands there.
 
     Attributes:
-        chunk: Shared with the store, never written; its tensors lie on the model's device.
-        column: Index of its first token among the columns of its row, left padding included.
+        chunk: Keys and values, or the codes of a codec.  Shared with a store and never written to,
+            unless it lies in the prompt's own buffer.
+        column: Place of its first token in the prompt; in a batch, behind the left padding.
+        position: Of its first token.
+    """
+
+    chunk: ChunkKV | EncodedChunk
+    column: int
+    position: int
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.chunk)
+
+    @property
+    def stop(self) -> int:
+        """One behind the place of its last token."""
+        return self.column + len(self.chunk)
+
+    @property
+    def distance(self) -> int:
+        """Positions by which its keys have to move from where they were computed."""
+        return self.position - self.chunk.start
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSegment(Segment):
+    """One whose keys and values are attended to as they are, on the model's device.
+
+    Attributes:
         angle: Which row of the angle tables says how far its keys have to move; 0 is no move.
     """
 
     chunk: ChunkKV
-    column: int
-    angle: int
+    angle: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +88,7 @@ class SegmentTable:
     """
 
     layout: ModelLayout
-    rows: tuple[tuple[Segment, ...], ...]
+    rows: tuple[tuple[HeldSegment, ...], ...]
     angles: tuple[tuple[Tensor, Tensor], ...]
     tail: int
     keep: tuple[int, ...]
@@ -68,16 +97,15 @@ class SegmentTable:
     def of(
         cls,
         layout: ModelLayout,
-        rows: Sequence[Sequence[tuple[ChunkKV, int, int]]],
+        rows: Sequence[Sequence[Segment]],
         tail: int,
         keep: Sequence[int] | None = None,
     ) -> SegmentTable:
-        """A table of chunks, given the column and the distance of each.
+        """A table of segments whose chunks are keys and values, not codes.
 
         Args:
             layout: The model's.
-            rows: Per row `(chunk, column, distance)`, the distance in positions from where the
-                chunk's keys stand to where they shall stand.
+            rows: Per row its segments.
             tail: Column of the first token in the cache's own buffer.
             keep: Per row, first columns of that buffer that its segments hold; None for none.
 
@@ -86,15 +114,21 @@ class SegmentTable:
         """
         distances = [0]
         for row in rows:
-            distances += sorted({distance for _, _, distance in row} - {*distances})
+            distances += sorted({segment.distance for segment in row} - {*distances})
         if len(distances) > 1:
             layout.ensure_movable()
         angle = {distance: index for index, distance in enumerate(distances)}
-        device = next((row[0][0].tensors[0][0].device for row in rows if row), torch.device("cpu"))
+        chunks = [segment.chunk for row in rows for segment in row]
+        held = [chunk for chunk in chunks if isinstance(chunk, ChunkKV)]
+        device = held[0].tensors[0][0].device if held else torch.device("cpu")
         return cls(
             layout,
             tuple(
-                tuple(Segment(chunk, column, angle[far]) for chunk, column, far in row)
+                tuple(
+                    HeldSegment(one.chunk, one.column, one.position, angle[one.distance])
+                    for one in row
+                    if isinstance(one.chunk, ChunkKV)
+                )
                 for row in rows
             ),
             tuple(
@@ -238,7 +272,7 @@ def make_plan(
         dtype: Of queries and masks.
     """
     seen = _Seen.of(table, mask, shape, dtype)
-    groups: dict[int, list[tuple[int, Segment]]] = {}
+    groups: dict[int, list[tuple[int, HeldSegment]]] = {}
     for row, segments in enumerate(table.rows):
         for segment in segments:
             if seen.any(row, segment):
@@ -360,18 +394,18 @@ class _Seen:
         free = ((added == 0) | ~asks[:, :, None]).all(1)  # (rows, columns): by every one, plainly
         return cls(table, added, _counts(table, shown), _counts(table, free), kept_tail)
 
-    def any(self, row: int, segment: Segment) -> bool:
+    def any(self, row: int, segment: HeldSegment) -> bool:
         """Whether a row sees anything of a segment."""
         if self.added is None:
             return True
-        some, stop = self.some[row], segment.column + len(segment.chunk)
+        some, stop = self.some[row], segment.stop
         return some[stop] > some[segment.column]
 
-    def _is_free(self, row: int, segment: Segment) -> bool:
-        free, stop = self.free[row], segment.column + len(segment.chunk)
-        return free[stop] - free[segment.column] == len(segment.chunk)
+    def _is_free(self, row: int, segment: HeldSegment) -> bool:
+        free, stop = self.free[row], segment.stop
+        return free[stop] - free[segment.column] == len(segment)
 
-    def call(self, name: int, members: list[tuple[int, Segment]], repeats: int) -> Call:
+    def call(self, name: int, members: list[tuple[int, HeldSegment]], repeats: int) -> Call:
         """One chunk, for all rows that see any of it."""
         tokens = len(members[0][1].chunk)
         if self.added is None or all(self._is_free(*member) for member in members):
@@ -390,7 +424,7 @@ class _Seen:
         """The mask of a row that sees all of its segments."""
         if self.behind is None or self.added is not None or len(self.table.rows) > 1:
             return None
-        before = sum(len(segment.chunk) for segment in self.table.rows[0])
+        before = sum(len(segment) for segment in self.table.rows[0])
         return torch.nn.functional.pad(self.behind, (before, 0))[:, None]
 
     def tail(self, repeats: int) -> Tensor | None:
@@ -410,11 +444,7 @@ def _counts(table: SegmentTable, flags: Tensor) -> list[dict[int, int]]:
     counts = torch.nn.functional.pad(flags.cumsum(1), (1, 0)).cpu()  # (rows, columns + 1)
     row_counts = []
     for row, segments in enumerate(table.rows):
-        borders = {
-            border
-            for segment in segments
-            for border in (segment.column, segment.column + len(segment.chunk))
-        }
+        borders = {border for segment in segments for border in (segment.column, segment.stop)}
         ordered = sorted(borders)
         row_counts.append(dict(zip(ordered, counts[row, ordered].tolist(), strict=True)))
     return row_counts

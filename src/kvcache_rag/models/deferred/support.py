@@ -1,12 +1,7 @@
-"""Which models can attend to chunks where they lie, and what a chunk more costs them.
-
-Both are measured, once per model: no model family is named.
-"""
+"""Which models can attend to chunks where they lie: each is tried out, no family is named."""
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,20 +12,25 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from kvcache_rag.codecs import EncodedChunk
 from kvcache_rag.errors import UnsupportedModelError
 from kvcache_rag.kv.buffer import KVBuffer
-from kvcache_rag.kv.chunk import ChunkKV
-from kvcache_rag.kv.rotary import rotate_
 from kvcache_rag.models.attention.support import attention_switched
 from kvcache_rag.models.cache import buffer_cache
-from kvcache_rag.models.deferred.attention import deferred_attention, is_fast
+from kvcache_rag.models.deferred.attention import deferred_attention
 from kvcache_rag.models.deferred.cache import HeldSegments, awaited, deferred_cache
-from kvcache_rag.models.deferred.segments import SegmentTable
+from kvcache_rag.models.deferred.int8 import Int8Segments
+from kvcache_rag.models.deferred.segments import Segment, SegmentTable
+from kvcache_rag.models.rotation import Move
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from transformers.cache_utils import Cache
+
+    from kvcache_rag.kv.chunk import ChunkKV
     from kvcache_rag.models.hf import TransformersModel
+    from kvcache_rag.models.rotation import ModelLayout
 
 
 DEFERRED = "kvcache_rag_deferred"
@@ -42,12 +42,7 @@ _EXACT = (torch.float64, torch.float32)
 
 _CHUNK, _QUERY = 5, 3
 
-# Chunks of a timed call and its repeats, of which the shortest counts.
-_CHUNKS, _TOKENS, _REPEATS = 8, 32, 20
-
 _REFUSALS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-
-_SECONDS: weakref.WeakKeyDictionary[torch.nn.Module, float] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -66,19 +61,36 @@ def deferred_rotation(model: TransformersModel) -> Iterator[None]:
         yield
 
 
+def segments_cache(
+    layout: ModelLayout,
+    rows: Sequence[Sequence[Segment]],
+    tail: int,
+    keep: Sequence[int],
+    buffer: KVBuffer,
+) -> Cache:
+    """A transformers cache of segments, whatever they lie in, and of an empty buffer behind them.
+
+    Args:
+        layout: The model's.
+        rows: Per row of a left-padded batch its segments, all in codes or none.
+        tail: Column of the first token in the buffer.
+        keep: Per row, first columns of the buffer that stand for what its segments hold.
+        buffer: Memory for the tokens behind them; the cache writes into it.
+
+    Raises:
+        UnsupportedModelError: If a chunk has to move and the model's keys cannot.
+    """
+    if any(isinstance(segment.chunk, EncodedChunk) for row in rows for segment in row):
+        return deferred_cache(Int8Segments.of(layout, rows, tail, keep), layout.kinds, buffer)
+    table = SegmentTable.of(layout, rows, tail, keep)
+    return deferred_cache(HeldSegments.of(table), layout.kinds, buffer)
+
+
 def deferral_refusal(model: TransformersModel) -> str:
     """Why a model cannot attend to chunks where they lie, as a sentence; "" if it can."""
     if model.model not in _REFUSALS:
         _REFUSALS[model.model] = _measured_refusal(model)
     return _REFUSALS[model.model]
-
-
-def segment_seconds(model: TransformersModel) -> float:
-    """Seconds that one chunk more costs a layer and token; infinite where nothing fast fits."""
-    if model.model not in _SECONDS:
-        with torch.inference_mode():
-            _SECONDS[model.model] = _measured_seconds(model)
-    return _SECONDS[model.model]
 
 
 def _measured_refusal(model: TransformersModel) -> str:
@@ -153,7 +165,7 @@ class _Probe:
 
     def _deferred(self) -> Any:
         first, second = self.chunks
-        row = [(first, 0, 0), (second, _CHUNK, self.distance)]
+        row = [Segment(first, 0, 0), Segment(second, _CHUNK, self.distance)]
         table = SegmentTable.of(self.layout, [row], 2 * _CHUNK)
         segments = HeldSegments.of(table, self.callers)
         return deferred_cache(segments, self.layout.kinds, self._buffer(_QUERY + 1))
@@ -166,13 +178,8 @@ class _Probe:
             view.copy_from(chunk)
             if not number or not self.distance:
                 continue
-            row = [(chunk, 0, self.distance)]
-            angles = SegmentTable.of(self.layout, [row], _CHUNK).angles
-            for index, group in enumerate(self.layout.groups):
-                rotation = group.key_rotation
-                if rotation.style != "none":
-                    cos, sin = (factors[1:] for factors in angles[rotation.frequency])
-                    rotate_(view.keys(index), rotation, cos, sin)
+            here = torch.arange(_CHUNK)
+            Move.of(self.layout, here, here + self.distance, self.model.device).rotate(view)
         return buffer_cache(buffer, self.layout.kinds, 2 * _CHUNK)
 
     def _buffer(self, tokens: int) -> KVBuffer:
@@ -182,38 +189,3 @@ class _Probe:
 def _moved(chunk: ChunkKV, device: torch.device) -> ChunkKV:
     tensors = tuple(tuple(part.to(device) for part in group) for group in chunk.tensors)
     return replace(chunk, tensors=tensors)
-
-
-def _measured_seconds(model: TransformersModel) -> float:
-    group = model.measured.groups[0]
-    heads, (kv_heads, width) = int(model.config.num_attention_heads), group.layout.key_shape
-    if not is_fast(model.dtype, width, group.layout.value_shape[1], heads, kv_heads, model.device):
-        return math.inf
-    query = torch.zeros(1, heads, 1, width, dtype=model.dtype, device=model.device)
-    tail = torch.zeros(1, kv_heads, 1, width, dtype=model.dtype, device=model.device)
-
-    def seconds(chunks: int) -> float:
-        tokens = _CHUNKS * _TOKENS // chunks
-        layout = model.measured.chunk_layout
-        row = []
-        for number in range(chunks):
-            tensors = layout.empty(tokens, model.device)
-            for part in (part for group_tensors in tensors for part in group_tensors):
-                part.zero_()
-            ids = torch.zeros(tokens, dtype=torch.int32)
-            row.append((ChunkKV(layout, ids, 0, tensors), number * tokens, 0))
-        segments = HeldSegments.of(SegmentTable.of(model.measured, [row], _CHUNKS * _TOKENS))
-        cache = deferred_cache(
-            segments, model.measured.kinds, KVBuffer.allocate(layout, 1, 1, model.device)
-        )
-        key, value = cache.update(tail, tail, group.layout.layers[0])
-        taken = []
-        for _ in range(_REPEATS):
-            model.wait()
-            started = time.perf_counter()
-            deferred_attention(model.model, query, key, value, None)
-            model.wait()
-            taken.append(time.perf_counter() - started)
-        return min(taken)
-
-    return max(seconds(_CHUNKS) - seconds(1), 0.0) / (_CHUNKS - 1)
