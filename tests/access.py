@@ -71,11 +71,6 @@ def objects(store: RemoteStore) -> Objects:
     return store._objects
 
 
-def owners(store: MemoryStore) -> Any:
-    """Who claims a key, and until when: by key."""
-    return store._owners
-
-
 def chunks(store: MemoryStore) -> Any:
     """What it holds: by key."""
     return store._chunks

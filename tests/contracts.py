@@ -41,12 +41,11 @@ class StoreContract:
     """What every `ChunkStore` guarantees."""
 
     def open(self, path: Path, *, max_bytes: int | None = None) -> ChunkStore:
-        """A store over `path`, with a limit and a release grace of 100 seconds."""
+        """A store over `path`, with a limit."""
         raise NotImplementedError
 
     def age(self, store: ChunkStore, seconds: float) -> None:
-        """Let everything in the store have happened that much earlier."""
-        raise NotImplementedError
+        """Let everything have happened that much earlier, where a store has times."""
 
     def held(self, store: ChunkStore) -> set[str]:
         """Digests of the chunks that are really there."""
@@ -207,8 +206,6 @@ class StoreContract:
             lambda: store.put(key, chunk),
             lambda: store.contains(key),
             lambda: store.delete(key),
-            lambda: store.claim(key, "a"),
-            lambda: store.release(key, "a"),
             lambda: store.locked([key]).__enter__(),
         ):
             with pytest.raises(InvalidInputError):
@@ -240,80 +237,6 @@ class StoreContract:
             with pytest.raises(InvalidInputError):
                 store.get(key_of(chunk), LAYOUT, out)
         assert store.contains(key_of(chunk))
-
-    # Owners.
-
-    def test_a_released_chunk_goes_after_the_grace_time(self, store: ChunkStore) -> None:
-        chunk = make_chunk()
-        key = key_of(chunk)
-        store.put(key, chunk)
-        store.claim(key, "a")
-        store.release(key, "a")
-        assert store.sweep() == 0
-        assert store.contains(key)
-        self.age(store, 101)
-        assert store.sweep() > 0
-        assert not store.contains(key)
-        assert not self.held(store)
-        assert store.sweep() == 0
-
-    def test_a_chunk_stays_while_one_owner_claims_it(self, store: ChunkStore) -> None:
-        chunk = make_chunk()
-        key = key_of(chunk)
-        store.put(key, chunk)
-        store.claim(key, "a")
-        store.claim(key, "b")
-        store.release(key, "a")
-        self.age(store, 101)
-        assert store.sweep() == 0
-        store.release(key, "b")
-        assert store.sweep() == 0, "b's grace time has just begun"
-        self.age(store, 101)
-        assert store.sweep() > 0
-        assert not store.contains(key)
-
-    def test_a_claim_takes_a_release_back(self, store: ChunkStore) -> None:
-        chunk = make_chunk()
-        key = key_of(chunk)
-        store.put(key, chunk)
-        store.claim(key, "a")
-        store.release(key, "a")
-        store.claim(key, "a")
-        self.age(store, 101)
-        assert store.sweep() == 0
-        assert store.contains(key)
-
-    def test_a_second_release_does_not_lengthen_the_grace_time(self, store: ChunkStore) -> None:
-        chunk = make_chunk()
-        key = key_of(chunk)
-        store.put(key, chunk)
-        store.claim(key, "a")
-        store.release(key, "a")
-        self.age(store, 101)
-        store.release(key, "a")
-        assert store.sweep() > 0
-
-    def test_an_owner_cannot_release_what_it_never_claimed(self, store: ChunkStore) -> None:
-        ours, nobodys = make_chunk(1), make_chunk(2)
-        for chunk in (ours, nobodys):
-            store.put(key_of(chunk), chunk)
-        store.claim(key_of(ours), "a")
-        store.release(key_of(ours), "b")
-        store.release(key_of(nobodys), "b")
-        self.age(store, 101)
-        assert store.sweep() == 0
-        assert self.held(store) == {key_of(ours).digest, key_of(nobodys).digest}
-
-    def test_a_claim_may_come_before_the_chunk(self, store: ChunkStore) -> None:
-        chunk = make_chunk()
-        key = key_of(chunk)
-        store.claim(key, "a")
-        assert not store.contains(key)
-        store.put(key, chunk)
-        store.release(key, "a")
-        self.age(store, 101)
-        assert store.sweep() > 0
-        assert not store.contains(key)
 
     # Limit.
 
@@ -428,7 +351,6 @@ class StoreContract:
         chunks = [make_chunk(seed) for seed in range(3)]
         for chunk in chunks:
             store.put(key_of(chunk, namespace="a"), chunk)
-            store.claim(key_of(chunk, namespace="a"), "owner")
         store.put(key_of(chunks[0], namespace="b"), chunks[0])
         assert store.delete_namespace("a") == 3
         assert self.held(store) == {key_of(chunks[0], namespace="b").digest}
@@ -443,15 +365,31 @@ class StoreContract:
         assert same(store.get(key_of(chunks[1], namespace="a"), LAYOUT).chunk, chunks[1])
         assert same(store.get(key_of(chunks[0], namespace="b"), LAYOUT).chunk, chunks[0])
 
-    def test_the_epoch_grows_with_every_deletion(self, store: ChunkStore) -> None:
+    def test_what_was_begun_before_a_deletion_does_not_come_back(self, store: ChunkStore) -> None:
+        chunk = make_chunk()
+        key = key_of(chunk, namespace="a")
+        begun = store.generation("a")
+        store.delete_namespace("a")
+        assert not store.put(key, chunk, begun)
+        assert not self.held(store)
+        assert not store.contains(key)
+        assert store.put(key, chunk, store.generation("a"))
+        assert same(store.get(key, LAYOUT).chunk, chunk)
+
+    def test_a_deletion_may_follow_that_of_another_tier(self, store: ChunkStore) -> None:
+        later = store.generation("a") + 10**9
+        store.delete_namespace("a", later)
+        assert store.generation("a") == later
+
+    def test_the_generation_grows_with_every_deletion(self, store: ChunkStore) -> None:
         chunk = make_chunk()
         store.put(key_of(chunk, namespace="a"), chunk)
-        epochs = [store.epoch("a")]
+        numbers = [store.generation("a")]
         for _ in range(3):
             store.delete_namespace("a")
-            epochs.append(store.epoch("a"))
-        assert epochs == sorted(set(epochs))
-        assert store.epoch("b") == 0
+            numbers.append(store.generation("a"))
+        assert numbers == sorted(set(numbers))
+        assert store.generation("b") == 0
 
     # Statistics.
 
@@ -479,9 +417,6 @@ class StoreContract:
             store.get(key, LAYOUT)
         store.put(key, chunk)
         tiers = [store.get(key, LAYOUT).tier for _ in range(2)]
-        store.claim(key, "a")
-        store.release(key, "a")
-        self.age(store, 101)
         dropped = store.sweep()
         stats = store.stats()
         assert stats.hits == {tier: tiers.count(tier) for tier in tiers}

@@ -59,7 +59,6 @@ EXAMPLE: Final = make_example(5, documents=2, facts=1, questions=1)
 TEXTS: Final = EXAMPLE.documents
 QUESTION: Final = EXAMPLE.questions[0].text
 TENANT: Final = "acme"
-OWNER: Final = "golden"
 VARIANTS: Final = {
     "native-bfloat16": ("native", "bfloat16"),
     "native-float32": ("native", "float32"),

@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import access
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,20 +24,17 @@ from kvcache_rag.stores.remote.store import RemoteStore
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvcache_rag.kv.chunk import ChunkKey, ChunkKV
 
 TOKENS = 4
-GRACE = 1000.0
 MINUTE = 61.0
 NAMESPACES = ("", "tenant")
-OWNERS = ("a", "b")
 IDS = [make_chunk(seed, tokens=TOKENS).tokens for seed in range(3)]
 NBYTES = make_chunk(tokens=TOKENS).nbytes + TOKENS * 4
 
 numbers = st.integers(0, len(IDS) * len(NAMESPACES) - 1)
-owners = st.sampled_from(OWNERS)
 
 
 def content(number: int, version: int) -> ChunkKV:
@@ -52,13 +48,12 @@ def key(number: int) -> ChunkKey:
 
 
 class Model:
-    """What a tier holds, least recently used first, and who uses it since or until when."""
+    """What a tier holds, least recently used first."""
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
         self.name = name
         self.capacity = capacity
         self.held: dict[int, int] = {}
-        self.owners: dict[int, dict[str, float | None]] = {}
 
     def put(self, number: int, version: int) -> None:
         self.held.pop(number, None)
@@ -70,24 +65,6 @@ class Model:
         if number in self.held:
             self.held[number] = self.held.pop(number)
 
-    def claim(self, number: int, owner: str) -> None:
-        self.owners.setdefault(number, {})[owner] = None
-
-    def release(self, number: int, owner: str, now: float) -> None:
-        claims = self.owners.get(number, {})
-        if owner in claims and claims[owner] is None:
-            claims[owner] = now
-
-    def sweep(self, now: float) -> int:
-        over = [
-            number
-            for number, claims in self.owners.items()
-            if all(since is not None and since <= now - GRACE for since in claims.values())
-        ]
-        for number in over:
-            del self.owners[number]
-        return sum(self.held.pop(number, None) is not None for number in over)
-
     def evict(self, most: int) -> int:
         over = list(self.held)[: max(len(self.held) - most, 0)]
         for number in over:
@@ -97,7 +74,6 @@ class Model:
     def forget(self, namespace: str) -> int:
         gone = {number for number in self.held if key(number).namespace == namespace}
         self.held = {n: version for n, version in self.held.items() if n not in gone}
-        self.owners = {n: c for n, c in self.owners.items() if key(n).namespace != namespace}
         return len(gone)
 
 
@@ -190,40 +166,20 @@ class StoreMachine(RuleBasedStateMachine):
         held = [tier.held.pop(number, None) is not None for tier in self.tiers]
         assert self.store.delete(key(number)) is any(held)
 
-    @rule(number=numbers, owner=owners, back=st.booleans())
-    def come_and_go(self, number: int, owner: str, back: bool) -> None:
-        self.claim(number, owner)
-        self.release(number, owner)
-        if back:
-            self.claim(number, owner)
-        self.sweep(2000.0)
-
-    @rule(number=numbers, owner=owners)
-    def claim(self, number: int, owner: str) -> None:
-        self.store.claim(key(number), owner)
-        for tier in self.tiers:
-            tier.claim(number, owner)
-
-    @rule(number=numbers, owner=owners)
-    def release(self, number: int, owner: str) -> None:
-        self.store.release(key(number), owner)
-        for tier in self.tiers:
-            tier.release(number, owner, self.now)
-
     @rule(waited=st.sampled_from([0.0, 30.0, 2000.0]))
     def sweep(self, waited: float) -> None:
         self.pass_time(waited)
-        assert self.store.sweep() == sum(tier.sweep(self.now) for tier in self.tiers)
+        assert self.store.sweep() == 0
 
     @rule(namespace=st.sampled_from(NAMESPACES), rarely=st.integers(0, 3))
     def delete_namespace(self, namespace: str, rarely: int) -> None:
         if rarely:
             return
-        before = self.store.epoch(namespace)
+        before = self.store.generation(namespace)
         dropped = self.store.delete_namespace(namespace)
         counts = [tier.forget(namespace) for tier in self.tiers]
         assert max(counts) <= dropped <= sum(counts), "a chunk in two tiers is one or two"
-        assert self.store.epoch(namespace) > before
+        assert self.store.generation(namespace) > before
 
     @precondition(lambda self: any(tier.name == "disk" for tier in self.tiers))
     @rule(used=st.lists(numbers, max_size=3), most=st.integers(1, 5))
@@ -235,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
         (disk,) = (tier for tier in self.tiers if tier.name == "disk")
         size = 4096 + NBYTES
         other = open_disk(self.folder, max_bytes=most * size)
-        assert other.sweep() == disk.sweep(self.now) + disk.evict(most)
+        assert other.sweep() == disk.evict(most)
 
     @rule()
     def restart(self) -> None:
@@ -253,16 +209,10 @@ class StoreMachine(RuleBasedStateMachine):
         """Let everything have happened that much earlier."""
         self.now += seconds
         for path in self.folder.rglob("*"):
-            if path.name == "epoch":  # compared with those of other tiers, never with now
-                continue
             status = path.lstat()
             shift = int(seconds * 1e9)
             times = (status.st_atime_ns - shift, status.st_mtime_ns - shift)
             os.utime(path, ns=times, follow_symlinks=False)
-        for store in parts(self.store):
-            for claims in access.owners(store).values() if isinstance(store, MemoryStore) else ():
-                for owner, since in claims.items():
-                    claims[owner] = None if since is None else since - seconds
 
     @invariant()
     def agree(self) -> None:
@@ -276,24 +226,19 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.contains(key(one)) is (found[one] is not None)
 
 
-def parts(store: ChunkStore) -> Sequence[ChunkStore]:
-    """The tiers of a store, or the store itself."""
-    return store.tiers if isinstance(store, TieredStore) else (store,)
-
-
 def open_disk(folder: Path, max_bytes: int | None = None) -> DiskStore:
-    """A store on disk with the machines' grace time."""
-    return DiskStore(folder / "disk", durable=False, release_grace=GRACE, max_bytes=max_bytes)
+    """A store on disk."""
+    return DiskStore(folder / "disk", durable=False, max_bytes=max_bytes)
 
 
 def open_memory(chunks: int) -> MemoryStore:
     """Memory for so many chunks."""
-    return MemoryStore(chunks * NBYTES, release_grace=GRACE)
+    return MemoryStore(chunks * NBYTES)
 
 
 def open_remote(folder: Path) -> RemoteStore:
     """A shared folder as a remote."""
-    return RemoteStore(f"file://{folder}/remote", release_grace=GRACE)
+    return RemoteStore(f"file://{folder}/remote")
 
 
 class MemoryMachine(StoreMachine):

@@ -31,7 +31,7 @@ class Place:
 
     def prefiller(self, name: str) -> RowPrefiller:
         collection = self.client.get_or_create_collection(name, embedding_function=None)
-        return RowPrefiller(Rows(collection), self.engine, str(collection.id))
+        return RowPrefiller(Rows(collection), self.engine)
 
     def chunks(self) -> dict[str, StoredFile]:
         return {
@@ -44,7 +44,7 @@ class Place:
     def run(self, *words: str) -> int:
         """A command of `store`, with the database where it takes one."""
         action, *rest = words
-        place = ["--persist-dir", str(self.chroma)] if action in ("gc", "list", "ls") else []
+        place = ["--persist-dir", str(self.chroma)] if action == "gc" else []
         return cli.main(["store", action, str(self.kv), *place, *rest])
 
 

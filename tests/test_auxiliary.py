@@ -168,7 +168,7 @@ def test_scores_depend_on_the_question_and_add_up() -> None:
 
 def test_what_is_prefilled_ahead_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     auxiliary, twin = auxiliary_of(), auxiliary_of()
-    keys = auxiliary.prefill(TEXTS, owner="me")
+    keys = auxiliary.prefill(TEXTS)
     assert len(keys) == len(TEXTS)
     assert all(auxiliary.engine.store.contains(key) for key in keys)
     expected = twin.scores(QUESTION, TEXTS)  # prefills on the spot, and keeps it

@@ -201,7 +201,7 @@ def test_an_engine_that_scores_for_itself_computes_once(monkeypatch: pytest.Monk
 
 def test_a_store_of_the_auxiliary_that_keeps_nothing_costs_misses_only() -> None:
     class Full(MemoryStore):
-        def put(self, key: Any, chunk: Any) -> bool:
+        def put(self, *_: Any) -> bool:
             self._counters.failed("no space left")
             return False
 
@@ -215,7 +215,7 @@ def test_a_store_of_the_auxiliary_that_keeps_nothing_costs_misses_only() -> None
         main = Engine.from_pretrained(
             "tiny", device="cpu", dtype=torch.float32, policy=CacheClip(scorer, ratio=0.5)
         )
-        keys = main.add(DOCUMENTS, owner="docs")
+        keys = main.add(DOCUMENTS)
         assert all(map(main.store.contains, keys))
         answer = main.generate(QUESTIONS[0], DOCUMENTS, max_new_tokens=4)
         lost = 0 if type(store) is MemoryStore else len(DOCUMENTS)
@@ -233,7 +233,7 @@ def test_cancelling_stops_both_models() -> None:
     with pytest.raises(CancelledError):
         main.add(DOCUMENTS, cancelled=stop)
     assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])
-    main._add(DOCUMENTS, owner="", show_progress=False, cancelled=None)
+    main._add(DOCUMENTS, show_progress=False, cancelled=None)
     with pytest.raises(CancelledError):
         main.add(DOCUMENTS, cancelled=stop)
     assert not scorer.engine.store.contains(scorer.engine.keys(DOCUMENTS[1:2])[0])

@@ -56,9 +56,9 @@ def expected(engine: Engine) -> tuple[int, ...]:
 
 def test_an_empty_corpus_is_no_work(engine: Engine) -> None:
     assert make_engine().add([]) == []
-    assert make_engine().add([], show_progress=True, owner="me") == []
+    assert make_engine().add([], show_progress=True) == []
     assert engine.keys([]) == []
-    engine.release([], "me")
+    engine.delete([])
 
 
 @pytest.mark.parametrize("empty", ["", "  \n\t"])
@@ -241,7 +241,7 @@ def test_criteria_and_processors_of_the_caller_are_kept(engine: Engine) -> None:
 class Full(MemoryStore):
     """A disk without room."""
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+    def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         self._counters.failed("no space left")
         return False
 

@@ -78,9 +78,7 @@ class QuantisedContract(StoreContract):
 
 class QuantisedDiskContract(QuantisedContract):
     def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
-        return DiskStore(
-            path, max_bytes=max_bytes, durable=False, release_grace=GRACE, codec=self.codec
-        )
+        return DiskStore(path, max_bytes=max_bytes, durable=False, codec=self.codec)
 
     def age(self, store: ChunkStore, seconds: float) -> None:
         for path in store.root.rglob("*"):
@@ -104,7 +102,7 @@ class TestInt8MemoryStore(QuantisedContract, TestMemoryStore):
     def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
         del path
         limit = 1 << 30 if max_bytes is None else max_bytes
-        return MemoryStore(limit, release_grace=GRACE, codec=self.codec)
+        return MemoryStore(limit, codec=self.codec)
 
     def size(self, chunk: ChunkKV) -> int:
         return self.stored(chunk)
@@ -115,10 +113,8 @@ class TestInt8TieredStore(QuantisedContract, TestTieredStore):
 
     def open(self, path: Path, *, max_bytes: int | None = None) -> TieredStore:
         limit = 1 << 30 if max_bytes is None else max_bytes
-        memory = MemoryStore(limit, release_grace=GRACE, codec=self.codec)
-        disk = DiskStore(
-            path, max_bytes=max_bytes, durable=False, release_grace=GRACE, codec=self.codec
-        )
+        memory = MemoryStore(limit, codec=self.codec)
+        disk = DiskStore(path, max_bytes=max_bytes, durable=False, codec=self.codec)
         return TieredStore(memory, disk)
 
     def test_promoting_rounds_nothing_again(self, tmp_path: Path) -> None:

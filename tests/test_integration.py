@@ -60,7 +60,7 @@ def measured() -> Engine:
 @pytest.fixture
 def engine(measured: Engine) -> Engine:
     store: Any = measured.store
-    MemoryStore.__init__(store, release_grace=0)
+    MemoryStore.__init__(store)
     return measured
 
 
@@ -72,7 +72,7 @@ def rows() -> Rows:
 
 @pytest.fixture
 def prefiller(rows: Rows, engine: Engine) -> RowPrefiller:
-    return RowPrefiller(rows, engine, "owner")
+    return RowPrefiller(rows, engine)
 
 
 def new_rows(texts: list[str], prefix: str = "") -> list[NewRow]:
@@ -167,9 +167,9 @@ def test_rows_get_references_and_blank_ones_none(prefiller: RowPrefiller, engine
 
 
 def test_without_engine_rows_are_only_rows(rows: Rows) -> None:
-    prefiller = RowPrefiller(rows, None, "owner")
+    prefiller = RowPrefiller(rows, None)
     prefiller.write(new_rows(TEXTS), TEXTS)
-    prefiller.release(rows.get())
+    prefiller.drop(rows.get())
     assert [row.metadata for row in rows.get()] == [{}, {}, {}]
     with pytest.raises(InvalidInputError, match="engine="):
         prefiller.fill(lambda row: row.document)
@@ -185,7 +185,7 @@ def test_nothing_is_written_when_a_text_is_too_long(
     assert engine.store.stats().puts == 0
 
 
-def test_replaced_rows_release_what_nobody_else_uses(
+def test_replaced_rows_take_along_what_nobody_else_uses(
     prefiller: RowPrefiller, engine: Engine
 ) -> None:
     prefiller.write(new_rows(TEXTS), TEXTS)
@@ -216,30 +216,30 @@ class FailingLater:
         return getattr(self._real, name)
 
 
-def test_a_failed_write_leaves_claims_for_the_written_rows_only(
+def test_a_failed_write_leaves_what_was_computed_for_the_next_try(
     prefiller: RowPrefiller, engine: Engine
 ) -> None:
     prefiller.write(new_rows(["old one", "old two"]), ["old one", "old two"])
-    failing = RowPrefiller(Rows(FailingLater(prefiller.rows.collection)), engine, "owner")
+    failing = RowPrefiller(Rows(FailingLater(prefiller.rows.collection)), engine)
     with pytest.raises(RuntimeError, match="disk full"):
         failing.write(new_rows(TEXTS[:2]), TEXTS[:2])
     assert [row.document for row in prefiller.rows.get()] == [TEXTS[0], "old two"]
-    assert held(engine, TEXTS[:2]) == [True, False]
+    assert held(engine, TEXTS[:2]) == [True, True]
     assert held(engine, ["old one", "old two"]) == [False, True]
 
 
 @pytest.mark.parametrize("moment", ["before the row is written", "after it was looked for"])
-def test_a_text_deleted_while_it_is_added_stays(
+def test_a_text_deleted_while_it_is_added_is_a_miss_at_most(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     prefiller.write(new_rows(TEXTS[:1]), TEXTS[:1])
     rows = prefiller.rows
-    adder = RowPrefiller(Rows(rows.collection), engine, "owner")
+    adder = RowPrefiller(Rows(rows.collection), engine)
 
     def delete() -> None:
         gone = rows.get(ids=["0"], metadata_only=True)
         rows.delete(["0"])
-        prefiller.release(gone)
+        prefiller.drop(gone)
 
     def add() -> None:
         adder.write(new_rows(TEXTS[:1], "new"), TEXTS[:1])
@@ -248,9 +248,11 @@ def test_a_text_deleted_while_it_is_added_stays(
         _once(monkeypatch, adder.rows, "put", delete)
         add()
     else:
-        _once(monkeypatch, engine, "release", add)
+        _once(monkeypatch, engine, "delete", add)
         delete()
     assert [row.id for row in rows.get()] == ["new0"]
+    assert held(engine, TEXTS[:1]) == [False]
+    assert adder.fill(lambda row: row.document or "") == 0, "its reference is right"
     assert held(engine, TEXTS[:1]) == [True]
 
 
@@ -321,7 +323,7 @@ def test_embedding_and_prefilling_meet(
 
 @pytest.mark.parametrize("error", [OSError("no embedding today"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("batches", [1, 3])
-def test_an_embedding_that_fails_stops_prefilling_and_leaves_no_claim(
+def test_an_embedding_that_fails_stops_prefilling(
     prefiller: RowPrefiller,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -329,14 +331,14 @@ def test_an_embedding_that_fails_stops_prefilling_and_leaves_no_claim(
     batches: int,
 ) -> None:
     monkeypatch.setattr("kvcache_rag.prefill.BATCH_TOKENS", 32)
-    compute, claim = access.prefiller(engine).compute, RowPrefiller._claimed
+    compute, prefilled = access.prefiller(engine).compute, RowPrefiller._prefilled
     stops: list[threading.Event] = []
     computed: list[int] = []
     reached = threading.Event()
 
-    def claiming(*arguments: Any, cancelled: threading.Event, **options: Any) -> Any:
+    def prefilling(*arguments: Any, cancelled: threading.Event, **options: Any) -> Any:
         stops.append(cancelled)
-        rows = claim(*arguments, cancelled=cancelled, **options)
+        rows = prefilled(*arguments, cancelled=cancelled, **options)
         reached.set()
         return rows
 
@@ -351,7 +353,7 @@ def test_an_embedding_that_fails_stops_prefilling_and_leaves_no_claim(
         assert reached.wait(20)
         raise error
 
-    monkeypatch.setattr(RowPrefiller, "_claimed", claiming)
+    monkeypatch.setattr(RowPrefiller, "_prefilled", prefilling)
     monkeypatch.setattr(access.prefiller(engine), "compute", computing)
     with pytest.raises(type(error)) as caught:
         prefiller.write(unembedded(TEXTS), TEXTS, embed=embed)
@@ -359,8 +361,6 @@ def test_an_embedding_that_fails_stops_prefilling_and_leaves_no_claim(
     assert len(computed) == batches
     assert prefiller.rows.get() == []
     assert engine.store.stats().puts == batches, "what was computed stays"
-    store: Any = engine.store
-    assert not [one for one in access.owners(store).values() if None in one.values()]
 
 
 def test_an_interruption_stops_prefilling_behind_the_embedding(
@@ -415,7 +415,7 @@ def test_fill_leaves_rows_alone_that_were_replaced_meanwhile(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefiller.rows.put(new_rows(TEXTS))
-    other = RowPrefiller(Rows(prefiller.rows.collection), engine, "owner")
+    other = RowPrefiller(Rows(prefiller.rows.collection), engine)
     _once(monkeypatch, engine, "add", lambda: other.write(new_rows(["changed"]), ["changed"]))
     assert prefiller.fill(lambda row: row.document) == 2
     (row,) = prefiller.rows.get(ids=["0"])
@@ -425,23 +425,19 @@ def test_fill_leaves_rows_alone_that_were_replaced_meanwhile(
     assert held(engine, ["changed", *TEXTS[1:]]) == [True, True, True]
 
 
-def test_rows_deleted_while_they_are_written_are_not_claimed(
+def test_rows_deleted_while_they_are_written_take_their_chunk_along(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = prefiller.rows
-    other = RowPrefiller(Rows(rows.collection), engine, "owner")
+    other = RowPrefiller(Rows(rows.collection), engine)
     prefiller.write(new_rows(TEXTS), TEXTS)
     _once(monkeypatch, engine, "add", lambda: other.delete(rows.get(ids=["0"])))
     assert prefiller.fill(lambda row: row.document) == 0
-    # Another process deletes between the row and its claim.
-    _once(monkeypatch, engine.store, "claim", lambda: other.delete(rows.get(ids=["new0"])))
-    monkeypatch.setattr(engine, "add", lambda texts, **_: engine.keys(texts))
-    prefiller.write(new_rows(TEXTS[:1], "new"), TEXTS[:1])
     assert sorted(row.id for row in rows.get()) == ["1", "2"]
     assert held(engine, TEXTS) == [False, True, True]
 
 
-def test_a_collection_that_is_gone_is_known_first_and_claims_nothing(
+def test_a_collection_that_is_gone_is_known_first(
     prefiller: RowPrefiller, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drop() -> None:
@@ -450,7 +446,6 @@ def test_a_collection_that_is_gone_is_known_first_and_claims_nothing(
     _once(monkeypatch, engine, "add", drop)
     with pytest.raises(chromadb.errors.NotFoundError):
         prefiller.write(new_rows(TEXTS), TEXTS)
-    assert held(engine, TEXTS) == [False, False, False]
     puts = engine.store.stats().puts
     with pytest.raises(chromadb.errors.NotFoundError):
         prefiller.write(new_rows(TEXTS), TEXTS)

@@ -235,23 +235,21 @@ def test_bare_keys_find_a_combination_whose_chunks_were_never_stored_alone() -> 
 
 
 # ---------------------------------------------------------------------- forgetting
-def test_a_released_chunk_takes_its_combinations_along() -> None:
+def test_a_deleted_chunk_takes_its_combinations_along() -> None:
     engine = make_engine()
-    keys = engine.add(TEXTS, owner="me")
+    keys = engine.add(TEXTS)
     both, others = engine.add_combination([TEXTS[:2], TEXTS[1:]])
-    engine.release(keys[:1], "me")
+    engine.delete(keys[:1])
     assert not engine.combinations.contains(both)
     assert engine.combinations.contains(others)
 
 
-def test_a_combination_is_claimed_and_released_by_its_owner() -> None:
-    store = MemoryStore(release_grace=0)
+def test_a_combination_is_deleted_by_its_key() -> None:
+    store = MemoryStore()
     engine = make_engine(combinations=store)
-    (key,) = engine.add_combination([TEXTS], owner="me")
-    store.sweep()
+    (key,) = engine.add_combination([TEXTS])
     assert store.contains(key)
-    engine.release([key], "me")
-    store.sweep()
+    engine.delete([key])
     assert not store.contains(key)
 
 
@@ -276,11 +274,8 @@ def test_a_deleted_namespace_leaves_neither_chunks_nor_combinations() -> None:
     assert (again.metrics.misses, again.token_ids) == (1, expected.token_ids)
 
 
-def test_a_namespace_deleted_by_others_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
-    store = TieredStore(MemoryStore(), DiskStore(tmp_path), recheck=0.0)
+def test_a_namespace_deleted_by_others_is_forgotten(tmp_path: Path) -> None:
+    store = TieredStore(MemoryStore(), DiskStore(tmp_path))
     engine = make_engine(store=store, namespace="mine")
     keys = engine.add(TEXTS)
     combined = engine.add_combination([keys])[0]
@@ -295,16 +290,14 @@ def test_a_namespace_deleted_by_others_is_forgotten(
     assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.hits == {"combinations": 1}
 
 
-def test_combinations_on_disk_are_not_deleted_for_those_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
+def test_combinations_on_disk_go_with_the_chunks_and_once(tmp_path: Path) -> None:
     store = MemoryStore()
     engine = make_engine(store=store, combinations=DiskStore(tmp_path))
     key = engine.add_combination([TEXTS])[0]
     store.delete_namespace("")
-    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 1
     assert engine.combinations.contains(key)
+    assert engine.generate(QUESTION, TEXTS, max_new_tokens=1).metrics.misses == 0
 
 
 @pytest.mark.parametrize("policy", [Reuse(), FullRecompute(), Combination()])

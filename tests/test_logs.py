@@ -104,7 +104,7 @@ def scene(store: ChunkStore, folder: Path) -> list[str]:
     model, tokenizer, _ = loaded()
     template = PromptTemplate(system=f"Help {SECRET}.\n")
     engine = Engine(model, tokenizer, store=store, template=template, namespace=SECRET)
-    keys = engine.add(TEXTS, owner=SECRET)
+    keys = engine.add(TEXTS)
     history = [
         {"role": "user", "content": f"I am {SECRET}."},
         {"role": "assistant", "content": f"Hello {SECRET}."},
@@ -126,7 +126,7 @@ def scene(store: ChunkStore, folder: Path) -> list[str]:
         path.write_bytes(path.read_bytes()[:-1])  # each is damaged now
     again = Engine(model, tokenizer, store=store, template=template, namespace=SECRET)
     answers.append(again.generate(QUESTION, TEXTS, max_new_tokens=4))
-    engine.release(keys, SECRET)
+    engine.delete(keys)
     store.sweep()
     engine.delete_namespace()
     store.close()

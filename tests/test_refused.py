@@ -87,7 +87,7 @@ def test_a_single_chunk_need_not_move(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
 def test_nothing_is_stored_that_nobody_could_use(name: str) -> None:
     engine = make_engine(name, store=MemoryStore())
-    prefilling = RowPrefiller(rows=None, engine=engine, owner="rows")  # type: ignore[arg-type]
+    prefilling = RowPrefiller(rows=None, engine=engine)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=SAID) as said:
         assert prefilling.prefill(TEXTS) == [None, None]
     assert len(said) == 1

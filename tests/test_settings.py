@@ -141,7 +141,7 @@ def test_the_table_knows_every_setting_and_what_is_right_stays_right(
     tmp_path: Path, loaded: dict[str, Any], engine: Engine
 ) -> None:
     table = owners(tmp_path, loaded, engine)
-    assert sum(1 for owner in table.values() for _ in settings(owner)) > 60
+    assert sum(1 for owner in table.values() for _ in settings(owner)) > 50
     for owner in table.values():
         made = owner()
         assert made is not None
@@ -162,7 +162,6 @@ def test_numbers_of_other_libraries_are_numbers(tmp_path: Path) -> None:
     chunk = make_chunk()
     assert store.put(key_of(chunk), chunk)
     assert CacheBlend(numpy.float64(0.25)).ratio == 0.25
-    assert MemoryStore(release_grace=math.inf).release_grace == math.inf
 
 
 # ---------------------------------------------------------------------- names
@@ -175,7 +174,6 @@ def calls_of(store: ChunkStore, key: ChunkKey, name: str) -> list[Callable[[], A
         lambda: store.put(key, make_chunk(tokens=4)),
         lambda: store.contains(key),
         lambda: store.delete(key),
-        lambda: store.claim(key, "a"),
         lambda: store.delete_namespace(name),
     ]
 
@@ -204,16 +202,6 @@ def test_a_namespace_that_is_no_text_is_refused(
             call()
         assert "namespace" in str(caught.value)
         assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("owner", [LONE, 7, None])
-def test_an_owner_that_is_no_text_is_refused(tmp_path: Path, owner: Any) -> None:
-    chunk = make_chunk()
-    for store in (DiskStore(tmp_path, durable=False), RemoteStore(f"memory://{tmp_path}")):
-        with pytest.raises(InvalidInputError, match="owner"):
-            store.claim(key_of(chunk), owner)
-        with pytest.raises(InvalidInputError, match="owner"):
-            store.release(key_of(chunk), owner)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from store_place import TEMPLATE, TEXTS, Place, age, forget, write
 from kvcache_rag import DiskStore, Engine, TieredStore, cli
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag.stores import RemoteStore
-from kvcache_rag.stores.disk.folders import StoredFile, namespaces, owner_mark
+from kvcache_rag.stores.disk.folders import namespaces
 from tests.contracts import key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -42,26 +42,17 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # ---------------------------------------------------------------------- ls and du
-def test_ls_says_which_model_and_whose(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_says_which_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert place.run("ls", "--json") == 0
     (namespace,) = json.loads(capsys.readouterr().out)["namespaces"]
     (spec,) = namespace["specs"]
     assert namespace["is_default"]
     assert spec["spec"] == place.engine.spec[:16]
     assert (spec["codec"], spec["chunks"]) == ("native", 4), "three chunks and their prefix"
-    assert spec["owners"] == {"docs": 3}
-    assert (spec["unowned"], spec["released"], spec["missing"]) == (1, 0, 0)
     assert spec["nbytes"] == sum(chunk.nbytes for chunk in place.chunks().values())
     assert spec["revision"], "the store wrote a manifest beside the first chunk"
     assert place.run("ls") == 0
-    out = capsys.readouterr().out
-    assert "(default)" in out
-    assert "docs: 3 (unowned: 1)" in out
-
-
-def test_ls_without_a_database_shows_ids(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["store", "ls", str(place.kv)]) == 0
-    assert f"{owner_mark(place.docs.owner)}: 3" in capsys.readouterr().out
+    assert "(default)" in capsys.readouterr().out
 
 
 def test_ls_of_a_store_without_manifests_reads_the_codec_from_a_file(
@@ -80,7 +71,6 @@ def test_ls_of_chunks_is_a_line_for_each(place: Place, capsys: pytest.CaptureFix
     found = {line["digest"]: line["tokens"] for line in lines}
     assert len(found) == 4
     assert found.items() >= tokens.items()
-    assert sorted(str(line["owners"]) for line in lines) == ["['docs']"] * 3 + ["[]"]
     assert place.run("ls", "--chunks") == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
 
@@ -145,111 +135,72 @@ def test_verify_names_damaged_files_and_puts_them_aside_if_asked(
 
 
 # ---------------------------------------------------------------------- gc
-def test_gc_releases_what_no_row_refers_to(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_drops_what_no_row_refers_to(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     gone, *kept = (key.digest for key in place.engine.keys(TEXTS))
     forget(place.docs, "0")
+    before = place.chunks()
     assert place.run("gc", "--collection", "docs") == 0
     out = capsys.readouterr().out
     assert "2 chunks in use" in out
-    assert "1 chunk (" in out
-    assert "would be released" in out
+    assert "2 chunks (" in out, "that of the row, and the prefix, which is computed again"
+    assert "would be dropped" in out
     assert out.endswith("say --yes to do it\n")
-    assert all(chunk.released == {} for chunk in place.chunks().values()), "nothing was changed"
+    assert place.chunks().keys() == before.keys(), "nothing was changed"
     assert place.run("gc", "--collection", "docs", "--yes") == 0
-    assert "0 chunks dropped" in capsys.readouterr().out, "the grace time has just begun"
-    mark = owner_mark(place.docs.owner)
-    chunks = place.chunks()
-    assert (chunks[gone].owners, set(chunks[gone].released)) == ({}, {mark})
-    assert all(set(chunks[digest].owners) == {mark} for digest in kept)
-    age(place, 1000)
-    assert place.run("gc", "--collection", "docs") == 0
-    assert "released before would be dropped" in capsys.readouterr().out
-    assert place.run("gc", "--collection", "docs", "--yes") == 0
-    assert "1 chunk dropped" in capsys.readouterr().out
-    assert gone not in place.chunks()
-    assert len(place.chunks()) == 3
+    assert ") dropped" in capsys.readouterr().out
+    assert place.chunks().keys() == set(kept)
+    assert place.engine.generate("alpha?", TEXTS, max_new_tokens=1).metrics.misses == 1
+    assert gone in place.chunks()
 
 
-def test_gc_touches_nobody_elses_claims(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_keeps_what_any_named_collection_refers_to(place: Place) -> None:
     other = place.prefiller("other")
     write(other, TEXTS[:1])
     age(place, 1000)
     forget(place.docs, "0")
-    forget(other, "0")
-    assert place.run("gc", "--collection", "docs", "--grace", "0", "--yes") == 0
-    digest = place.engine.keys(TEXTS)[0].digest
-    chunk = place.chunks()[digest]
-    assert chunk.is_held
-    assert set(chunk.owners) == {owner_mark(other.owner)}
-    assert "docs: 2 chunks in use" in capsys.readouterr().out
+    digests = {key.digest for key in place.engine.keys(TEXTS)}
+    words = ["gc", "--collection", "docs", "--collection", "other", "--yes"]
+    assert place.run(*words) == 0
+    assert place.chunks().keys() == digests
 
 
-def test_gc_leaves_claims_alone_whose_rows_may_be_on_their_way(
+def test_gc_leaves_alone_what_rows_may_be_on_their_way_to(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place.engine.add(["delta is coming"], owner=place.docs.owner)
+    place.engine.add(["delta is coming"])
     assert place.run("gc", "--collection", "docs", "--yes") == 0
-    assert "1 claimed too recently" in capsys.readouterr().out
-    digest = place.engine.keys(["delta is coming"])[0].digest
-    assert set(place.chunks()[digest].owners) == {owner_mark(place.docs.owner)}
+    assert "used too recently" in capsys.readouterr().out
+    assert place.engine.keys(["delta is coming"])[0].digest in place.chunks()
 
 
-def test_gc_claims_again_what_a_row_turned_up_for(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = place.docs.rows.get(ids=["0"])
-    forget(place.docs, "0")
-    real = StoredFile.release
-
-    def slow(file: StoredFile, mark: str) -> bool:
-        place.client.get_collection("docs", embedding_function=None).add(
-            ids=["late"], metadatas=[dict(rows[0].metadata)], embeddings=[[0.0, 1.0]]
-        )
-        return real(file, mark)
-
-    monkeypatch.setattr(StoredFile, "release", slow)
-    assert place.run("gc", "--collection", "docs", "--grace", "0", "--yes") == 0
-    digest = place.engine.keys(TEXTS)[0].digest
-    assert set(place.chunks()[digest].owners) == {owner_mark(place.docs.owner)}
-    assert len(place.chunks()) == 4
+def test_gc_leaves_other_namespaces_alone(place: Place) -> None:
+    chunk = make_chunk()
+    place.store.put(key_of(chunk, namespace="tenant"), chunk)
+    age(place, 1000)
+    assert place.run("gc", "--collection", "docs", "--yes") == 0
+    assert place.store.contains(key_of(chunk, namespace="tenant"))
 
 
-@pytest.mark.parametrize("form", ["id", "mark"])
-def test_gc_releases_all_of_a_deleted_collection(
-    place: Place, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    owner = place.docs.owner if form == "id" else owner_mark(place.docs.owner)
-    assert place.run("gc", "--owner", owner) == 2
-    assert "is the collection 'docs'" in refused(capsys)
-    place.client.delete_collection("docs")
-    assert place.run("gc", "--owner", owner, "--yes", "--grace", "0") == 0
-    assert "3 chunks (" in capsys.readouterr().out
-    assert len(place.chunks()) == 1, "the prefix is nobody's"
-
-
-def test_gc_reaches_the_remote_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_reaches_the_remote_tier(tmp_path: Path) -> None:
     place, url = Place(tmp_path), (tmp_path / "remote").as_uri()
     store = TieredStore(place.store, RemoteStore(url))
     place.engine.store = store
     engine = Engine(make_model(), make_tokenizer(), store=store, template=TEMPLATE)
-    prefiller = RowPrefiller(place.docs.rows, engine, place.docs.owner)
+    prefiller = RowPrefiller(place.docs.rows, engine)
     write(prefiller, TEXTS)
 
-    def remote() -> dict[str, StoredFile]:
+    def remote() -> set[str]:
         found = list(namespaces(tmp_path / "remote"))
-        return {c.digest: c for one in found for spec in one.specs() for c in spec.chunks()}
+        return {c.digest for one in found for spec in one.specs() for c in spec.chunks()}
 
     gone, *kept = (key.digest for key in engine.keys(TEXTS))
     forget(prefiller, "0")
     words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0"]
     assert place.run(*words) == 0
-    assert set(remote()[gone].owners) == {owner_mark(place.docs.owner)}
+    assert gone in remote()
     assert place.run(*words, "--yes") == 0
-    assert f"1 chunk and 1 in {url} dropped" in capsys.readouterr().out
     assert gone not in remote()
-    assert all(remote()[digest].owners for digest in kept)
+    assert remote() >= set(kept)
 
 
 def test_list_is_another_word_for_ls(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,12 +222,6 @@ def test_gc_says_that_the_remote_failed(
     words = ["gc", "--collection", "docs", "--remote", url, "--grace", "0", "--yes"]
     assert place.run(*words) == 2
     assert "the remote tier failed (" in capsys.readouterr().err
-    mark = owner_mark(place.docs.owner)
-    assert place.run("gc", "--owner", mark, "--remote", url) == 2
-    assert "exists" in capsys.readouterr().err
-    place.client.delete_collection("docs")
-    assert place.run("gc", "--owner", mark, "--remote", url) == 2
-    assert "needs the whole id" in capsys.readouterr().err
 
 
 def test_a_collection_can_be_on_a_server(
@@ -288,32 +233,29 @@ def test_a_collection_can_be_on_a_server(
         client.create_collection("docs", embedding_function=None)
         words = ["store", "gc", str(tmp_path / "kv"), "--host", host, "--port", str(port)]
         assert cli.main([*words, "--collection", "docs"]) == 0
-        assert "docs: 0 chunks in use" in capsys.readouterr().out
+        assert "0 chunks in use" in capsys.readouterr().out
     assert cli.main([*words, "--collection", "docs"]) == 2
     assert f"there is no Chroma server at {host}:{port}" in refused(capsys)
 
 
-def test_gc_removes_old_leftovers(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_removes_old_leftovers(place: Place) -> None:
     folder = os.path.dirname(next(iter(place.chunks().values())).path)
     for name, old in ((".tmp-old", 4000), (".tmp-new", 0)):
         path = os.path.join(folder, name)
         with open(path, "wb") as file:
             file.write(b"12345")
         os.utime(path, (time.time() - old,) * 2)
-    assert place.run("gc", "--leftovers") == 0
-    assert "leftovers: 1 file (5 bytes) would be removed" in capsys.readouterr().out
-    assert place.run("gc", "--leftovers", "--yes") == 0
-    assert "leftovers: 1 file (5 bytes) removed" in capsys.readouterr().out
+    assert place.run("gc", "--collection", "docs", "--yes") == 0
     assert [name for name in os.listdir(folder) if name.startswith(".tmp")] == [".tmp-new"]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["gc"], "say what to look at"),
+        (["gc"], "say whose chunks stay"),
         (["gc", "--collection", "docs"], "say where the collections are"),
-        (["gc", "--leftovers", "--grace", "-1"], "--grace must be at least 0"),
-        (["gc", "--leftovers", "--grace", "nan"], "--grace must be at least 0"),
+        (["gc", "--collection", "x", "--grace", "-1"], "--grace must be at least 0"),
+        (["gc", "--collection", "x", "--grace", "nan"], "--grace must be at least 0"),
         (["gc", "--collection", "x", "--persist-dir", "."], "there is no Chroma database"),
         (["gc", "--collection", "x", "--persist-dir", ".", "--host", "h"], "say where"),
     ],
@@ -341,8 +283,7 @@ def test_a_folder_that_is_no_store_is_left_alone(
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     tmp_path.chmod(0o755)
-    words = ["--owner", "x"] if action == "gc" else []
-    assert cli.main(["store", action, str(tmp_path), *words]) == 2
+    assert cli.main(["store", action, str(tmp_path)]) == 2
     assert "is no folder of a store, nothing in it is a DiskStore's; name the" in refused(capsys)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     (tmp_path / "empty").mkdir()
@@ -361,7 +302,8 @@ def test_without_chromadb_the_line_to_install_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "chromadb", None)
-    assert cli.main(["store", "ls", str(tmp_path), "--host", "localhost"]) == 2
+    words = ["--collection", "docs", "--host", "localhost"]
+    assert cli.main(["store", "gc", str(tmp_path), *words]) == 2
     assert "pip install 'kvcache-rag[chroma]'" in refused(capsys)
 
 
@@ -384,9 +326,8 @@ EVIL = "\x1b]0;title\x07\x1b[2J\r\nnamespace fake\u202e\u2066\ud800\x9b31m"
 
 
 def test_what_a_listing_shows_of_files_and_rows_moves_no_terminal(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvcache_rag.commands.store._owner_names", lambda _: Evil())
     for values in (
         {"model": EVIL, "revision": EVIL, "codec": EVIL},
         {"model": [EVIL], "revision": {EVIL: 1}, "codec": [EVIL], "created": EVIL},
@@ -399,12 +340,5 @@ def test_what_a_listing_shows_of_files_and_rows_moves_no_terminal(
             shown = capsys.readouterr().out
             assert shown.replace("\n", "").isprintable(), action
             assert not any(line.startswith("namespace fake") for line in shown.splitlines())
-        assert cli.main(["store", "gc", str(place.kv), "--owner", "gone", "--yes"]) == 0
+        assert place.run("gc", "--collection", "docs") == 0
         assert capsys.readouterr().out.replace("\n", "").isprintable()
-
-
-class Evil(dict[str, str]):
-    """Names of owners that nobody would choose."""
-
-    def get(self, _: str, __: object = None) -> str:  # type: ignore[override]
-        return EVIL

@@ -19,18 +19,11 @@ from tests.contracts import LAYOUT, StoreContract, empty_chunk, flat, key_of, ma
 if TYPE_CHECKING:
     from pathlib import Path
 
-GRACE = 100.0
-
 
 class TestMemoryStore(StoreContract):
     def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
         del path
-        return MemoryStore(1 << 30 if max_bytes is None else max_bytes, release_grace=GRACE)
-
-    def age(self, store: ChunkStore, seconds: float) -> None:
-        for owners in access.owners(store).values():
-            for owner, released in owners.items():
-                owners[owner] = None if released is None else released - seconds
+        return MemoryStore(1 << 30 if max_bytes is None else max_bytes)
 
     def held(self, store: ChunkStore) -> set[str]:
         return {key.digest for key in access.chunks(store)}
@@ -38,7 +31,7 @@ class TestMemoryStore(StoreContract):
 
 class TestDiskStore(StoreContract):
     def open(self, path: Path, *, max_bytes: int | None = None) -> DiskStore:
-        return DiskStore(path, max_bytes=max_bytes, durable=False, release_grace=GRACE)
+        return DiskStore(path, max_bytes=max_bytes, durable=False)
 
     def age(self, store: ChunkStore, seconds: float) -> None:
         for path in store.root.rglob("*"):
@@ -55,7 +48,6 @@ class TestTieredStore(StoreContract):
         return TieredStore(memory, TestDiskStore().open(path, max_bytes=max_bytes))
 
     def age(self, store: ChunkStore, seconds: float) -> None:
-        TestMemoryStore().age(store.tiers[0], seconds)
         TestDiskStore().age(store.tiers[1], seconds)
 
     def held(self, store: ChunkStore) -> set[str]:

@@ -27,7 +27,6 @@ SMALL = make_chunk(tokens=4)
 SIZE = 4096 + SMALL.nbytes + 16
 KEY = key_of(SMALL, namespace="a")
 ROOT = Path(__file__).parents[1]
-OWNER = f".owner-{folders.identity('o')}"
 
 
 @pytest.fixture
@@ -66,9 +65,6 @@ def crowd(store: DiskStore) -> Path:
     store.path(key).write_bytes(b"damaged")
     with pytest.raises(CorruptChunkError):
         store.get(key, LAYOUT)
-    store.claim(KEY, "o")
-    store.claim(key, "o")
-    store.release(key, "o")
     store.sweep()
     folder = store.path(KEY).parents[2]
     for place in (folder, store.path(KEY).parent, folder / "locks"):
@@ -87,11 +83,11 @@ def test_a_deletion_leaves_nothing_but_its_count(store: DiskStore, tmp_path: Pat
     (precious / "file").write_text("x")
     (folder / "link").symlink_to(precious)
     (store.path(KEY).parent / "link").symlink_to(precious / "file")
-    assert store.epoch("a") == 0
+    assert store.generation("a") == 0
     assert store.delete_namespace("a") == 3
-    assert [path.name for path in folder.rglob("*")] == ["epoch"]
-    epoch = store.epoch("a")
-    assert (epoch > 0, store.epoch("b")) == (True, 0)
+    assert [path.name for path in folder.rglob("*")] == ["generation"]
+    number = store.generation("a")
+    assert (number > 0, store.generation("b")) == (True, 0)
     assert (precious / "file").read_text() == "x"
     assert held(store, "b") == 2
     assert store.stats().evictions == 0
@@ -100,13 +96,13 @@ def test_a_deletion_leaves_nothing_but_its_count(store: DiskStore, tmp_path: Pat
     fill(store, "a", 1)
     assert same(store.get(KEY, LAYOUT).chunk, SMALL)
     assert DiskStore(store.root, namespace="a").delete_namespace("a") == 1
-    assert store.epoch("a") > epoch
-    assert set((folder / "epoch").read_bytes()) == {ord(".")}
+    assert store.generation("a") > number
+    assert (folder / "generation").read_bytes() == b"%020d" % store.generation("a")
 
 
 def test_a_namespace_that_was_never_used_can_be_deleted(store: DiskStore) -> None:
     assert store.delete_namespace("a") == 0
-    assert store.epoch("a") > 0
+    assert store.generation("a") > 0
 
 
 @pytest.mark.parametrize("moment", ["before the file", "before the name", "before the folder"])
@@ -126,7 +122,7 @@ def test_what_is_written_during_a_deletion_is_not_kept(
 
     where, name = {
         "before the file": (chunkio, "write_file"),
-        "before the name": (folders, "check_epoch"),
+        "before the name": (folders, "check_generation"),
         "before the folder": (folders, "make_folder"),
     }[moment]
     monkeypatch.setattr(where, name, deleting(getattr(where, name)))
@@ -156,50 +152,29 @@ def test_what_a_kill_leaves_behind_is_taken_away(
     assert held(store, "a") == 0
 
 
-@pytest.mark.parametrize("place", ["make_folder", "opened"])
-def test_a_claim_made_during_a_deletion_is_not_kept(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    make_folder = folders.make_folder
-
-    def deleting(*args: Any) -> None:
-        monkeypatch.undo()
-        if place == "opened":
-            make_folder(*args)
-        DiskStore(store.root).delete_namespace("a")
-        if place == "make_folder":
-            make_folder(*args)
-
-    monkeypatch.setattr(folders, "make_folder", deleting)
-    store.claim(KEY, "o")
-    folder = Path(folders.namespace_folder(str(store.root), "a"))
-    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["epoch"]
-    store.claim(KEY, "o")
-    assert len(list(folder.rglob("*.owner-*"))) == 1
-
-
 def test_what_is_computed_under_a_lock_during_a_deletion_is_not_kept(store: DiskStore) -> None:
     with store.locked([KEY]):
+        begun = store.generation("a")
         with ThreadPoolExecutor(1) as pool:
             pool.submit(store.delete_namespace, "a").result(60)
-        assert not store.put(KEY, SMALL)
+        assert not store.put(KEY, SMALL, begun)
         other = key_of(SMALL, namespace="b")
-        assert store.put(other, SMALL)
+        assert store.put(other, SMALL, begun)
     assert store.put(KEY, SMALL)
     assert "deleted" in store.stats().last_failure
 
 
 def test_deletions_at_once_both_end_with_nothing(store: DiskStore) -> None:
-    epoch = 0
+    number = 0
     for _ in range(10):
         fill(store, "a", 8)
         with ThreadPoolExecutor(3) as pool:
             counts = list(pool.map(store.delete_namespace, "aaa"))
         assert sum(counts) == 8
         folder = Path(folders.namespace_folder(str(store.root), "a"))
-        assert [path.name for path in folder.iterdir()] == ["epoch"]
-        epoch, before = store.epoch("a"), epoch
-        assert epoch > before
+        assert [path.name for path in folder.iterdir()] == ["generation"]
+        number, before = store.generation("a"), number
+        assert number > before
 
 
 def test_what_is_put_aside_during_a_deletion_goes_too(
@@ -218,10 +193,10 @@ def test_what_is_put_aside_during_a_deletion_goes_too(
 
     monkeypatch.setattr(os, "rename", late)
     store.delete_namespace("a")
-    assert [path.name for path in store.root.rglob("*") if path.is_file()] == ["epoch"]
+    assert [path.name for path in store.root.rglob("*") if path.is_file()] == ["generation"]
 
 
-def test_the_epoch_grows_before_and_after_the_files_go(
+def test_the_number_grows_before_and_after_the_files_go(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a copy made of a chunk that was read in between would count as new."""
@@ -230,26 +205,26 @@ def test_the_epoch_grows_before_and_after_the_files_go(
     rename = os.rename
 
     def between(source: str, target: str) -> None:
-        seen.append(store.epoch("a"))
+        seen.append(store.generation("a"))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", between)
     store.delete_namespace("a")
-    assert 0 < seen[0] < store.epoch("a")
+    assert 0 < seen[0] < store.generation("a")
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_the_epoch_grows_when_the_clock_goes_back(
+def test_the_number_grows_when_the_clock_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     store = DiskStore(tmp_path, durable=False) if kind == "disk" else MemoryStore()
     begin = time.time_ns()
     store.delete_namespace("a")
-    epoch = store.epoch("a")
-    assert begin <= epoch <= time.time_ns() + 10, "the time, so that stores can be compared"
+    number = store.generation("a")
+    assert begin <= number <= time.time_ns() + 10, "the time, so that stores can be compared"
     monkeypatch.setattr(time, "time_ns", lambda: 5)
     store.delete_namespace("a")
-    assert store.epoch("a") > epoch
+    assert store.generation("a") > number
 
 
 def test_an_interrupted_deletion_is_ended_by_a_sweep(
@@ -263,7 +238,7 @@ def test_an_interrupted_deletion_is_ended_by_a_sweep(
     assert not store.contains(KEY), "out of sight at once"
     assert list(folder.glob(".deleted-*"))
     store.sweep()
-    assert sorted(path.name for path in folder.iterdir()) == ["epoch", "sweep.lock"]
+    assert sorted(path.name for path in folder.iterdir()) == ["generation", "sweep.lock"]
 
 
 def test_a_full_disk_can_be_emptied(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +252,7 @@ def test_a_full_disk_can_be_emptied(store: DiskStore, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "write", full)
     assert store.delete_namespace("a") == 3
-    assert [path.name for path in folder.iterdir()] == ["epoch"]
+    assert [path.name for path in folder.iterdir()] == ["generation"]
 
 
 @pytest.mark.parametrize("call", ["rename", "unlink", "rmdir", "write"])
@@ -309,11 +284,10 @@ def write_generations(root: str, worker: int, shared: Any, paused: Any) -> None:
         paused[worker] = 0
         key = key_of(make_chunk(worker, tokens=4), namespace="a")
         with store.locked([key]):
-            generation = shared[0]
+            begun, generation = store.generation("a"), shared[0]
             chunk = make_chunk(1000 * generation + step % 7, tokens=64)
             step += 1
-            store.claim(key_of(chunk, namespace="a"), "o")
-            store.put(key_of(chunk, namespace="a"), chunk)
+            store.put(key_of(chunk, namespace="a"), chunk, begun)
 
 
 def test_nothing_older_than_a_deletion_is_left_by_two_writers(tmp_path: Path) -> None:
@@ -323,8 +297,8 @@ def test_nothing_older_than_a_deletion_is_left_by_two_writers(tmp_path: Path) ->
     writers = [context.Process(target=write_generations, args=one) for one in arguments]
     for writer in writers:
         writer.start()
-    store = DiskStore(tmp_path, durable=False, namespace="a", max_bytes=5 * SIZE, release_grace=0)
-    dropped = epoch = 0
+    store = DiskStore(tmp_path, durable=False, namespace="a", max_bytes=5 * SIZE)
+    dropped = number = 0
     try:
         for generation in range(2, 27):
             while held(store, "a") < 3:
@@ -342,10 +316,11 @@ def test_nothing_older_than_a_deletion_is_left_by_two_writers(tmp_path: Path) ->
                 for step in range(7)
             }
             left = [path for path in tmp_path.rglob("*") if path.is_file()]
-            names = {path.name[:64] for path in left if path.suffix != ".lock"} - {"epoch"}
+            names = {path.name[:64] for path in left if path.suffix != ".lock"}
+            names -= {"generation", "used"}
             assert names <= keys
-            epoch, before = store.epoch("a"), epoch
-            assert epoch > before
+            number, before = store.generation("a"), number
+            assert number > before
             paused[0] = paused[1] = 0
             shared[1] = 0
     finally:
@@ -360,10 +335,9 @@ def test_memory_forgets_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     fill(store, "a", 3)
     fill(store, "b", 2)
-    store.claim(KEY, "o")
     assert store.delete_namespace("a") == 3
-    assert (store.epoch("a") > 0, store.epoch("b")) == (True, 0)
-    assert {key.namespace for key in [*access.chunks(store), *access.owners(store)]} == {"b"}
+    assert (store.generation("a") > 0, store.generation("b")) == (True, 0)
+    assert {key.namespace for key in access.chunks(store)} == {"b"}
     private = memory.private_copy
 
     def deleting(*args: Any) -> Any:

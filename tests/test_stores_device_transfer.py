@@ -221,7 +221,7 @@ def test_a_device_tier_stands_in_front(tmp_path: Path) -> None:
     assert same(store.get(key, LAYOUT).chunk, chunk)
     assert store.delete_namespace("") == 1
     assert not any(one.contains(key) for one in (device, host, disk))
-    assert device.epoch("") > 0
+    assert device.generation("") > 0
 
 
 def test_a_store_says_where_it_is() -> None:
@@ -263,7 +263,7 @@ class TestPinnedMemoryStore(test_stores.TestMemoryStore):
     def open(self, path: Path, *, max_bytes: int | None = None) -> MemoryStore:
         del path
         limit = 1 << 30 if max_bytes is None else max_bytes
-        return MemoryStore(limit, device="cpu", pinned=True, release_grace=test_stores.GRACE)
+        return MemoryStore(limit, device="cpu", pinned=True)
 
 
 def test_pinned_chunks_are_pinned(asked: list[bool]) -> None:

@@ -104,7 +104,6 @@ def test_files_and_folders_are_for_this_user_only(tmp_path: Path) -> None:
     try:
         store = DiskStore(tmp_path / "a" / "kv", max_bytes=1 << 20, durable=True)
         key, _ = filled(store)
-        store.claim(key, "a")
         with store.locked([key]):
             pass
         store.path(key).write_bytes(b"")
@@ -267,8 +266,6 @@ def nothing_works(store: DiskStore, key: ChunkKey) -> None:
     assert not store.contains(key)
     with store.locked([key]):
         assert not store.put(key, chunk if len(chunk) == key.tokens else SMALL)
-    store.claim(key, "a")
-    store.release(key, "a")
     store.touch(key)
     assert store.sweep() == 0
     assert store.stats().put_failures == 1
@@ -362,21 +359,10 @@ def test_leftovers_of_killed_writers_are_swept(store: DiskStore) -> None:
     assert store.contains(key)
 
 
-def test_an_owner_has_one_marker(store: DiskStore) -> None:
-    key = key_of(SMALL)
-    steps = [(store.claim, "owner"), (store.release, "released"), (store.claim, "owner")]
-    for step, kind in steps:
-        step(key, "../a")
-        (marker,) = store.path(key).parent.iterdir()
-        assert marker.name.startswith(f"{key.digest}.{kind}-")
-
-
 def test_markers_of_a_chunk_that_is_gone_are_swept(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, release_grace=0)
+    store = DiskStore(tmp_path, durable=False)
     key, _ = filled(store)
-    store.claim(key, "a")
     store.delete(key)
-    store.release(key, "a")
     assert store.sweep() == 0
     assert not list(store.path(key).parent.iterdir())
 
@@ -405,9 +391,7 @@ def test_put_keeps_the_limit_and_looks_around_rarely(
 
 def test_one_sweep_at_a_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = filled(store)
-    other = DiskStore(store.root, release_grace=0)
-    store.claim(key, "a")
-    store.release(key, "a")
+    other = DiskStore(store.root, max_bytes=1)
     inner: list[int] = []
     sweep = eviction.sweep
 

@@ -34,7 +34,7 @@ HOUR = 3600.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path / "kv", durable=False, release_grace=100.0)
+    return DiskStore(tmp_path / "kv", durable=False)
 
 
 # Bytes.
@@ -188,8 +188,6 @@ def test_a_link_in_place_of_a_file_leads_no_call_elsewhere(
     calls: list[Callable[[], object]] = [
         lambda: store.put(key, SMALL),
         lambda: store.delete(key),
-        lambda: store.claim(key, "a"),
-        lambda: store.release(key, "a"),
         lambda: store.contains(key),
         store.sweep,
     ]
@@ -214,20 +212,6 @@ def test_use_of_a_link_is_not_marked_on_its_target(store: DiskStore, tmp_path: P
     os.utime(store.path(key), (1, 1), follow_symlinks=False)
     store.touch(key)
     assert target.stat().st_mtime == 1
-
-
-def test_a_link_in_place_of_a_marker_makes_no_file_elsewhere(
-    store: DiskStore, tmp_path: Path
-) -> None:
-    key, _ = filled(store)
-    store.claim(key, "a")
-    (marker,) = store.path(key).parent.glob("*.owner-*")
-    marker.unlink()
-    marker.symlink_to(tmp_path / "elsewhere")
-    store.claim(key, "a")
-    assert not (tmp_path / "elsewhere").exists()
-    store.release(key, "a")
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_link_in_place_of_a_lock_changes_no_file_elsewhere(
@@ -264,8 +248,7 @@ def test_a_namespace_never_leaves_the_root(store: DiskStore, namespace: str) -> 
     key = key_of(SMALL, namespace=namespace)
     assert store.put(key, SMALL)
     with store.locked([key]):
-        store.claim(key, "../../" + namespace)
-    assert same(store.get(key, LAYOUT).chunk, SMALL)
+        assert same(store.get(key, LAYOUT).chunk, SMALL)
     assert [path.name for path in store.root.parent.iterdir()] == [store.root.name]
 
 
@@ -286,7 +269,6 @@ def test_a_clock_that_was_set_changes_no_tensor(
     store: DiskStore, clock: list[float], shift: float
 ) -> None:
     key, _ = filled(store)
-    store.claim(key, "a")
     clock[0] = shift
     assert same(store.get(key, LAYOUT).chunk, SMALL)
     store.touch(key)
@@ -297,15 +279,13 @@ def test_a_clock_that_was_set_changes_no_tensor(
 
 def test_a_clock_going_backwards_drops_nothing_early(store: DiskStore, clock: list[float]) -> None:
     key, _ = filled(store)
-    store.claim(key, "a")
-    store.release(key, "a")
     writing = store.path(key).parent / ".tmp-now"
     writing.write_text("x")
     clock[0] = -HOUR
     assert store.sweep() == 0
     assert store.contains(key)
     clock[0] = 101.0
-    assert store.sweep() == 1
+    assert store.sweep() == 0
     assert writing.exists()
     clock[0] = HOUR + 1
     store.sweep()
@@ -329,12 +309,9 @@ def test_the_limit_is_kept_among_files_of_the_future(store: DiskStore) -> None:
 
 
 def test_what_a_wrong_clock_dated_ahead_goes_all_the_same(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, ttl=HOUR, release_grace=100.0, temp_age=100.0)
-    kept, released = make_chunk(1), make_chunk(2)
-    for chunk in (kept, released):
-        assert store.put(key_of(chunk), chunk)
-    store.claim(key_of(released), "a")
-    store.release(key_of(released), "a")
+    store = DiskStore(tmp_path, durable=False, ttl=HOUR, temp_age=100.0)
+    kept = make_chunk(1)
+    assert store.put(key_of(kept), kept)
     torso = store.path(key_of(kept)).parent / f".tmp-{'0' * 32}"
     torso.write_bytes(b"half")
 
@@ -347,7 +324,7 @@ def test_what_a_wrong_clock_dated_ahead_goes_all_the_same(tmp_path: Path) -> Non
     shift(1e9)
     assert store.sweep() == 0, "nothing goes early"
     shift(-101.0)
-    assert store.sweep() == 1
+    assert store.sweep() == 0
     assert not torso.exists()
     assert store.contains(key_of(kept))
     shift(-HOUR)
@@ -373,10 +350,8 @@ def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
 
 
 def test_memory_does_not_look_at_the_time_of_day(clock: list[float]) -> None:
-    memory = MemoryStore(release_grace=100.0)
+    memory = MemoryStore()
     memory.put(key_of(SMALL), SMALL)
-    memory.claim(key_of(SMALL), "a")
-    memory.release(key_of(SMALL), "a")
     for clock[0] in (-1e9, 1e9):
         assert memory.sweep() == 0
         assert memory.contains(key_of(SMALL))
@@ -427,8 +402,6 @@ def test_a_sweep_that_hangs_blocks_no_other_call(
             assert same(other.get(key, LAYOUT).chunk, SMALL)
             assert other.contains(key)
             assert other.put(key, SMALL)
-            other.claim(key, "a")
-            other.release(key, "a")
             with other.locked([key]):
                 assert other.delete(key)
             assert other.put(key, SMALL)

@@ -21,11 +21,9 @@ from kvcache_rag.stores.disk.folders import (
     MANIFEST,
     Leftover,
     Manifests,
-    NamespaceFolder,
     StoredFile,
     manifest_of,
     namespaces,
-    owner_mark,
     quarantine,
     read_manifest,
 )
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path / "kv", durable=False, release_grace=100)
+    return DiskStore(tmp_path / "kv", durable=False)
 
 
 def put(store: DiskStore, seed: int = 0, namespace: str = "") -> Path:
@@ -57,28 +55,6 @@ def chunks(store: DiskStore) -> list[StoredFile]:
 
 
 # ---------------------------------------------------------------------- inventory
-def test_lists_chunks_with_their_owners(store: DiskStore) -> None:
-    path, key = put(store), key_of(make_chunk())
-    for owner in ("a", "b"):
-        store.claim(key, owner)
-    store.release(key, "b")
-    os.utime(path, (1000.0, 2000.0))
-    (found,) = chunks(store)
-    assert (found.digest, found.path, found.used) == (key.digest, str(path), 2000.0)
-    assert (found.is_held, found.nbytes) == (True, path.stat().st_size)
-    assert list(found.owners) == [owner_mark("a")]
-    assert list(found.released) == [owner_mark("b")]
-    assert abs(found.released[owner_mark("b")] - time.time()) < 60
-
-
-def test_a_claim_without_a_chunk_is_listed_as_such(store: DiskStore) -> None:
-    store.claim(key_of(make_chunk()), "a")
-    (found,) = chunks(store)
-    assert not found.is_held
-    (spec,) = next(namespaces(store.root)).specs()
-    assert (Summary.of(spec).chunks, Summary.of(spec).missing) == (0, 1)
-
-
 def test_namespaces_and_specs_are_apart(store: DiskStore) -> None:
     for namespace in ("", "tenant"):
         put(store, 1, namespace)
@@ -91,21 +67,14 @@ def test_namespaces_and_specs_are_apart(store: DiskStore) -> None:
 
 
 def test_what_is_counted(store: DiskStore) -> None:
-    keys = [key_of(make_chunk(seed)) for seed in range(4)]
     paths = [put(store, seed) for seed in range(4)]
-    store.claim(keys[0], "a")
-    store.claim(keys[1], "a")
-    store.claim(keys[1], "b")
-    store.claim(keys[2], "a")
-    store.release(keys[2], "a")
+    paths[0].with_suffix(f".owner-{'0' * 16}").touch()
     (paths[0].parent / ".tmp-torso").write_bytes(b"12345")
     (paths[0].parent.parent / ".tmp-manifest").write_bytes(b"123")
     (spec,) = next(namespaces(store.root)).specs()
     found = Summary.of(spec)
     assert (found.chunks, found.nbytes) == (4, sum(path.stat().st_size for path in paths))
-    assert found.owners == {owner_mark("a"): 2, owner_mark("b"): 1}
-    assert (found.released, found.unowned, found.missing) == (1, 1, 0)
-    assert (found.unfinished, found.unfinished_bytes) == (2, 8)
+    assert (found.unfinished, found.unfinished_bytes) == (3, 8), "and what 0.1.0 left"
 
 
 def test_no_link_is_followed_and_foreign_names_are_left_alone(
@@ -151,22 +120,6 @@ def test_what_vanishes_meanwhile_was_not_there(store: DiskStore) -> None:
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert list(namespaces(tmp_path / "nowhere")) == []
-
-
-def test_a_sweep_drops_what_the_walk_calls_released(store: DiskStore) -> None:
-    keys = [key_of(make_chunk(seed)) for seed in range(5)]
-    for seed in range(4):
-        put(store, seed)
-    for key in keys[1:]:  # the last is claimed, and not there
-        store.claim(key, "a")
-    for key in keys[2:]:
-        store.release(key, "a")
-    store.claim(keys[3], "b")
-    before = {file.digest: file for file in chunks(store)}
-    gone = {digest for digest, file in before.items() if file.is_released(time.time() + 1)}
-    assert gone == {keys[2].digest, keys[4].digest}
-    assert DiskStore(store.root, release_grace=-1).sweep() == 1
-    assert {file.digest for file in chunks(store)} == before.keys() - gone
 
 
 # ---------------------------------------------------------------------- manifests
@@ -413,39 +366,13 @@ def test_another_safetensors_file_a_folder_a_pipe_and_a_link_are_refused(store: 
         file_facts(str(path), path.stem)
 
 
-# ---------------------------------------------------------------------- upkeep
-def only(store: DiskStore) -> tuple[NamespaceFolder, StoredFile]:
-    (namespace,) = namespaces(store.root)
-    (found,) = chunks(store)
-    return namespace, found
-
-
-def test_letting_go_is_what_the_store_calls_release(store: DiskStore) -> None:
-    put(store)
-    key = key_of(make_chunk())
-    store.claim(key, "a")
-    _, found = only(store)
-    assert not found.release(owner_mark("b"))
-    assert found.release(owner_mark("a"))
-    assert not found.release(owner_mark("a"))
-    assert only(store)[1].released.keys() == {owner_mark("a")}
-    assert store.sweep() == 0, "the grace time begins now"
-    found.restore(owner_mark("a"))
-    assert only(store)[1].owners.keys() == {owner_mark("a")}
-    at_once = DiskStore(store.root, release_grace=-1)
-    assert at_once.sweep() == 0
-    only(store)[1].release(owner_mark("a"))
-    assert only(store)[1].is_released(time.time() + 1)
-    assert at_once.sweep() == 1
-
-
 def test_a_link_in_place_of_the_quarantine_is_not_followed(
     store: DiskStore, tmp_path: Path
 ) -> None:
     path = put(store)
     (tmp_path / "outside").mkdir()
     os.symlink(tmp_path / "outside", path.parent.parent.parent / "quarantine")
-    _, found = only(store)
+    (found,) = chunks(store)
     with pytest.raises(NotADirectoryError):
         quarantine(found.stem)
     assert path.exists()
@@ -461,19 +388,14 @@ def test_what_an_interrupted_deletion_left_is_listed(store: DiskStore) -> None:
     assert path.name in {os.path.basename(one.path) for one in namespace.deleted()}
 
 
-def test_an_id_is_its_own_mark() -> None:
-    assert owner_mark(owner_mark("a")) == owner_mark("a") != "a"
-
-
 def test_a_damaged_file_is_put_where_the_store_puts_it(store: DiskStore) -> None:
     for seed in range(6):
         put(store, seed)
-        namespace, found = only(store)
+        (namespace,) = namespaces(store.root)
+        (found,) = chunks(store)
         quarantine(found.stem)
         quarantine(found.stem)  # it is gone
         kept = list(namespace.quarantined())
         assert len(kept) == min(seed + 1, 4)
         assert any(one.path.endswith(found.digest) for one in kept)
-    assert all(one.remove() for one in kept)
-    assert not kept[0].remove()
     assert all(isinstance(one, Leftover) for one in kept)

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(8)  # a hang fails one case and not the run
 
 CHUNK, OTHER = make_chunk(1), make_chunk(2)
 KEY, OTHER_KEY = key_of(CHUNK), key_of(OTHER)
-OWNER = "a"
 
 
 # ---------------------------------------------------------------------- what is planted
@@ -124,15 +123,13 @@ def place(store: DiskStore, name: str) -> Path:
     namespace = path.parent.parent.parent
     return {
         "chunk": path,
-        "claim": Path(folders.claim_path(str(path.with_suffix("")), folders.identity(OWNER))),
-        "tombstone": Path(
-            folders.tombstone_path(str(path.with_suffix("")), folders.identity(OWNER))
-        ),
+        "old mark": path.with_suffix(f".owner-{'0' * 16}"),
+        "used": namespace / "used",
         "unfinished file": path.parent / ".tmp-0123",
         "manifest": path.parent.parent / "spec.json",
         "lock": namespace / "locks" / f"{KEY.digest[:2]}.lock",
         "sweep lock": namespace / "sweep.lock",
-        "epoch": namespace / "epoch",
+        "generation": namespace / "generation",
         "deletion": namespace / ".deleted-0123",
         "file in quarantine": namespace / "quarantine" / "0123",
         "folder of chunks": path.parent,
@@ -145,13 +142,13 @@ def place(store: DiskStore, name: str) -> Path:
 
 FILES = (
     "chunk",
-    "claim",
-    "tombstone",
+    "old mark",
+    "used",
     "unfinished file",
     "manifest",
     "lock",
     "sweep lock",
-    "epoch",
+    "generation",
     "deletion",
     "file in quarantine",
 )
@@ -212,9 +209,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "touch": lambda store: store.touch(KEY),
     "delete": lambda store: store.delete(KEY),
     "locked": locked,
-    "claim": lambda store: store.claim(KEY, OWNER),
-    "release": lambda store: store.release(KEY, OWNER),
-    "epoch": lambda store: store.epoch(""),
+    "generation": lambda store: store.generation(""),
     "sweep": lambda store: store.sweep(),
     "delete a namespace": delete_namespace,
 }
@@ -226,20 +221,17 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "verify": command("verify"),
     "verify --delete": command("verify", "--delete"),
     "fix-permissions": command("fix-permissions"),
-    "gc": command("gc", "--leftovers", "--owner", OWNER, "--grace", "0", "--yes"),
+    "gc": command("gc", "--collection", "x", "--grace", "0", "--yes"),
 }
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     """A store that holds a chunk with a claim, and limits that make every `put` sweep."""
-    store = DiskStore(
-        tmp_path / "kv", durable=False, quota=1 << 20, ttl=1000.0, release_grace=-1, temp_age=-1
-    )
+    store = DiskStore(tmp_path / "kv", durable=False, quota=1 << 20, ttl=1000.0, temp_age=-1)
     store.describe(KEY.spec, "", {"model": "first"})
     for key, chunk in ((KEY, CHUNK), (OTHER_KEY, OTHER)):
         assert store.put(key, chunk)
-        store.claim(key, OWNER)
     return store
 
 
@@ -300,7 +292,9 @@ def test_what_is_in_place_of_a_chunk_is_put_aside_and_the_chunk_written_anew(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["manifest", "lock", "sweep lock", "epoch", "tombstone"])
+@pytest.mark.parametrize(
+    "name", ["manifest", "lock", "sweep lock", "generation", "used", "old mark"]
+)
 def test_beside_what_is_planted_a_chunk_is_served_and_written(
     store: DiskStore, outside: Path, name: str, kind: str
 ) -> None:
@@ -312,29 +306,29 @@ def test_beside_what_is_planted_a_chunk_is_served_and_written(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_namespace_is_deleted_whatever_is_in_place_of_its_epoch(
+def test_a_namespace_is_deleted_whatever_is_in_place_of_its_generation(
     store: DiskStore, outside: Path, kind: str
 ) -> None:
     before = state(outside)
-    epoch = place(store, "epoch")
-    plant(kind, epoch, outside)
-    assert store.epoch("") == 0
+    number = place(store, "generation")
+    plant(kind, number, outside)
+    assert store.generation("") == 0
     assert store.delete_namespace("") == 2
     assert state(outside) == before
-    assert stat.S_ISREG(epoch.lstat().st_mode)
-    assert [path.name for path in epoch.parent.iterdir()] == ["epoch"]
-    assert store.epoch("") > 0
+    assert stat.S_ISREG(number.lstat().st_mode)
+    assert [path.name for path in number.parent.iterdir()] == ["generation"]
+    assert store.generation("") > 0
     assert store.put(KEY, CHUNK)
 
 
-def test_a_second_name_of_another_file_is_no_epoch(store: DiskStore, outside: Path) -> None:
+def test_a_second_name_of_another_file_is_no_generation(store: DiskStore, outside: Path) -> None:
     before = state(outside)
-    epoch = place(store, "epoch")
-    os.link(outside / "file", epoch)
-    seen = store.epoch("")
+    number = place(store, "generation")
+    os.link(outside / "file", number)
+    seen = store.generation("")
     store.delete_namespace("")
     assert state(outside) == before
-    assert store.epoch("") > seen
+    assert store.generation("") > seen
 
 
 def test_a_named_pipe_that_somebody_writes_to_is_not_read(store: DiskStore, outside: Path) -> None:
@@ -353,16 +347,15 @@ def test_a_named_pipe_that_somebody_writes_to_is_not_read(store: DiskStore, outs
 # ---------------------------------------------------------------------- a remote on a folder
 REMOTE_PLACES = (
     "chunk",
-    "claim",
-    "tombstone",
-    "epoch",
+    "old mark",
+    "generation",
     "folder of chunks",
     "folder of a namespace",
 )
 
 
 def remote_place(store: RemoteStore, disk: DiskStore, name: str) -> Path:
-    if name == "epoch":
+    if name == "generation":
         return Path(f"{folders.namespace_folder(str(disk.root), '')}.epoch")
     return place(disk, name)
 
@@ -372,10 +365,9 @@ def remote_place(store: RemoteStore, disk: DiskStore, name: str) -> Path:
 def test_a_remote_on_a_folder_meets_what_is_planted(
     tmp_path: Path, outside: Path, opened: list[str], name: str, kind: str
 ) -> None:
-    store = RemoteStore(f"file://{tmp_path}/kv", timeout=5.0, retries=0, pause=0, release_grace=-1)
+    store = RemoteStore(f"file://{tmp_path}/kv", timeout=5.0, retries=0, pause=0)
     disk = DiskStore(tmp_path / "kv", durable=False)
     assert store.put(KEY, CHUNK)
-    store.claim(KEY, OWNER)
     before = state(outside)
     path = remote_place(store, disk, name)
     for operation, run in OPERATIONS.items():

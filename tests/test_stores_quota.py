@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
-from kvcache_rag.stores.disk import eviction, folders, reservations
+from kvcache_rag.stores.disk import eviction, folders
 from kvcache_rag.stores.locks import try_file
 from tests.chunks import LAYOUTS
 from tests.contracts import LAYOUT, key_of, make_chunk, same
@@ -32,8 +32,9 @@ def small(seed: int, namespace: str = "a") -> tuple[ChunkKey, ChunkKV]:
 
 
 def held(root: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.lstat().st_size for path in root.rglob("*") if path.is_file())
+    """Bytes of all files below a folder but its count."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.name != "used"]
+    return sum(path.lstat().st_size for path in files)
 
 
 def sweep_lock(root: Path, limit: str) -> str:
@@ -78,77 +79,11 @@ def test_a_process_alone_never_exceeds_the_limit(
     assert 8 * SIZE <= max(seen) <= 10 * SIZE
 
 
-def test_threads_share_what_a_process_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Another process could see nothing of the files that wait here to be written.
-    store = DiskStore(tmp_path, durable=False, quota=10 * SIZE)
-    for seed in range(10):
-        assert store.put(*small(seed))
-    write, most = store._write, threading.BoundedSemaphore(1)
-
-    def slow(*args: Any) -> int:
-        assert most.acquire(blocking=False), "two chunks are under way, one is the allowance"
-        time.sleep(0.01)
-        try:
-            return write(*args)
-        finally:
-            most.release()
-
-    monkeypatch.setattr(store, "_write", slow)
-    with ThreadPoolExecutor(4) as pool:
-        kept = [*pool.map(lambda seed: store.put(*small(seed)), range(10, 30))]
-    stats = store.stats()
-    assert (kept.count(True), stats.put_failures) == (stats.puts - 10, 0)
-    assert kept.count(False) == stats.declined
-    assert kept.count(True) >= 10
-
-
-def test_a_forked_child_has_no_allowance_of_its_parents(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, quota=100 * SIZE)
-    assert store.put(*small(0))
-    with try_file(sweep_lock(tmp_path, "quota")):
-        with store.locked([]):
-            assert store.put(*small(1))
-        child = os.fork()
-        if child == 0:
-            kept = True
-            try:
-                with store.locked([small(2)[0]]):
-                    kept = store.put(*small(2))
-            finally:
-                os._exit(kept)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert store.put(*small(3))
-
-
 # Room that is not there in time.
 
 
 @pytest.mark.parametrize("limit", ["quota", "max_bytes"])
-def test_nobody_waits_for_room_under_a_lock_of_chunks(
-    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
-    store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
-    key, chunk = small(0)
-    with try_file(sweep_lock(tmp_path, limit)) as ours:
-        assert ours
-        with store.locked([small(1)[0]]):
-            begin = time.monotonic()
-            assert not store.put(key, chunk)
-            assert time.monotonic() - begin < reservations.PATIENCE / 2
-    stats = store.stats()
-    assert (stats.declined, stats.puts, stats.put_failures) == (1, 0, 0)
-    assert "room" in stats.last_failure
-    assert not store.contains(key)
-    assert not list(tmp_path.rglob(".tmp*"))
-    assert store.put(key, chunk)
-    assert same(store.get(key, LAYOUT).chunk, chunk)
-
-
-@pytest.mark.parametrize("limit", ["quota", "max_bytes"])
-def test_without_a_lock_room_is_waited_for_a_moment(
+def test_room_is_waited_for_a_moment(
     tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
@@ -156,50 +91,18 @@ def test_without_a_lock_room_is_waited_for_a_moment(
     with try_file(path):
         begin = time.monotonic()
         assert not store.put(*small(0))
-        assert reservations.PATIENCE * 0.9 < time.monotonic() - begin < reservations.PATIENCE + 20
-    assert store.stats().declined == 1
-    monkeypatch.setattr(reservations, "PATIENCE", 60.0)
+        assert eviction.PATIENCE * 0.9 < time.monotonic() - begin < eviction.PATIENCE + 20
+    stats = store.stats()
+    assert (stats.declined, stats.puts, stats.put_failures) == (1, 0, 0)
+    assert "room" in stats.last_failure
+    assert not list(tmp_path.rglob(".tmp*"))
+    monkeypatch.setattr(eviction, "PATIENCE", 60.0)
     with ThreadPoolExecutor(1) as pool:
         with try_file(path):
             waiting = pool.submit(store.put, *small(1))
             time.sleep(0.05)
             assert not waiting.done()
         assert waiting.result(60)
-
-
-def test_a_sweep_elsewhere_stops_nobody_who_has_room(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, quota=100 * SIZE)
-    assert store.put(*small(0))  # the first look allows a tenth
-    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(1)[0]]):
-        assert [store.put(*small(seed)) for seed in range(1, 11)] == [True] * 9 + [False]
-
-
-def test_who_met_others_looks_around_before_it_must(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DiskStore(tmp_path, durable=False, quota=200 * SIZE)
-    looks: list[int] = []
-    sweep = eviction.sweep
-
-    def counted(*args: Any) -> eviction.Swept:
-        looks.append(1)
-        return sweep(*args)
-
-    monkeypatch.setattr(eviction, "sweep", counted)
-
-    def looked(count: int, first: int) -> int:
-        looks.clear()
-        for seed in range(first, first + count):
-            assert store.put(*small(seed))
-        return len(looks)
-
-    assert looked(20, 0) == 1
-    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(20)[0]]):
-        assert not store.put(*small(20))
-    assert looked(15, 20) == 1
-    with try_file(sweep_lock(tmp_path, "quota")), store.locked([small(35)[0]]):
-        assert store.put(*small(35))  # somebody else looks around: there is a quarter left
-    assert looked(1, 36) == 1
 
 
 def test_a_tier_that_declines_leaves_the_chunk_to_the_others(tmp_path: Path) -> None:
@@ -214,19 +117,21 @@ def test_a_tier_that_declines_leaves_the_chunk_to_the_others(tmp_path: Path) -> 
     assert not disk.contains(key)
 
 
-def test_no_question_waits_for_room_in_a_faster_tier(
+def test_a_folder_is_walked_only_when_the_count_says_that_it_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "PATIENCE", 30.0)
-    near = DiskStore(tmp_path / "near", durable=False, quota=2 * SIZE, tier="near")
-    far = DiskStore(tmp_path / "far", durable=False)
-    key, chunk = small(0)
-    assert far.put(key, chunk)
-    with try_file(sweep_lock(near.root, "quota")):
-        begin = time.monotonic()
-        assert same(TieredStore(near, far).get(key, LAYOUT).chunk, chunk)
-        assert time.monotonic() - begin < reservations.PATIENCE / 2
-    assert near.stats().declined == 1
+    walks: list[int] = []
+    sweep = eviction.sweep
+
+    def counted(*args: Any) -> eviction.Swept:
+        walks.append(1)
+        return sweep(*args)
+
+    monkeypatch.setattr(eviction, "sweep", counted)
+    for seed in range(100):  # each as another process, one after the other
+        assert DiskStore(tmp_path, durable=False, quota=50 * SIZE).put(*small(seed))
+    assert len(walks) == 1 + 10, "without a count, and whenever a tenth was written"
+    assert held(tmp_path) <= 50 * SIZE
 
 
 # What counts.
@@ -234,22 +139,22 @@ def test_no_question_waits_for_room_in_a_faster_tier(
 
 @pytest.mark.parametrize("secret", [None, bytes(range(32))], ids=["plain", "signed"])
 @pytest.mark.parametrize("name", ["fused-bfloat16", "mixed-float32"])
-def test_just_the_bytes_of_the_file_are_reserved(
+def test_just_the_bytes_of_the_file_are_counted(
     tmp_path: Path, name: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(tmp_path, durable=False, quota=1 << 30, signing_key=secret)
-    reserved: list[int] = []
-    room = reservations.Reservations.room
+    counted: list[int] = []
+    room = eviction.Sweeper.room
 
     def noted(self: Any, namespace: str, nbytes: int) -> Any:
-        reserved.append(nbytes)
+        counted.append(nbytes)
         return room(self, namespace, nbytes)
 
-    monkeypatch.setattr(reservations.Reservations, "room", noted)
+    monkeypatch.setattr(eviction.Sweeper, "room", noted)
     for tokens in (0, 9, 99, 999):
         chunk = make_chunk(tokens=tokens, layout=LAYOUTS[name])
         assert store.put(key_of(chunk), chunk)
-        assert store.path(key_of(chunk)).stat().st_size == reserved[-1]
+        assert store.path(key_of(chunk)).stat().st_size == counted[-1]
 
 
 def aside(store: DiskStore) -> None:

@@ -13,7 +13,7 @@ from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.disk.file import verify_file
-from kvcache_rag.stores.disk.folders import namespaces, owner_mark, quarantine
+from kvcache_rag.stores.disk.folders import namespaces, quarantine
 from kvcache_rag.stores.locks import ThreadLocks
 from tests.contracts import LAYOUT, key_of, make_chunk
 
@@ -47,31 +47,27 @@ def called_after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: 
     monkeypatch.setattr(target, name, both)
 
 
+@pytest.fixture(autouse=True)
+def no_recheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_rag.stores.remote.store._RECHECK", 0.0)
+
+
 # ---------------------------------------------------------------------- deleting
 def test_memory_is_not_filled_again_from_a_disk_that_is_about_to_forget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, disk = MemoryStore(), disk_at(tmp_path / "disk")
-    store = TieredStore(memory, disk, remote_at(tmp_path / "remote"), recheck=0.0)
+    store = TieredStore(memory, disk, remote_at(tmp_path / "remote"))
     store.put(KEY, CHUNK)
-    store.recheck = 0.0
     remote_at(tmp_path / "remote").delete_namespace("a")
-    # Another thread asks between the two tiers; it has looked a moment before.
-    called_after(monkeypatch, memory, "delete_namespace", lambda: _got(store, LAYOUT))
-    monkeypatch.setattr(store._watches[1], "recheck", 1e9)
-
+    # Another thread asks between the two tiers.
+    called_after(
+        monkeypatch, memory, "delete_namespace", lambda: _tried(lambda: store.get(KEY, LAYOUT))
+    )
     with pytest.raises(ChunkNotFoundError):
         store.get(KEY, LAYOUT)
     assert not memory.contains(KEY)
     assert not disk.contains(KEY)
-
-
-def _got(store: TieredStore, layout: Any) -> None:
-    store._watches[2].recheck = 1e9
-    try:
-        store.get(KEY, layout)
-    except ChunkNotFoundError:
-        return
 
 
 def test_a_deleted_chunk_is_not_promoted_from_a_tier_that_still_holds_it(
@@ -97,7 +93,7 @@ def test_a_remote_that_is_down_at_first_costs_no_local_chunks(
 ) -> None:
     def opened() -> tuple[TieredStore, DiskStore, RemoteStore]:
         disk, remote = disk_at(tmp_path / "disk"), remote_at(tmp_path / "remote")
-        return TieredStore(disk, remote, recheck=0.0), disk, remote
+        return TieredStore(disk, remote), disk, remote
 
     first, _, _ = opened()
     first.delete_namespace("a")  # long ago
@@ -118,7 +114,7 @@ def test_a_tier_that_could_not_forget_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = disk_at(tmp_path / "disk")
-    store = TieredStore(disk, remote_at(tmp_path / "remote"), recheck=0.0)
+    store = TieredStore(disk, remote_at(tmp_path / "remote"))
     store.put(KEY, CHUNK)
     remote_at(tmp_path / "remote").delete_namespace("a")
     rename = os.rename
@@ -126,7 +122,7 @@ def test_a_tier_that_could_not_forget_is_asked_again(
     def denied(*_: Any) -> None:
         raise PermissionError("denied")
 
-    monkeypatch.setattr(os, "rename", denied)  # the epoch grows, the folders stay
+    monkeypatch.setattr(os, "rename", denied)
     store.contains(KEY)
     assert disk.contains(KEY)
     monkeypatch.setattr(os, "rename", rename)
@@ -147,78 +143,19 @@ def test_a_namespace_that_a_tier_refuses_is_deleted_in_none(tmp_path: Path) -> N
     assert remote.contains(foreign)
 
 
-def test_a_namespace_that_a_tier_refuses_does_not_stop_the_idle_looks(tmp_path: Path) -> None:
-    memory = MemoryStore()
-    store = TieredStore(
-        memory,
-        disk_at(tmp_path / "disk", namespace="a"),
-        remote_at(tmp_path / "remote"),
-        recheck=0.0,
-    )
-    store.put(KEY, CHUNK)
-    for name in "bcdefgh":
-        with pytest.raises(InvalidInputError):
-            store.get(key_of(CHUNK, namespace=name), LAYOUT)
-    remote_at(tmp_path / "remote").delete_namespace("a")
-    store._look_at_all()
-    assert not memory.contains(KEY)
-
-
-# ---------------------------------------------------------------------- writing back
-
-
-# ---------------------------------------------------------------------- looking after
-def test_memory_does_not_remember_released_claims_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("kvcache_rag.stores.memory.time.monotonic", lambda: now)
-    store = MemoryStore(release_grace=10.0)
-    store.put(KEY, CHUNK)
-    store.claim(KEY, "owner")
-    store.release(KEY, "owner")
-    now += 3600
-    other = key_of(make_chunk(seed=1), namespace="a")
-    store.claim(other, "owner")
-    assert not store.contains(KEY)
-    assert [*access.owners(store)] == [other]
-
-
-def test_a_release_that_was_half_swept_is_swept_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = disk_at(tmp_path, release_grace=-1.0)
-    store.put(KEY, CHUNK)
-    store.claim(KEY, "owner")
-    store.release(KEY, "owner")
-    unlink = os.unlink
-
-    def denied(path: str) -> None:
-        if str(path).endswith(folders.SUFFIX):
-            raise PermissionError("denied")
-        unlink(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", denied)
-        store.sweep()
-    store.sweep()
-    assert not store.contains(KEY)
+# ---------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("name", ["{}.owner", "{}.released"])
 def test_names_that_only_look_like_ours_are_left_alone(tmp_path: Path, name: str) -> None:
-    store = disk_at(tmp_path, max_bytes=1 << 20, release_grace=-1.0)
+    store = disk_at(tmp_path, max_bytes=1 << 20)
     store.put(KEY, CHUNK)
-    store.claim(KEY, "owner")
-    store.release(KEY, "owner")
     folder = store.path(KEY).parent
     foreign = folder / name.format(KEY.digest)
     foreign.touch()
     copy = folder / f"{KEY.digest}{folders.SUFFIX}-0123456789abcdef"
     store.sweep()
     assert foreign.exists()
-    assert not store.contains(KEY)
-
-    store.claim(KEY, "owner")
-    store.release(KEY, "owner")
     copy.touch()
     store.sweep()
     assert copy.exists()
@@ -232,21 +169,6 @@ def test_an_unfinished_manifest_goes_too(tmp_path: Path) -> None:
     store.sweep()
     assert not unfinished.exists()
     assert store.contains(KEY)
-
-
-def test_a_claim_made_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
-    store = disk_at(tmp_path)
-    store.put(KEY, CHUNK)
-    store.claim(KEY, "owner")
-    mark = owner_mark("owner")
-    marker = store.path(KEY).with_name(f"{KEY.digest}.owner-{mark}")
-    os.utime(marker, (1e9, 1e9))
-    (listed,) = (
-        file for one in namespaces(tmp_path) for spec in one.specs() for file in spec.chunks()
-    )
-    store.claim(KEY, "owner")  # its row is on its way
-    assert not listed.release(mark)
-    assert marker.exists()
 
 
 def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path) -> None:

@@ -94,15 +94,6 @@ def test_writing_anew_begins_anew(store: DiskStore) -> None:
     assert store.sweep() == 0
 
 
-def test_an_owner_does_not_lengthen_the_life_of_a_chunk(store: DiskStore) -> None:
-    store.claim(KEY, "a")
-    age(store.path(KEY), 2000)
-    assert store.sweep() == 1
-    assert [path.name for path in store.path(KEY).parent.iterdir()] != []
-    store.put(KEY, SMALL)
-    assert store.sweep() == 0
-
-
 def test_what_was_put_aside_ends_too(store: DiskStore) -> None:
     store.path(KEY).write_bytes(b"damaged")
     with pytest.raises(CorruptChunkError):
@@ -192,21 +183,16 @@ def test_a_use_in_the_future_is_not_the_last_use_for_ever(tmp_path: Path, ttl: f
     assert [store.contains(key_of(chunk)) for chunk in chunks] == [False, True, True]
 
 
-def test_releases_and_torsos_of_the_future_go_in_time(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, durable=False, release_grace=100, temp_age=100)
+def test_torsos_of_the_future_go_in_time(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, durable=False, temp_age=100)
     store.put(KEY, SMALL)
-    store.claim(KEY, "a")
-    store.release(KEY, "a")
     torso = store.path(KEY).parent / ".tmp-torso"
     torso.write_text("x")
-    (tombstone,) = store.path(KEY).parent.glob("*.released-*")
-    for path in (torso, tombstone):
-        age(path, -YEAR)
+    age(torso, -YEAR)
     assert store.sweep() == 0
     assert torso.exists()
-    for path in (torso, tombstone):
-        age(path, 101)
-    assert store.sweep() == 1
+    age(torso, 101)
+    assert store.sweep() == 0
     assert not torso.exists()
 
 

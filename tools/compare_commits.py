@@ -401,9 +401,9 @@ class Scenarios:
         class Noting(MemoryStore):
             """Notes the layout of the chunks, which is no public name."""
 
-            def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+            def put(self, key: ChunkKey, chunk: ChunkKV, *more: Any, **named: Any) -> bool:
                 layouts.append(chunk.layout)
-                return super().put(key, chunk)
+                return super().put(key, chunk, *more, **named)
 
         self._made(Noting()).add(self._texts[:1])
         keys = self._made(self._disk).add(self._texts)

@@ -69,11 +69,10 @@ def _variant(name: str) -> dict[str, Any]:
     import json
 
     engine = cases.open_engine(GOLDEN / "store", name)
-    keys = engine.add(cases.TEXTS, owner=cases.OWNER)
+    keys = engine.add(cases.TEXTS)
     if name == cases.MAIN:
         tenant = engine.in_namespace(cases.TENANT)
-        released = tenant.add(cases.TEXTS[:1], owner=cases.OWNER)
-        tenant.release(released, cases.OWNER)
+        tenant.add(cases.TEXTS[:1])
     store: Any = engine.store
     folder = store.path(keys[0]).parent.parent
     layout = cases.layout_of(json.loads((folder / "spec.json").read_text(encoding="utf-8")))

@@ -192,7 +192,6 @@ class Auxiliary:
         self,
         chunks: Sequence[str],
         *,
-        owner: str = "",
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
@@ -200,7 +199,6 @@ class Auxiliary:
 
         Args:
             chunks: Texts, as they are given to the main engine.
-            owner: Who will release them later, as in `Engine.add`.
             show_progress: Whether to show a bar.
             cancelled: As for `Engine.add`.
 
@@ -212,9 +210,7 @@ class Auxiliary:
         """
         texts = [piece.text for piece in self._pieces(chunks)]
         # Not `add`: the engine may be the very one whose chunks these are.
-        return self.engine._add(
-            texts, owner=owner, show_progress=show_progress, cancelled=cancelled
-        )
+        return self.engine._add(texts, show_progress=show_progress, cancelled=cancelled)
 
     def scores(self, question: str, chunks: Sequence[str]) -> CharacterScores:
         """Attention of the question to every character of the chunks.

@@ -412,19 +412,17 @@ class Engine:
         self,
         texts: Sequence[str],
         *,
-        owner: str = "",
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[ChunkKey]:
         """Prefill and store what is not stored yet; nothing is computed twice.
 
         Auxiliary models (of the engine, of its policy) prefill their own chunks of the same texts
-        (`Auxiliary.prefill`).  These have no owner: their store evicts them by their age.  What
-        such a store cannot keep is a miss when a question comes (`Metrics.auxiliary_misses`).
+        (`Auxiliary.prefill`).  `delete` does not reach these: their store evicts them by their age.
+        What such a store cannot keep is a miss when a question comes (`Metrics.auxiliary_misses`).
 
         Args:
             texts: Chunks.
-            owner: Who will release them later (a collection id); "" for nobody.
             show_progress: Whether to show a bar.
             cancelled: Once set, stops before the next batch.
 
@@ -432,14 +430,13 @@ class Engine:
             Their keys, in order.
 
         Raises:
-            concurrent.futures.CancelledError: If it was stopped; what was computed stays stored,
-                and nobody owns it.
+            concurrent.futures.CancelledError: If it was stopped; what was computed stays stored.
             ContextTooLongError: If a chunk does not fit the context window; nothing is computed
                 then.
             UnsupportedModelError: If the model keeps no keys and values per token.  One whose keys
                 cannot be moved warns, once: a chunk helps only where it is the only one.
         """
-        keys = self._add(texts, owner=owner, show_progress=show_progress, cancelled=cancelled)
+        keys = self._add(texts, show_progress=show_progress, cancelled=cancelled)
         if self.auxiliary is not None or self.policy.auxiliary is not None:
             self._add_scored(texts, self.policy, show_progress=show_progress, cancelled=cancelled)
         return keys
@@ -448,7 +445,6 @@ class Engine:
         self,
         texts: Sequence[str],
         *,
-        owner: str,
         show_progress: bool,
         cancelled: threading.Event | None,
     ) -> list[ChunkKey]:
@@ -470,11 +466,7 @@ class Engine:
             cancelled=cancelled,
         )
         self._fill(chunks, fill, started)
-        keys = list(map(attrgetter("key"), chunks))
-        if owner:
-            for key in dict.fromkeys(keys):
-                self.store.claim(key, owner)
-        return keys
+        return list(map(attrgetter("key"), chunks))
 
     def _fill(
         self, chunks: Sequence[ContextChunk], fill: Callable[[], int], started: float
@@ -504,14 +496,12 @@ class Engine:
         self,
         combinations: Sequence[Sequence[ChunkInput]],
         *,
-        owner: str = "",
         show_progress: bool = False,
     ) -> list[ChunkKey]:
         """Prefill lists of chunks, each list together, for questions asked with `Combination()`.
 
         Args:
             combinations: Chunks of each, in the order in which they will stand in the prompt.
-            owner: Who will release them later; "" for nobody.
             show_progress: Whether to show a bar.
 
         Returns:
@@ -531,9 +521,6 @@ class Engine:
         joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
         fill = partial(self._joint.fill, joined, self._lock, show_progress=show_progress)
         self._fill(joined, fill, started)
-        if owner:
-            for chunk in joined:
-                (self.combinations if chunk.is_joint else self.store).claim(chunk.key, owner)
         return [chunk.key for chunk in joined]
 
     def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
@@ -556,18 +543,17 @@ class Engine:
                     brought += 1
         return brought
 
-    def release(self, keys: Iterable[ChunkKey], owner: str) -> None:
-        """Let go of chunks and combinations that `owner` claimed.
+    def delete(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop chunks and combinations at once, and the combinations of which such a chunk is part.
 
-        They are dropped after the grace time of their store, and combinations of which a released
-        chunk is part at once.
+        Whoever asks for one again has it computed again.
         """
-        released = list(keys)
-        for key in released:
-            self.store.release(key, owner)
-            self.combinations.release(key, owner)
+        gone = list(keys)
+        for key in gone:
+            self.store.delete(key)
+            self.combinations.delete(key)
         if self._joint is not None:
-            self._joint.forget(released)
+            self._joint.forget(gone)
 
     def delete_namespace(self) -> int:
         """Drop every chunk and combination of this engine's namespace at once, in all tiers.

@@ -199,10 +199,11 @@ class Prefiller:
         """`fill_batch` of the prefix, whose lock is held."""
         with suppress(ChunkNotFoundError):
             return self.store.get(key, self.layout).chunk
+        generation = self.store.generation(self.namespace)
         stored = self.stored_form(self._unrounded_prefix())
         weights = self.model.weights
         if weights.identity is self.weights and weights.are_unchanged():
-            self.store.put(key, stored)
+            self.store.put(key, stored, generation)
             self.stored.append(key)
         return stored
 
@@ -288,9 +289,10 @@ class Prefiller:
     def fill_batch(self, batch: Sequence[ContextChunk]) -> _Computed:
         """Compute what of one batch is still missing under its locks, and store it."""
         with torch.inference_mode(), self.store.locked([member.key for member in batch]):
+            generation = self.store.generation(self.namespace)
             computed, kept = self._compute_missing(self._missing(batch))
             for key, chunk in kept.items():
-                self.store.put(key, chunk)
+                self.store.put(key, chunk, generation)
         return computed
 
     def _fill_behind(
@@ -301,8 +303,8 @@ class Prefiller:
     ) -> _Computed:
         """`fill_batch` that returns when the batch is computed; it is written in a thread.
 
-        That thread takes the locks before and keeps them until all is written.  Locks and epochs
-        belong to threads, so this one may go on with a batch that has the same stripes.
+        That thread takes the locks before and keeps them until all is written.  Locks belong to
+        threads, so this one may go on with a batch that has the same stripes.
 
         Args:
             pool: Has the threads; None to write at once.
@@ -315,9 +317,10 @@ class Prefiller:
         def write() -> None:
             try:
                 with torch.inference_mode(), self.store.locked([one.key for one in batch]):
+                    generation = self.store.generation(self.namespace)
                     found.set_result(self._missing(batch))
                     for key, chunk in given.result().items():
-                        self.store.put(key, chunk)
+                        self.store.put(key, chunk, generation)
             except BaseException as error:
                 if not found.done():
                     found.set_exception(error)

@@ -50,8 +50,6 @@ for number in range(int(sys.argv[3])):
                 with store.locked([key]):
                     store.put(key, chunk)
                 os.write(says, b".")
-                store.claim(key, "writer")
-                store.release(key, "writer")
     os.close(says)
     for _ in range(chance.randrange(3)):
         os.read(done, 1)
@@ -71,7 +69,7 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
     kills = amount(KILLS, KILLS_LONG)
     command = [sys.executable, "-W", "ignore", "-c", WRITERS, str(tmp_path), durability, str(kills)]
     writers = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    store = DiskStore(tmp_path, temp_age=0, release_grace=3600)
+    store = DiskStore(tmp_path, temp_age=0)
     chunks = [make_chunk(seed, tokens=4096) for seed in range(6)]
     out = empty_chunk(4096)
     hits = 0
@@ -89,7 +87,7 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
     assert hits > kills / 10
     assert store.stats().corrupt == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    kinds = (".tmp", ".owner-", ".released-", ".safetensors", ".lock")
+    kinds = (".tmp", ".safetensors", ".lock")
     assert all(any(kind in path.name for kind in kinds) for path in files)
     torsos = len(list(tmp_path.rglob(".tmp*")))
     assert torsos > kills / 20, "too few were killed in the middle of a write"
@@ -114,7 +112,7 @@ def test_killed_writers_leave_whole_chunks_and_temporaries_only(
 
 def work(root: str, seed: int, seconds: float, report: Any) -> None:
     """Get chunks, computing what is missing; report how often, and what was wrong."""
-    store = DiskStore(root, durable=False, max_bytes=30 * (4096 + 49152 + 2048), release_grace=0)
+    store = DiskStore(root, durable=False, max_bytes=30 * (4096 + 49152 + 2048))
     chunks = [make_chunk(number, tokens=512) for number in range(60)]
     chance = random.Random(seed)
     counts = {"hits": 0, "computed": 0, "wrong": 0, "twice": 0}
@@ -136,8 +134,6 @@ def work(root: str, seed: int, seconds: float, report: Any) -> None:
                 time.sleep(0.002)
                 mark.unlink()
                 store.put(key, chunk)
-        owner = f"owner-{chance.randrange(2)}"
-        chance.choice([store.claim, store.release])(key, owner)
         if chance.random() < 0.02:
             store.delete(key)
     report.put({**counts, "corrupt": store.stats().corrupt, "failed": store.stats().put_failures})
@@ -150,7 +146,7 @@ def test_many_processes_with_an_evictor_never_see_a_wrong_chunk(tmp_path: Path) 
     workers = [context.Process(target=work, args=(root, seed, 25.0, report)) for seed in range(4)]
     for worker in workers:
         worker.start()
-    evictor = DiskStore(tmp_path, max_bytes=10 * (4096 + 49152 + 2048), release_grace=0)
+    evictor = DiskStore(tmp_path, max_bytes=10 * (4096 + 49152 + 2048))
     evicted = 0
     while any(worker.is_alive() for worker in workers) and report.qsize() < 4:
         evicted += evictor.sweep()
@@ -214,7 +210,7 @@ def test_each_key_is_computed_once_between_two_evictions(tmp_path: Path) -> None
     workers = [context.Process(target=mixed, args=(str(tmp_path), n, report)) for n in range(4)]
     for worker in workers:
         worker.start()
-    evictor = DiskStore(tmp_path, max_bytes=KEYS // 2 * FILE, release_grace=0)
+    evictor = DiskStore(tmp_path, max_bytes=KEYS // 2 * FILE)
     keys = [key_of(make_chunk(number, tokens=512)) for number in range(KEYS)]
     chance = random.Random(9)
     evicted = 0

@@ -64,7 +64,7 @@ _STORE: Final = {
     "bytes_read": "Bytes that a tier gave back",
     "bytes_written": "Bytes written to a tier",
     "puts": "Chunks written to a tier",
-    "evictions": "Chunks dropped to stay under a tier's limit, or released",
+    "evictions": "Chunks dropped to stay under a tier's limit, or too old",
     "corrupt": "Files put aside because they were damaged",
     "untrusted": "Files left alone because the signing key did not sign them",
     "put_failures": "Chunks that a tier could not keep",

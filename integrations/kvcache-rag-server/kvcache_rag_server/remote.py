@@ -349,7 +349,6 @@ class RemoteEngine:
         self,
         texts: Sequence[str],
         *,
-        owner: str = "",
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[None]:
@@ -357,7 +356,6 @@ class RemoteEngine:
 
         Args:
             texts: Chunks.
-            owner: Not told: a server keeps chunks as long as its limits let it.
             show_progress: Whether to show a bar.
             cancelled: Once set, stops before the next request.
 
@@ -393,7 +391,7 @@ class RemoteEngine:
         """
         raise FingerprintMismatchError(f"the chunks are at {self.url}, under keys of its own")
 
-    def release(self, keys: Iterable[Any], owner: str) -> None:
+    def delete(self, keys: Iterable[Any]) -> None:
         """Nothing: a server keeps chunks as long as its limits let it."""
 
     # ------------------------------------------------------------------ requests

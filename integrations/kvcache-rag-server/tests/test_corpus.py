@@ -257,9 +257,9 @@ def test_a_chunk_that_is_declined_is_named(
     corpus = write_lines(tmp_path / "c.jsonl", TEXTS)
     put, (declined,) = DiskStore.put, serving(settings).keys(TEXTS[:1])
 
-    def crowded(self: DiskStore, key: Any, chunk: Any) -> bool:
+    def crowded(self: DiskStore, key: Any, chunk: Any, generation: Any = None) -> bool:
         if key != declined:
-            return put(self, key, chunk)
+            return put(self, key, chunk, generation)
         self._counters.declined("another process was making room")
         return False
 

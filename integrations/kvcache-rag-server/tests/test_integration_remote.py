@@ -405,7 +405,7 @@ def test_what_needs_the_model_is_refused(remote: RemoteEngine, engine: Engine) -
     assert remote.generate(QUESTION, [stored], max_new_tokens=2).metrics.query_tokens > 0
     reference = Reference.of(key, DOCUMENTS[0], engine)
     assert reference.chunk("text", remote_engine(remote.url)) == "text"
-    assert remote.release([], "owner") is None
+    assert remote.delete([]) is None
     forms = ConversationForms.of(remote_engine(remote.url))
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with pytest.raises(InvalidInputError, match="tools are called"):

@@ -16,8 +16,6 @@ from kvcache_rag_server.startup import open_combinations, open_engine, open_stor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
     from kvcache_rag import Engine
 
 TEXTS = ("The red lamp stands in the hall.", "The blue lamp is broken.")
@@ -56,10 +54,7 @@ def test_commands_see_each_of_the_two_folders_alone(tmp_path: Path, capsys: Any)
         assert capsys.readouterr().out.count("namespace ") == 1
 
 
-def test_a_deleted_tenant_is_gone_from_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcache_rag.generation.joint.RECHECK", 0.0)
+def test_a_deleted_tenant_is_gone_from_both(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     engine = opened(folder)
     ask = {"policy": Combination(), "max_new_tokens": 1}

@@ -35,7 +35,7 @@ def source_of(llm: KVSource | None, engine: Engine | None) -> KVSource | None:
         raise InvalidInputError(
             f"llm= must be a ChatKVCache, not a {type(llm).__name__}, which has no KV caches"
         )
-    if engine is not None and not hasattr(type(engine), "release"):
+    if engine is not None and not hasattr(type(engine), "delete"):
         raise InvalidInputError(
             f"engine= must be a kvcache_rag.Engine, not a {type(engine).__name__}; "
             'make one by Engine.from_pretrained("...")'
@@ -88,7 +88,7 @@ class PrefilledClient:
         return self.wrap(self.client.get_collection(*args, **options))
 
     def delete_collection(self, name: str) -> None:
-        """Delete a collection and release what it claimed."""
+        """Delete a collection and its KV."""
         collection = self.get_collection(name, embedding_function=None)
         collection.drop_by(lambda: self.client.delete_collection(name))
 

@@ -147,11 +147,6 @@ class KVCacheChroma(Chroma):
         return None if self._source is None else self._source.references
 
     @property
-    def owner(self) -> str:
-        """By this name the collection claims its chunks in the KV store."""
-        return str(self._collection.id)
-
-    @property
     def _prefilled(self) -> DocumentCollection:
         return cast("DocumentCollection", self._collection)
 
@@ -254,7 +249,7 @@ class KVCacheChroma(Chroma):
         return await run_in_executor(None, self.prefill_missing, show_progress=show_progress)
 
     def fork(self, new_name: str) -> Self:
-        """As the stock store's; `prefill_missing` claims the KV for the new collection as well."""
+        """As the stock store's; `prefill_missing` computes what of its KV is gone."""
         forked = self._collection.fork(new_name=new_name)
         # An engine is handed on as its source, so that both stores know the same references.
         return type(self)(
@@ -267,7 +262,7 @@ class KVCacheChroma(Chroma):
 
     # ------------------------------------------------------------------ deleting
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> None:
-        """Delete rows and release their KV, unless another row has the same text.
+        """Delete rows and their KV, unless another row has the same text.
 
         Args:
             ids: Which; ids that are not there are left alone.

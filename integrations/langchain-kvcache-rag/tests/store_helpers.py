@@ -64,9 +64,9 @@ def texts_of(store: KVCacheChroma) -> dict[str, str]:
 
 
 def survivors(engine: Engine) -> Callable[..., str]:
-    """Which of some texts survive a sweep, when what was released is dropped at once."""
+    """Which of some texts are held."""
     store: Any = engine.store
-    MemoryStore.__init__(store, release_grace=0.0)
+    MemoryStore.__init__(store)
 
     def held(*texts: str) -> str:
         store.sweep()

@@ -54,8 +54,8 @@ def inner(request: pytest.FixtureRequest) -> VectorStore:
 
 @pytest.fixture
 def disk_llm(make_engine: Callable[..., Engine], tmp_path: Path) -> ChatKVCache:
-    """Over a folder in which what is released is dropped by the next sweep."""
-    store = DiskStore(tmp_path / "kv", release_grace=0.0, durable=False)
+    """Over a folder."""
+    store = DiskStore(tmp_path / "kv", durable=False)
     return ChatKVCache(engine=make_engine(store=store), max_tokens=4)
 
 

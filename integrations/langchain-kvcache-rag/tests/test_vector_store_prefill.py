@@ -229,13 +229,12 @@ def test_collection_that_goes_releases_everything(
 ) -> None:
     store.add_texts([*"aab"])
     other = memory_store(engine=store.engine)
-    other.add_texts([*"bc"])
+    other.add_texts([*"c"])
     getattr(store, way)()
-    assert held(*"abc") == "bc"
+    assert held(*"abc") == "c"
     if way == "reset_collection":
         store.add_texts(["d"])
-        assert held(*"bcd") == "bcd"
-        assert store.owner != other.owner
+        assert held(*"bcd") == "cd"
 
 
 def test_what_another_engine_computed_is_left_to_it(store: KVCacheChroma, held: Held) -> None:
@@ -351,7 +350,6 @@ def test_prefill_missing_fills_a_collection_of_the_stock_store(
 # ---------------------------------------------------------------------- several stores
 def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, held: Held) -> None:
     other = memory_store(collection_name=access.collection(store).name, engine=engine)
-    assert other.owner == store.owner
     store.add_texts([*"ab"], ids=["1", "2"])
     other.add_texts(["a"], ids=["3"])
     store.delete(["1"])
@@ -365,12 +363,16 @@ def test_two_stores_over_one_collection(store: KVCacheChroma, engine: Engine, he
     assert metadata_of(third, "4") == {}
 
 
-def test_text_of_two_collections_is_kept_for_the_other(engine: Engine, held: Held) -> None:
+def test_text_of_two_collections_is_a_miss_for_the_other(
+    engine: Engine, held: Held, prefilled: Count
+) -> None:
     one, two = memory_store(engine=engine), memory_store(engine=engine)
     one.add_texts([*"ab"])
     two.add_texts([*"bc"])
     one.delete()
-    assert held(*"abc") == "bc"
+    assert (held(*"abc"), prefilled()) == ("c", 3)
+    assert two.prefill_missing() == 0, "its references are right"
+    assert (held(*"abc"), prefilled()) == ("bc", 1)
 
 
 def test_rows_of_the_other_framework(store: KVCacheChroma, prefilled: Count) -> None:
@@ -378,7 +380,6 @@ def test_rows_of_the_other_framework(store: KVCacheChroma, prefilled: Count) -> 
     schema = pytest.importorskip("llama_index.core.schema")
     raw: Any = access.collection(store)
     theirs = sibling(raw.collection, engine=store.engine)
-    assert theirs.owner == store.owner
     vector = Geometry().embed_query("Text.")
     theirs.add([schema.TextNode(id_="a", text="Text.", embedding=vector)])
     assert prefilled() == 1
@@ -394,7 +395,7 @@ def test_folder_of_kv_outlives_the_process(
     tmp_path: Path, make_engine: Callable[..., Engine]
 ) -> None:
     def engine_of_today() -> Engine:
-        return make_engine(store=DiskStore(tmp_path / "kv", release_grace=0.0))
+        return make_engine(store=DiskStore(tmp_path / "kv"))
 
     place = {"persist_directory": str(tmp_path / "chroma"), "embedding_function": Geometry()}
     one = KVCacheChroma("docs", engine=engine_of_today(), **place)

@@ -101,8 +101,8 @@ def ask(index: VectorStoreIndex, llm: KVCacheLLM) -> dict[str, Any]:
 
 @pytest.fixture
 def disk_llm(make_engine: Callable[..., Engine], tmp_path: Path) -> KVCacheLLM:
-    """Over a folder in which what is released is dropped by the next sweep."""
-    store = DiskStore(tmp_path / "kv", release_grace=0.0, durable=False)
+    """Over a folder."""
+    store = DiskStore(tmp_path / "kv", durable=False)
     return KVCacheLLM(engine=make_engine(store=store), max_new_tokens=4)
 
 

@@ -48,16 +48,16 @@ def row(store: KVCacheVectorStore, id_: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def released(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Digest and owner of every release."""
-    seen: list[tuple[str, str]] = []
-    release = engine.store.release
+def deleted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Digest of every chunk that was deleted."""
+    seen: list[str] = []
+    delete = engine.store.delete
 
-    def note(key: ChunkKey, owner: str) -> None:
-        seen.append((key.digest, owner))
-        release(key, owner)
+    def note(key: ChunkKey) -> bool:
+        seen.append(key.digest)
+        return delete(key)
 
-    monkeypatch.setattr(engine.store, "release", note)
+    monkeypatch.setattr(engine.store, "delete", note)
     return seen
 
 
@@ -144,26 +144,25 @@ def test_reference_of_another_prefix_or_wrapper_is_not_used(
 
 
 # ---------------------------------------------------------------------- deleting and updating
-def test_deleting_releases_in_the_name_of_the_collection(
-    store: KVCacheVectorStore, engine: Engine, released: list[tuple[str, str]]
+def test_deleting_drops_the_kv(
+    store: KVCacheVectorStore, engine: Engine, deleted: list[str]
 ) -> None:
     store.add([node("a", "First."), node("b", "Second."), node("c", "Third.")])
     digests = [key.digest for key in keys_of(engine, "First.", "Second.", "Third.")]
     store.delete_nodes(["a"])
-    assert released == [(digests[0], store.owner)]
+    assert deleted == digests[:1]
     store.clear()
-    assert sorted(released[1:]) == sorted((digest, store.owner) for digest in digests[1:])
-    # A tombstone: an edit that puts the text back within the grace time prefills nothing.
-    assert all(engine.store.contains(key) for key in keys_of(engine, "First.", "Third."))
+    assert sorted(deleted[1:]) == sorted(digests[1:])
+    assert not any(engine.store.contains(key) for key in keys_of(engine, "First.", "Third."))
 
 
-def test_updated_node_releases_its_old_chunk(
-    store: KVCacheVectorStore, engine: Engine, released: list[tuple[str, str]], prefilled: Count
+def test_updated_node_drops_its_old_chunk(
+    store: KVCacheVectorStore, engine: Engine, deleted: list[str], prefilled: Count
 ) -> None:
     store.add([node("a", "Old text.")])
     store.add([node("a", "New text.")])
     old, new = keys_of(engine, "Old text.", "New text.")
-    assert released == [(old.digest, store.owner)]
+    assert deleted == [old.digest]
     assert row(store, "a")["kv_key"] == new.digest
     assert prefilled() == 2
 
@@ -176,7 +175,9 @@ def test_text_is_that_of_the_node_read_back(store: KVCacheVectorStore, engine: E
     assert engine.store.contains(chunk.key)
 
 
-def test_node_without_embedding_claims_nothing(store: KVCacheVectorStore, prefilled: Count) -> None:
+def test_node_without_embedding_prefills_nothing(
+    store: KVCacheVectorStore, prefilled: Count
+) -> None:
     with pytest.raises(ValueError, match="embedding"):
         store.add([node("a", "First."), TextNode(text="Second.")])
     assert prefilled() == 0
@@ -247,7 +248,7 @@ def sentences(changed: int | None = None) -> str:
     return " ".join(f"{text.strip()}." for text in words)
 
 
-def test_editing_one_chunk_of_ten_prefills_one(
+def test_editing_a_document_prefills_it_anew(
     store: KVCacheVectorStore, embedding: HashEmbedding, prefilled: Count
 ) -> None:
     pipeline = IngestionPipeline(
@@ -261,8 +262,9 @@ def test_editing_one_chunk_of_ten_prefills_one(
     assert prefilled() == 11
     pipeline.run(documents=[Document(text=sentences(), id_="d"), kept])
     assert prefilled() == 0
+    # The pipeline deletes a document before it writes it, and its KV goes with it.
     pipeline.run(documents=[Document(text=sentences(changed=4), id_="d"), kept])
-    assert prefilled() == 1
+    assert prefilled() == 10
     assert len(store.get_nodes()) == 11
     pipeline.run(documents=[kept])
     assert [found.get_content() for found in store.get_nodes()] == ["Untouched."]

@@ -70,10 +70,7 @@ def open_collections(client: Any, names: list[str]) -> list[Any]:
     missing = [name for name in names if name not in known]
     if missing:
         there = ", ".join(sorted(known)) or "none"
-        raise InvalidInputError(
-            f"there is no collection {missing[0]!r}, only {there}; what a deleted one claimed is "
-            "released by `kvcache-rag store gc --owner ID`"
-        )
+        raise InvalidInputError(f"there is no collection {missing[0]!r}, only {there}")
     # Vectors are not needed; Chroma's default embedding would download a model.
     return [client.get_collection(name, embedding_function=None) for name in names]
 

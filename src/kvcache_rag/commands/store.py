@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcache_rag.commands import garbage, permissions
-from kvcache_rag.commands.collections import add_place, is_placed
 from kvcache_rag.commands.listing import duration, model_name, moment, size
 from kvcache_rag.commands.options import add_options
 from kvcache_rag.errors import InvalidInputError
@@ -19,12 +17,12 @@ from kvcache_rag.progress import plain, plural, progress_bar, table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from kvcache_rag.stores.disk.folders import NamespaceFolder, SpecFolder, StoredFile
     from kvcache_rag.stores.signing import SigningKey
 
-HELP = "list, measure, check, sign and clean a folder of chunks"
+HELP = "list, measure, check and clean a folder of chunks"
 WHOLE, DAMAGED = 0, 1
 
 Outcome: TypeAlias = Literal["right", "damaged", "unreadable", "untrusted"]
@@ -38,10 +36,6 @@ class Summary:
         chunks: Files of chunks.
         nbytes: Their size.
         used: When the last of them was used, 0.0 without any.
-        owners: Chunks held per owner's id.
-        unowned: Chunks without any claim or tombstone, which only the limit drops.
-        released: Chunks whose last owner released them.
-        missing: Claims of chunks that are not there.
         unfinished: Files that were never finished.
         unfinished_bytes: Their size.
         sample: One of the chunks, None without any.
@@ -50,10 +44,6 @@ class Summary:
     chunks: int = 0
     nbytes: int = 0
     used: float = 0.0
-    owners: Counter[str] = field(default_factory=Counter)
-    unowned: int = 0
-    released: int = 0
-    missing: int = 0
     unfinished: int = 0
     unfinished_bytes: int = 0
     sample: StoredFile | None = None
@@ -66,49 +56,33 @@ class Summary:
             summary.unfinished += len(stripe.unfinished)
             summary.unfinished_bytes += sum(leftover.nbytes for leftover in stripe.unfinished)
             for file in stripe.files:
-                summary.add(file)
+                summary.chunks += 1
+                summary.nbytes += file.nbytes
+                summary.used = max(summary.used, file.used)
+                summary.sample = file
         return summary
-
-    def add(self, file: StoredFile) -> None:
-        """Count one chunk, or the claims of one that is not there."""
-        if not file.is_held:
-            self.missing += bool(file.owners)
-            return
-        self.chunks += 1
-        self.nbytes += file.nbytes
-        self.used = max(self.used, file.used)
-        self.owners.update(file.owners.keys())
-        self.released += bool(file.released) and not file.owners
-        self.unowned += not file.released and not file.owners
-        self.sample = file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     from kvcache_rag.settings import StoreOptions
 
-    names = "ls|du|verify|sign|gc|fix-permissions"
+    names = "ls|du|verify|gc|fix-permissions"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     ls = actions.add_parser("ls", aliases=["list"], help="what is there, by namespace and model")
-    add_place(ls)
     ls.add_argument("--chunks", action="store_true", help="every chunk, one per line")
     ls.add_argument("--json", action="store_true", help="one JSON object; per chunk with --chunks")
     du = actions.add_parser("du", help="how much room is taken by what")
     du.add_argument("--json", action="store_true", help="print one JSON object")
     verify = actions.add_parser("verify", help="read every file and check it; 1 if one is damaged")
     verify.add_argument("--delete", action="store_true", help="move damaged files to quarantine")
-    sign = actions.add_parser(
-        "sign", help="sign what lies there, for stores that have a key; 1 if something is not"
-    )
-    sign.add_argument("--old-key", metavar="FILE", help="key whose files are signed anew")
-    for action in (verify, sign):
-        add_options(action, StoreOptions, "signing_key")
-    gc = actions.add_parser("gc", help="release what no row refers to any more")
+    add_options(verify, StoreOptions, "signing_key")
+    gc = actions.add_parser("gc", help="drop what no row of the named collections refers to")
     garbage.add_arguments(gc)
     restrict = actions.add_parser(
         "fix-permissions", help="make files 0600 and folders 0700; 1 if one was left as it is"
     )
-    for action in (ls, du, verify, sign, gc, restrict):
+    for action in (ls, du, verify, gc, restrict):
         action.add_argument("folder", metavar="DIR", help="folder of the store")
         action.add_argument(
             "--namespace", metavar="NAME", help="only this tenant; '' is the default"
@@ -116,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked; 0, or 1 if `verify` or `sign` found a file that is not right."""
+    """Do what was asked; 0, or 1 if `verify` found a file that is not right."""
     from kvcache_rag.stores.disk.folders import is_store
 
     if not Path(arguments.folder).is_dir():
@@ -131,7 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
         "list": _list,
         "du": _measure,
         "verify": _verify,
-        "sign": _sign,
         "gc": garbage.run,
         "fix-permissions": permissions.run,
     }
@@ -140,13 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------------- ls
 def _list(arguments: argparse.Namespace) -> int:
-    names = _owner_names(arguments)
     if arguments.chunks:
         for namespace in garbage.chosen(arguments):
             for spec in namespace.specs():
-                _list_chunks(arguments, namespace, spec, names)
+                _list_chunks(arguments, namespace, spec)
         return WHOLE
-    descriptions = [_described(namespace, names) for namespace in garbage.chosen(arguments)]
+    descriptions = [_described(namespace) for namespace in garbage.chosen(arguments)]
     if arguments.json:
         print(
             json.dumps({"store": str(Path(arguments.folder).resolve()), "namespaces": descriptions})
@@ -159,18 +131,7 @@ def _list(arguments: argparse.Namespace) -> int:
     return WHOLE
 
 
-def _owner_names(arguments: argparse.Namespace) -> dict[str, str]:
-    """Names of collections by the id under which files know them."""
-    if not is_placed(arguments):
-        return {}
-    from kvcache_rag.commands.collections import all_collections, open_client
-    from kvcache_rag.stores.disk.folders import owner_mark
-
-    collections = all_collections(open_client(arguments))
-    return {owner_mark(str(collection.id)): str(collection.name) for collection in collections}
-
-
-def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str, Any]:
+def _described(namespace: NamespaceFolder) -> dict[str, Any]:
     aside, deleted = list(namespace.quarantined()), list(namespace.deleted())
     return {
         "namespace": namespace.name,
@@ -179,22 +140,20 @@ def _described(namespace: NamespaceFolder, names: Mapping[str, str]) -> dict[str
         "quarantined_bytes": sum(file.nbytes for file in aside),
         "deleted": len(deleted),
         "deleted_bytes": sum(file.nbytes for file in deleted),
-        "specs": [_described_spec(spec, Summary.of(spec), names) for spec in namespace.specs()],
+        "specs": [_described_spec(spec, Summary.of(spec)) for spec in namespace.specs()],
     }
 
 
-def _described_spec(spec: SpecFolder, found: Summary, names: Mapping[str, str]) -> dict[str, Any]:
-    fields = ("chunks", "nbytes", "used", "unowned", "released", "missing")
+def _described_spec(spec: SpecFolder, found: Summary) -> dict[str, Any]:
     return {
         "spec": spec.name,
         **{name: spec.manifest.get(name) for name in ("model", "revision", "compute_dtype")},
         "codec": str(spec.manifest.get("codec") or _codec_of(found.sample)),
         "prefix_tokens": spec.manifest.get("prefix_tokens"),
         "created": spec.manifest.get("created"),
-        **{name: getattr(found, name) for name in fields},
+        **{name: getattr(found, name) for name in ("chunks", "nbytes", "used")},
         "unfinished": found.unfinished,
         "unfinished_bytes": found.unfinished_bytes,
-        "owners": {names.get(mark, mark): count for mark, count in found.owners.most_common()},
     }
 
 
@@ -215,11 +174,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     quarantined = found["quarantined"]
     aside = f", {quarantined} quarantined" if quarantined else ""
     yield f"namespace {_namespace_name(found['namespace'], found['is_default'])}{aside}"
-    rows = [("spec", "model", "codec", "chunks", "size", "last used (UTC)", "owners")]
+    rows = [("spec", "model", "codec", "chunks", "size", "last used (UTC)", "")]
     for spec in found["specs"]:
-        owners = [f"{name}: {count}" for name, count in spec["owners"].items()]
-        counts = ("unowned", "released", "missing", "unfinished")
-        owners += [f"({name}: {spec[name]})" for name in counts if spec[name]]
+        unfinished = spec["unfinished"]
         rows.append(
             (
                 spec["spec"],
@@ -228,7 +185,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                 str(spec["chunks"]),
                 size(spec["nbytes"]),
                 moment(spec["used"]),
-                " ".join(owners) or "nobody",
+                f"({unfinished} unfinished)" if unfinished else "",
             )
         )
     yield from (f"  {line}" for line in table(rows, frozenset({3, 4})))
@@ -239,29 +196,22 @@ def _namespace_name(name: str, is_default: bool) -> str:
 
 
 def _list_chunks(
-    arguments: argparse.Namespace,
-    namespace: NamespaceFolder,
-    spec: SpecFolder,
-    names: Mapping[str, str],
+    arguments: argparse.Namespace, namespace: NamespaceFolder, spec: SpecFolder
 ) -> None:
     for chunk in spec.chunks():
         values: dict[str, Any] = {
             "namespace": namespace.name,
             "spec": spec.name,
             "digest": chunk.digest,
-            "is_held": chunk.is_held,
             "bytes": chunk.nbytes,
             "tokens": _tokens(chunk),
             "used": chunk.used,
-            "owners": [names.get(mark, mark) for mark in sorted(chunk.owners)],
-            "released": {names.get(mark, mark): when for mark, when in chunk.released.items()},
         }
         if arguments.json:
             print(json.dumps(values))
             continue
-        owners = ",".join([*values["owners"], *(f"-{name}" for name in values["released"])])
         tokens = "?" if values["tokens"] is None else values["tokens"]
-        columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used), owners or "nobody")
+        columns = (f"{chunk.nbytes:>12}", f"{tokens:>7}", moment(chunk.used))
         print(chunk.digest, *map(plain, columns), sep="  ")
 
 
@@ -277,7 +227,7 @@ def _tokens(chunk: StoredFile) -> int | None:
 
 # ---------------------------------------------------------------------- du
 def _measure(arguments: argparse.Namespace) -> int:
-    descriptions = [_described(namespace, {}) for namespace in garbage.chosen(arguments)]
+    descriptions = [_described(namespace) for namespace in garbage.chosen(arguments)]
     rows = [row for description in descriptions for row in _parts(description)]
     total = sum(nbytes for _, nbytes, _ in rows)
     if arguments.json:
@@ -312,7 +262,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     key = SigningKey.of(arguments.signing_key)
     outcomes = Outcomes()
-    for _, chunk in outcomes.over(arguments, "verify"):
+    for chunk in outcomes.over(arguments):
         outcomes.note(_verified(chunk, key, delete=arguments.delete))
     aside = ", moved to quarantine" if arguments.delete else ""
     verdicts = [f"{outcomes.damaged} damaged{aside}"] if outcomes.damaged else []
@@ -331,32 +281,6 @@ def _verified(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Out
     if failed == ["damaged"] and delete:
         quarantine(chunk.stem, status)
     return failed[0] if failed else "right"
-
-
-# ---------------------------------------------------------------------- sign
-def _sign(arguments: argparse.Namespace) -> int:
-    from kvcache_rag.stores.disk.adoption import sign
-    from kvcache_rag.stores.signing import ENVIRONMENT, SigningKey
-
-    key = SigningKey.of(arguments.signing_key)
-    if key is None:
-        raise InvalidInputError(f"say by which key: --signing-key FILE, or set {ENVIRONMENT}")
-    old_key = SigningKey.from_file(arguments.old_key) if arguments.old_key else None
-    outcomes, signed, before = Outcomes(), 0, 0
-    for namespace, chunk in outcomes.over(arguments, "sign"):
-        with _reported(chunk) as failed:
-            is_new = sign(chunk, namespace, key, old_key)
-            signed, before = signed + is_new, before + (not is_new)
-        outcomes.note(failed[0] if failed else "right")
-    parts = (
-        (signed, "signed"),
-        (before, "signed before"),
-        (outcomes.damaged, "damaged"),
-        (outcomes.untrusted, "of another key"),
-    )
-    counts = ", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to sign"
-    print(f"{outcomes.read}: {counts}")
-    return DAMAGED if outcomes.damaged or outcomes.untrusted else WHOLE
 
 
 # ---------------------------------------------------------------------- reading every file
@@ -384,17 +308,15 @@ class Outcomes:
         took = duration(self.seconds)
         return f"{plural(self.checked, 'file')}, {size(self.nbytes)}, read in {took}"
 
-    def over(
-        self, arguments: argparse.Namespace, verb: str
-    ) -> Iterator[tuple[NamespaceFolder, StoredFile]]:
-        """Every chunk's file that the arguments name, with its namespace."""
+    def over(self, arguments: argparse.Namespace) -> Iterator[StoredFile]:
+        """Every chunk's file that the arguments name."""
         import time
 
         total, started = sum(1 for _ in _held(arguments)), time.perf_counter()
-        with progress_bar(total, verb, "file", show=True) as bar:
-            for namespace, chunk in _held(arguments):
+        with progress_bar(total, "verify", "file", show=True) as bar:
+            for chunk in _held(arguments):
                 self.checked, self.nbytes = self.checked + 1, self.nbytes + chunk.nbytes
-                yield namespace, chunk
+                yield chunk
                 bar.update(1)
         self.seconds = time.perf_counter() - started
 
@@ -404,12 +326,10 @@ class Outcomes:
         self.untrusted += outcome == "untrusted"
 
 
-def _held(arguments: argparse.Namespace) -> Iterator[tuple[NamespaceFolder, StoredFile]]:
+def _held(arguments: argparse.Namespace) -> Iterator[StoredFile]:
     for namespace in garbage.chosen(arguments):
         for spec in namespace.specs():
-            for chunk in spec.chunks():
-                if chunk.is_held:
-                    yield namespace, chunk
+            yield from spec.chunks()
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from cachetools import LRUCache
 
 from kvcache_rag.errors import ContextTooLongError, InvalidInputError
 from kvcache_rag.prefill import ContextChunk
-from kvcache_rag.stores import MemoryStore
-from kvcache_rag.stores.epochs import EpochWatch, IdleLooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,10 +34,6 @@ REMEMBERED = 4096
 
 COMBINATION_BYTES = 1 << 30
 """Limit of the store that keeps combinations when the caller gives none."""
-
-# Seconds until a deletion of the namespace by somebody else is noticed: before the next question
-# with combinations, and when nobody asks.  As of `TieredStore`.
-RECHECK, IDLE_LOOK = 5.0, 60.0
 
 
 class Combinations:
@@ -61,8 +55,7 @@ class Combinations:
         self._lock = threading.Lock()
         self._ids: LRUCache[ChunkKey, array[int]] = LRUCache(REMEMBERED)
         self._members: LRUCache[ChunkKey, frozenset[ChunkKey]] = LRUCache(REMEMBERED)
-        self._watch = EpochWatch(plain.prefiller.store, RECHECK)
-        self._idle = IdleLooks(self._look, IDLE_LOOK)
+        self._generation = -1
 
     @property
     def store(self) -> ChunkStore:
@@ -76,7 +69,6 @@ class Combinations:
             ChunkNotFoundError: If only the key of a chunk is known and its ids are nowhere.
         """
         self._look()
-        self._idle.start()
         rounds = tuple(map(self.joined, request.rounds))
         scores = tuple((0.0,) * len(chunks) for chunks in rounds)
         return replace(request, rounds=rounds, scores=scores)
@@ -112,7 +104,6 @@ class Combinations:
             ContextTooLongError: If one does not fit the context window.
         """
         self._look()
-        self._idle.start()
         room = self._window - len(self._plain.prefiller.prefix_ids)
         for index, chunks in enumerate(lists):
             if not chunks:
@@ -162,38 +153,25 @@ class Combinations:
             self._ids.clear()
         for loader in (self._plain, self._joint):
             loader.prefiller.forget_prefix()
-        self._watch = EpochWatch(self._plain.prefiller.store, RECHECK)  # look anew
 
     def _look(self) -> None:
         """Forget a namespace whose chunks were deleted, by any process or past the engine."""
         plain = self._plain.prefiller
-        before, now = self._watch.look(plain.namespace)
-        if before == now:
+        now = plain.store.generation(plain.namespace)
+        if now == self._generation:
             return
+        self._generation = now
         with self._lock:
             self._members.clear()
             self._ids.clear()
-        if self._is_stale(now):
+        if self.store.generation(plain.namespace) < now:
             try:
-                self.store.delete_namespace(plain.namespace)
+                self.store.delete_namespace(plain.namespace, now)
             except OSError:  # as a remote that is down; tried again at the next look
-                self._watch.undone(plain.namespace)
-
-    def _is_stale(self, now: int) -> bool:
-        """Whether the chunks were deleted later than the combinations; `now` is their epoch."""
-        plain = self._plain.prefiller
-        if self.store is plain.store:
-            return False
-        if isinstance(self.store, MemoryStore):  # of this process alone: nobody else deletes there
-            return now > self.store.epoch(plain.namespace)
-        # What is deleted in the memory of one process is still there for all others.
-        deleted, last = (
-            _shared_epoch(store, plain.namespace) for store in (plain.store, self.store)
-        )
-        return deleted > last
+                self._generation = -1
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop at once every combination of which a chunk was released.
+        """Drop at once every combination of which a chunk was deleted.
 
         Known are those that this process used or computed; others on disk age out by their limit.
         """
@@ -206,11 +184,3 @@ class Combinations:
                 self._ids.pop(key, None)
         for key in combinations:
             self.store.delete(key)
-
-
-def _shared_epoch(store: ChunkStore, namespace: str) -> int:
-    """The largest of the tiers that other processes see, 0 without any."""
-    tiers = (
-        tier for tier in getattr(store, "tiers", (store,)) if not isinstance(tier, MemoryStore)
-    )
-    return max((tier.epoch(namespace) for tier in tiers), default=0)

@@ -54,15 +54,10 @@ class PrefilledCollection(ABC):
         return type(self.collection)
 
     @property
-    def owner(self) -> str:
-        """By this name the collection claims its chunks in the KV store."""
-        return str(self.collection.id)
-
-    @property
     def prefiller(self) -> RowPrefiller:
         """The KV side of the rows."""
         engine = None if self._holder is None else self._holder.engine
-        return RowPrefiller(self._rows, engine, self.owner)
+        return RowPrefiller(self._rows, engine)
 
     # ------------------------------------------------------------------ a framework's
     @abstractmethod
@@ -101,7 +96,7 @@ class PrefilledCollection(ABC):
     def delete(
         self, ids: Any = None, where: Any = None, where_document: Any = None, **options: Any
     ) -> dict[str, int]:
-        """Delete rows by id, by conditions, or by all together, and release their KV.
+        """Delete rows by id, by conditions, or by all together, and their KV.
 
         Returns:
             As Chroma's: how many were `deleted`.
@@ -142,7 +137,7 @@ class PrefilledCollection(ABC):
         return {"deleted": len(rows)}
 
     def drop_by(self, delete: Callable[[], None]) -> None:
-        """Run `delete`, which drops the collection, and release everything that it claimed."""
+        """Run `delete`, which drops the collection, and delete the KV of its rows."""
         with self._rows.writing():
             rows = self._rows.get(metadata_only=True)
             prefiller = self._prefiller_of(rows)
@@ -151,20 +146,20 @@ class PrefilledCollection(ABC):
         if engine is not None:
             held = {Reference.from_metadata(row.metadata) for row in rows}
             keys = [one.resolve(engine) for one in held if one is not None]
-            engine.release([key for key in keys if key is not None], self.owner)
+            engine.delete([key for key in keys if key is not None])
 
     def replace_by(self, ids: Sequence[str], write: Callable[[], _T]) -> _T:
-        """Run `write`, which may replace rows without prefilling, and release what they held."""
+        """Run `write`, which may replace rows without prefilling, and delete the KV they had."""
         with self._rows.writing():
             rows = self._rows.get(ids=ids, metadata_only=True)
             prefiller = self._prefiller_of(rows)
             written = write()
             if prefiller is not None:
-                prefiller.release(rows)
+                prefiller.drop(rows)
         return written
 
     def _prefiller_of(self, rows: Sequence[Row]) -> RowPrefiller | None:
-        """What releases the rows' KV, loaded before they go; None if there is nothing to release.
+        """What deletes the rows' KV, loaded before they go; None if there is none.
 
         So a model that cannot be loaded is known before anything is deleted, and none is loaded for
         rows without references.

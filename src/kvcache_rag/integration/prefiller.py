@@ -1,4 +1,4 @@
-"""Keep rows and KV in step: prefill what is written, release what is gone."""
+"""Keep rows and KV in step: prefill what is written, delete what is gone."""
 
 from __future__ import annotations
 
@@ -58,12 +58,10 @@ class RowPrefiller:
     Attributes:
         rows: The collection.
         engine: What prefills; without one, rows get no reference.
-        owner: In whose name chunks are claimed and released.
     """
 
     rows: Rows
     engine: Engine | None
-    owner: str
 
     def prefill(
         self,
@@ -72,21 +70,19 @@ class RowPrefiller:
         show_progress: bool = False,
         cancelled: threading.Event | None = None,
     ) -> list[Reference | None]:
-        """Compute and claim what is missing; a reference per text, None for a blank one.
+        """Compute what is missing; a reference per text, None for a blank one.
 
         For a model whose chunks cannot be stitched nothing is computed, with one warning.
 
         Raises:
-            concurrent.futures.CancelledError: If `cancelled` stopped it; nothing is claimed then.
+            concurrent.futures.CancelledError: If `cancelled` stopped it.
             ContextTooLongError: If a text does not fit the context window; nothing is computed
                 then.
         """
         engine = self.engine
         if engine is None:
             return [None] * len(texts)
-        keys = _prefilled(
-            engine, texts, owner=self.owner, show_progress=show_progress, cancelled=cancelled
-        )
+        keys = _prefilled(engine, texts, show_progress=show_progress, cancelled=cancelled)
         return [
             None if key is None else Reference.of(key, text, engine)
             for text, key in zip(texts, keys, strict=True)
@@ -101,7 +97,9 @@ class RowPrefiller:
         show_progress: bool = False,
         select: Callable[[Sequence[NewRow]], Sequence[NewRow]] = list,
     ) -> None:
-        """Prefill, write rows with their references, and release what they replaced.
+        """Prefill, write rows with their references, and delete the KV of what they replaced.
+
+        If that fails, what was prefilled stays, for the next try.
 
         Args:
             rows: Rows of different ids, without references.
@@ -115,25 +113,27 @@ class RowPrefiller:
             ContextTooLongError: If a text does not fit the context window; nothing is written then.
             InvalidInputError: If `embed` gives not one vector per row; nothing is written then.
         """
-        claim = partial(self._claimed, rows, texts, show_progress=show_progress)
+        prefill = partial(self._prefilled, rows, texts, show_progress=show_progress)
         if embed is None or not rows:
             self._check(rows)
-            claimed = claim()
+            prefilled = prefill()
         else:
-            claimed = self._embedded(rows, embed, claim)
+            prefilled = self._embedded(rows, embed, prefill)
         replaced: list[Row] = []
-        with self.rows.writing(), self._releasing(claimed, replaced):
-            written = select(claimed)
-            self.rows.put(written, replaced)
-            # A row of the same text may have been deleted, and the text released, since it was
-            # claimed.
-            self._claim(_references(written))
+        with self.rows.writing():
+            try:
+                self.rows.put(select(prefilled), replaced)
+            except BaseException:
+                with suppress(Exception):
+                    self.drop(replaced)
+                raise
+            self.drop([*prefilled, *replaced])
 
     def _check(self, rows: Sequence[NewRow]) -> None:
         if rows and self.engine is not None:
             self.rows.check(rows[0])  # prefilling may take hours
 
-    def _claimed(
+    def _prefilled(
         self, rows: Sequence[_AnyRow], texts: Sequence[str], **options: Any
     ) -> list[_AnyRow]:
         """Prefill rows; they and their references."""
@@ -143,27 +143,19 @@ class RowPrefiller:
         self,
         rows: Sequence[NewRow],
         embed: Callable[[list[str]], Sequence[Sequence[float]]],
-        claim: Callable[..., list[NewRow]],
+        prefill: Callable[..., list[NewRow]],
     ) -> list[NewRow]:
-        """What `claim` gives, with vectors that are computed meanwhile."""
+        """What `prefill` gives, with vectors that are computed meanwhile."""
         self.rows.get(limit=1, metadata_only=True)  # fails where the collection is gone
-        claimed: list[NewRow] = []
-        try:
-            with beside(lambda cancelled: claimed.extend(claim(cancelled=cancelled))):
-                vectors = embed([row.document for row in rows])
-                if len(vectors) != len(rows):
-                    raise InvalidInputError(
-                        f"the embedding gave {len(vectors)} vectors for {len(rows)} texts"
-                    )
-                self._check([replace(rows[0], embedding=vectors[0])])
-        except BaseException:
-            # Prefilling may have come to its end before.
-            with suppress(Exception):
-                self.release(claimed)
-            raise
-        return [
-            replace(row, embedding=vector) for row, vector in zip(claimed, vectors, strict=True)
-        ]
+        with beside(lambda cancelled: prefill(cancelled=cancelled)) as prefilling:
+            vectors = embed([row.document for row in rows])
+            if len(vectors) != len(rows):
+                raise InvalidInputError(
+                    f"the embedding gave {len(vectors)} vectors for {len(rows)} texts"
+                )
+            self._check([replace(rows[0], embedding=vectors[0])])
+        pairs = zip(prefilling.result(), vectors, strict=True)
+        return [replace(row, embedding=vector) for row, vector in pairs]
 
     def _prefill(
         self, rows: Sequence[Row | NewRow], texts: Sequence[str], **options: Any
@@ -172,34 +164,25 @@ class RowPrefiller:
             return self.prefill(texts, **options)
 
     def delete(self, rows: Sequence[Row]) -> None:
-        """Delete rows and release their KV; if that fails midway, the KV of those that are gone."""
-        with self._releasing(rows):
-            self.rows.delete([row.id for row in rows])
-
-    @contextmanager
-    def _releasing(self, *changed: Sequence[Row | NewRow]) -> Iterator[None]:
-        """Release in the end what of `changed` is not, or no longer, in the collection."""
+        """Delete rows and their KV; if that fails midway, the KV of those that are gone."""
         try:
-            yield
+            self.rows.delete([row.id for row in rows])
         except BaseException:
-            # What kept the rows from being written may keep them from being looked for as well.
+            # What kept the rows from being deleted may keep them from being looked for as well.
             with suppress(Exception):
-                self.release([row for rows in changed for row in rows])
+                self.drop(rows)
             raise
-        self.release([row for rows in changed for row in rows])
+        self.drop(rows)
 
-    def release(self, rows: Sequence[Row | NewRow]) -> None:
-        """Release the KV of rows that are deleted or replaced, unless another row uses it."""
+    def drop(self, rows: Sequence[Row | NewRow]) -> None:
+        """Delete the KV of rows that are gone or replaced, unless another row has it."""
         engine = self.engine
         if engine is None:
             return
         gone = self._unused({reference.key: reference for reference in _references(rows)})
         keys = [reference.resolve(engine) for reference in gone.values()]
-        # What another model computed is another engine's to release; its store ages it out.
-        engine.release([key for key in keys if key is not None], self.owner)
-        # A row of the same text may have been written since it was looked for.
-        unused = self._unused(gone)
-        self._claim([reference for key, reference in gone.items() if key not in unused])
+        # What another model computed is another engine's to delete; its store ages it out.
+        engine.delete([key for key in keys if key is not None])
 
     def _unused(self, references: Mapping[str, Reference]) -> dict[str, Reference]:
         try:
@@ -209,15 +192,6 @@ class RowPrefiller:
                 raise
             used = set()
         return {key: reference for key, reference in references.items() if key not in used}
-
-    def _claim(self, references: Sequence[Reference]) -> None:
-        engine = self.engine
-        if engine is None:
-            return
-        for reference in references:
-            key = reference.resolve(engine)
-            if key is not None:
-                engine.store.claim(key, self.owner)
 
     def fill(self, text_of: Callable[[Row], str], *, show_progress: bool = False) -> int:
         """Prefill every row and write missing or outdated references.
@@ -237,22 +211,22 @@ class RowPrefiller:
         rows = self.rows.get()
         texts = [text_of(row) for row in rows]
         references = self._prefill(rows, texts, show_progress=show_progress)
-        claimed = list(map(_referring, rows, references))
+        prefilled_rows = list(map(_referring, rows, references))
         changed = {
             row.id: reference
             for row, reference in zip(rows, references, strict=True)
             if reference is not None and reference != Reference.from_metadata(row.metadata)
         }
         prefilled = dict(zip((row.id for row in rows), texts, strict=True))
-        # Rows may have gone since they were read, and then nobody else releases what was claimed.
-        with self.rows.writing(), self._releasing(claimed, rows):
+        with self.rows.writing():
             # Rows that were replaced in the meantime have references of their own.
             now = self.rows.get(ids=list(changed))
             unchanged = {
                 row.id: changed[row.id] for row in now if text_of(row) == prefilled[row.id]
             }
             self.rows.update({id_: reference.to_metadata() for id_, reference in unchanged.items()})
-            self._claim(list(unchanged.values()))
+            # Rows may have gone since they were read, and then nobody else deletes their KV.
+            self.drop([*prefilled_rows, *rows])
         return len(unchanged)
 
 

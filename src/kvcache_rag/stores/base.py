@@ -73,7 +73,7 @@ class StoreStats:
             served uncached.
         declined: Chunks that were used and not kept, because a limit left no room for them in time:
             another process was dropping what is too much.
-        evictions: Chunks dropped to stay under the limit, or after their last owner released them.
+        evictions: Chunks dropped to stay under the limit, or because they were too old.
         last_failure: What the last write that failed or was declined said, or the last failed
             operation of a remote; "" when none failed.
         failures: Operations of a remote that failed, ran out of time or were skipped after such.
@@ -169,12 +169,18 @@ class ChunkStore(ABC):
         return None
 
     @abstractmethod
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+    def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Keep a chunk; True when it is kept.
 
         A failure to write is counted in `stats`, never raised.  A chunk larger than a limit is
         never kept; one for which there is no room in time is declined.  An older chunk of the same
         key is replaced; readers see the old one or the new one, never a mixture.
+
+        Args:
+            key: Its address.
+            chunk: What is kept.
+            generation: That of the namespace when the chunk was begun; None for that of now.  If
+                the namespace was deleted since, the chunk is not kept.
         """
 
     @abstractmethod
@@ -202,15 +208,20 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
-        """Drop a chunk at once, whoever owns it; True when it was held.  Claims stay."""
+        """Drop a chunk at once; True when it was held."""
 
     @abstractmethod
-    def delete_namespace(self, namespace: str) -> int:
-        """Drop everything of a namespace at once: chunks, claims, and all that belongs to them.
+    def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
+        """Drop everything of a namespace at once, and begin its next generation.
 
         No byte of it is left in this process and on its media when the call returns; the memory of
-        other processes forgets it when they look at `epoch` again.  The namespace may be used again
-        afterwards.
+        other processes forgets it when they look at `generation` again.  The namespace may be used
+        again afterwards.
+
+        Args:
+            namespace: Which.
+            generation: The number of the next generation, where another tier has it already; None
+                for the present time.
 
         Returns:
             How many chunks were dropped.
@@ -219,16 +230,15 @@ class ChunkStore(ABC):
             OSError: If something of it could not be dropped.
         """
 
-    def epoch(self, namespace: str) -> int:
-        """A number that grows whenever any process deletes the namespace; 0 where none can know.
+    @abstractmethod
+    def generation(self, namespace: str) -> int:
+        """A number that grows whenever any process deletes the namespace; at first 0.
 
         It is the larger of the number before plus one and the time in nanoseconds, so that numbers
         of two tiers say which was deleted later.  It grows before the first byte goes and again
         after the last one went: what was copied meanwhile is told to be stale.  Cheap, and never an
         error.
         """
-        del namespace
-        return 0
 
     @abstractmethod
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
@@ -240,21 +250,8 @@ class ChunkStore(ABC):
         """
 
     @abstractmethod
-    def claim(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` (a collection id) uses the key, held or not; undoes its release."""
-
-    @abstractmethod
-    def release(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` no longer uses the key: a tombstone.
-
-        The chunk is dropped by the first `sweep` after the grace time, unless somebody claims it,
-        or claimed it before and has not released it.  A key that the owner never claimed is left
-        alone.
-        """
-
-    @abstractmethod
     def sweep(self) -> int:
-        """Drop what was released before the grace time and the least recently used above the limit.
+        """Drop what is too old, and the least recently used above the limit.
 
         Returns:
             How many chunks were dropped; 0 when another sweep is running.
@@ -439,6 +436,11 @@ def check_store(name: str, store: object) -> None:
         raise InvalidInputError(f"{name} must be a store, not {store!r:.80}; give {given}")
 
 
+def next_generation(last: int) -> int:
+    """The number that follows `last` when a deletion is done; it is one less meanwhile."""
+    return max(last + 1, time.time_ns()) + 1
+
+
 def check_ttl(ttl: float | None) -> float | None:
     """Return the life time.
 
@@ -450,12 +452,7 @@ def check_ttl(ttl: float | None) -> float | None:
     return ttl
 
 
-LEAST_PAUSE = 60.0  # seconds between two sweeps for what is too old
-
-
-def sweep_pause(release_grace: float, ttl: float | None) -> float:
-    """Seconds between two sweeps for what was released or is too old."""
-    return max(LEAST_PAUSE, release_grace if ttl is None else min(release_grace, ttl))
+SWEEP_PAUSE = 60.0  # seconds between two sweeps for what is too old
 
 
 # ---------------------------------------------------------------------- counting
@@ -515,7 +512,7 @@ class Counters:
             self._counts[name] += count
 
     def evicted(self, count: int) -> None:
-        """Count chunks that were dropped by a limit, a release or their age."""
+        """Count chunks that were dropped by a limit or their age."""
         if count:
             self.add("evictions", count)
             _LOG.debug("%s: %d chunks were evicted", self._tier, count)
@@ -549,6 +546,8 @@ class Counters:
             raise UntrustedChunkError(f"{absent}, prefill it: {error}") from None
         except OSError as error:
             self.add("misses")
+            if isinstance(error, PermissionError):
+                self._warn("a chunk may not be read, and is prefilled every time", str(error))
             raise ChunkNotFoundError(f"{absent}, prefill it: {error}") from None
 
     def failed(self, reason: str, *, is_news: bool = True) -> None:

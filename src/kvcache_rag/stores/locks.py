@@ -1,4 +1,4 @@
-"""Locks by name, within a process and across the processes of a machine; epochs of their holders.
+"""Locks by name, within a process and across the processes of a machine.
 
 A file lock alone is not enough: on some file systems (NFS) it excludes processes but not threads.
 """
@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
@@ -17,10 +17,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.stores.disk.folders import check_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-
-T = TypeVar("T")
+    from collections.abc import Callable, Iterable, Iterator
 
 _POLL = 0.005  # seconds between two tries for a lock file
 
@@ -47,10 +44,6 @@ class ThreadLocks:
             for name in sorted(set(names)):
                 stack.enter_context(self._one(name))
             yield
-
-    def is_holding(self) -> bool:
-        """Whether this thread holds any of them."""
-        return threading.get_ident() in list(self._holders.values())
 
     def forget(self) -> None:
         """Start anew, in a forked child: the threads that held the locks do not exist there."""
@@ -108,25 +101,6 @@ def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator
         yield
 
 
-_HURRY = threading.local()
-
-
-@contextmanager
-def in_a_hurry() -> Iterator[None]:
-    """Let this thread wait for no room in a store: a question waits for it."""
-    outer = getattr(_HURRY, "is_on", False)
-    _HURRY.is_on = True
-    try:
-        yield
-    finally:
-        _HURRY.is_on = outer
-
-
-def may_wait() -> bool:
-    """Whether this thread may wait: it is not within `hold_files`, nor in a hurry."""
-    return not getattr(_HURRY, "is_on", False) and not _PROCESS.is_holding()
-
-
 @contextmanager
 def try_file(path: str, patience: float = 0.0) -> Iterator[bool]:
     """Try to hold one lock file for `patience` seconds; False when somebody else holds it.
@@ -147,30 +121,3 @@ def try_file(path: str, patience: float = 0.0) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-
-
-class HeldEpochs(Generic[T]):
-    """The epochs at which threads took their locks: a lock's holder cannot undo a deletion.
-
-    What a thread computes under `locked` belongs to the epoch at which it took the lock, however
-    long it takes.
-    """
-
-    def __init__(self) -> None:
-        """No thread holds a lock."""
-        self._threads = threading.local()
-
-    @contextmanager
-    def hold(self, epochs: Mapping[str, T]) -> Iterator[None]:
-        """Note the epochs of namespaces for the length of a block."""
-        outer: dict[str, T] = getattr(self._threads, "epochs", {})
-        self._threads.epochs = {**epochs, **outer}
-        try:
-            yield
-        finally:
-            self._threads.epochs = outer
-
-    def of(self, name: str, now: Callable[[str], T]) -> T:
-        """The epoch that this thread works for: that of `now` without a lock."""
-        epochs: dict[str, T] = getattr(self._threads, "epochs", {})
-        return epochs[name] if name in epochs else now(name)

@@ -21,6 +21,7 @@ from kvcache_rag.errors import (
 )
 from kvcache_rag.kv.chunk import ChunkKey, ChunkKV, ChunkLayout
 from kvcache_rag.stores.base import (
+    SWEEP_PAUSE,
     ChunkStore,
     Counters,
     EncodedHit,
@@ -31,8 +32,8 @@ from kvcache_rag.stores.base import (
     check_key,
     check_out,
     check_ttl,
+    next_generation,
     size_in_memory,
-    sweep_pause,
 )
 from kvcache_rag.stores.device import Home, lane_to
 from kvcache_rag.stores.locks import ThreadLocks
@@ -86,7 +87,6 @@ class MemoryStore(ChunkStore):
         max_bytes: Limit on keys, values and token ids, in bytes.
         ttl: Seconds from a chunk's `put` to its end, used or not; None for no end.  What a slower
             tier had before is not counted: the times of tiers add up.
-        release_grace: Seconds between the release of a chunk and its end.
         home: Which memory; PyTorch rounds pinned tensors up to powers of two.
         tier: Name under which hits are counted: "memory", or "device" for a device's.
         codec: Form in which chunks are kept: `Native`, or that of the tiers behind this one, with
@@ -102,7 +102,6 @@ class MemoryStore(ChunkStore):
         device: torch.device | str = "cpu",
         pinned: bool = False,
         ttl: float | None = None,
-        release_grace: float = 600.0,
         tier: str | None = None,
         codec: Codec | str | None = None,
     ) -> None:
@@ -114,7 +113,6 @@ class MemoryStore(ChunkStore):
             pinned: Whether main memory is pinned, so that a CUDA device fetches chunks from it
                 while the processor goes on.
             ttl: Seconds for which a chunk is kept.
-            release_grace: Seconds for which a released chunk is kept.
             tier: Another name than "memory" or "device".
             codec: `Int8()` or "int8" in front of a store of that codec; None for `Native()`.
 
@@ -122,7 +120,7 @@ class MemoryStore(ChunkStore):
             InvalidInputError: If `ttl` is not above zero, or there is no such memory, or it keeps
                 no chunks in the form of the codec.
         """
-        check_settings(MemoryStore.__init__, locals(), infinite=("ttl", "release_grace"))
+        check_settings(MemoryStore.__init__, locals(), infinite=("ttl",))
         self.max_bytes = max_bytes
         self.home = Home.checked(device, pinned=pinned)
         self._codec = codec_of(codec)
@@ -133,25 +131,20 @@ class MemoryStore(ChunkStore):
                 f"the form of {self._codec!r}; give Native(), or Int8() for plain main memory"
             )
         self.ttl = check_ttl(ttl)
-        self.release_grace = release_grace
         self.tier = tier or ("memory" if self.home.device.type == "cpu" else "device")
         self._lock = threading.Lock()
         self._chunks = _Chunks(max_bytes)
-        # Per key and owner the time of the release, None while claimed.
-        self._owners: dict[ChunkKey, dict[str, float | None]] = {}
-        self._epochs: Counter[str] = Counter()
+        self._generations: Counter[str] = Counter()
         self._counters = Counters(self.tier)
         self._stripes = ThreadLocks()
-        self._pause = sweep_pause(release_grace, self.ttl)
-        self._due = time.monotonic() + self._pause
+        self._due = time.monotonic() + SWEEP_PAUSE
 
     def __repr__(self) -> str:
         """The call that made it."""
         form = f", codec={self._codec!r}" if self.gives_encoded else ""
         return (
             f"MemoryStore({self.max_bytes}, device={str(self.home.device)!r}, "
-            f"pinned={self.home.pinned}, ttl={self.ttl}, release_grace={self.release_grace}, "
-            f"tier={self.tier!r}{form})"
+            f"pinned={self.home.pinned}, ttl={self.ttl}, tier={self.tier!r}{form})"
         )
 
     @property
@@ -207,26 +200,34 @@ class MemoryStore(ChunkStore):
         """The kept chunk itself."""
         return ResidentChunk(self.get(key, layout).chunk, self.tier)
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+    def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Keep a private copy in the store's memory, unless the chunk alone exceeds the limit."""
         check_key(key)
         check_chunk(key, chunk)
         if self.gives_encoded:
             size = self._codec.nbytes(chunk.layout, key.tokens) + chunk.tokens.nbytes
-            return self._keep(key, lambda: EncodedChunk.of(self._codec, chunk), size)
-        return self._keep(key, lambda: private_copy(chunk, self.home), size_in_memory(chunk))
+            return self._keep(key, lambda: EncodedChunk.of(self._codec, chunk), size, generation)
+        size = size_in_memory(chunk)
+        return self._keep(key, lambda: private_copy(chunk, self.home), size, generation)
 
-    def keep(self, key: ChunkKey, chunk: EncodedChunk) -> bool:
+    def keep(self, key: ChunkKey, chunk: EncodedChunk, generation: int | None = None) -> bool:
         """Keep a chunk itself, of this store's codec, which nobody writes to; as `put` does."""
         check_key(key)
-        return self._keep(key, lambda: chunk, size_in_memory(chunk))
+        return self._keep(key, lambda: chunk, size_in_memory(chunk), generation)
 
-    def _keep(self, key: ChunkKey, make: Callable[[], ChunkKV | EncodedChunk], size: int) -> bool:
+    def _keep(
+        self,
+        key: ChunkKey,
+        make: Callable[[], ChunkKV | EncodedChunk],
+        size: int,
+        generation: int | None,
+    ) -> bool:
         if size > self.max_bytes:
             reason = f"a chunk of {size} bytes exceeds max_bytes={self.max_bytes}"
             self._counters.failed(reason, is_news=self.max_bytes > 0)
             return False
-        epoch = self.epoch(key.namespace)
+        if generation is None:
+            generation = self.generation(key.namespace)
         try:
             kept = make()
         except CorruptChunkError as error:  # values that the codec cannot store
@@ -236,7 +237,7 @@ class MemoryStore(ChunkStore):
             self._counters.failed(str(error).partition("\n")[0])
             return False
         with self._lock:
-            if self._epochs[key.namespace] != epoch:
+            if self._generations[key.namespace] > generation:
                 self._counters.failed("the namespace was deleted meanwhile")
                 return False
             self._chunks.pop(key, None)
@@ -268,60 +269,34 @@ class MemoryStore(ChunkStore):
         with self._lock:
             return self._chunks.pop(key, None) is not None
 
-    def delete_namespace(self, namespace: str) -> int:
-        """Forget every chunk and claim of a namespace; who uses a chunk keeps it meanwhile."""
+    def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
+        """Forget every chunk of a namespace; who uses a chunk keeps it meanwhile."""
         check_name("namespace", namespace)
         with self._lock:
-            # As on disk: the time, so that stores can be compared, and never less than before.
-            self._epochs[namespace] = max(self._epochs[namespace] + 1, time.time_ns())
+            last = self._generations[namespace]
+            self._generations[namespace] = generation or next_generation(last)
             gone = [key for key in self._chunks if key.namespace == namespace]
             for key in gone:
                 del self._chunks[key]
-            for key in [key for key in self._owners if key.namespace == namespace]:
-                del self._owners[key]
         self._counters.deleted(len(gone))
         return len(gone)
 
-    def epoch(self, namespace: str) -> int:
-        """Grows with every deletion of the namespace; at first 0."""
+    def generation(self, namespace: str) -> int:
         with self._lock:
-            return self._epochs[namespace]
+            return self._generations[namespace]
 
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Exclude other threads of this process."""
         return self._stripes.hold([check_key(key).digest[:2] for key in keys])
 
-    def claim(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` uses the key."""
-        check_key(key)
-        with self._lock:
-            self._owners.setdefault(key, {})[owner] = None
-        self._sweep_when_due()
-
-    def release(self, key: ChunkKey, owner: str) -> None:
-        """Note when `owner` stopped using the key."""
-        check_key(key)
-        with self._lock:
-            owners = self._owners.get(key, {})
-            if owner in owners and owners[owner] is None:
-                owners[owner] = time.monotonic()
-        self._sweep_when_due()
-
     def sweep(self) -> int:
-        """Drop released and old chunks; the limit is kept by `put`."""
-        latest = time.monotonic() - self.release_grace
+        """Drop old chunks; the limit is kept by `put`."""
         with self._lock:
-            over = [
-                key
-                for key, owners in self._owners.items()
-                if all(released is not None and released <= latest for released in owners.values())
-            ]
+            over = [key for key in self._chunks if self._is_expired(key)]
             for key in over:
-                del self._owners[key]
-            over += [key for key in self._chunks if self._is_expired(key)]
-            dropped = sum(self._chunks.pop(key, None) is not None for key in over)
-        self._counters.evicted(dropped)
-        return dropped
+                del self._chunks[key]
+        self._counters.evicted(len(over))
+        return len(over)
 
     @property
     def nbytes(self) -> int:
@@ -334,12 +309,12 @@ class MemoryStore(ChunkStore):
         return self._counters.stats()
 
     def _sweep_when_due(self) -> None:
-        """Sweep, once per pause: nobody else drops what was released long ago."""
+        """Sweep, once per pause: nobody else drops what is too old."""
         now = time.monotonic()
         with self._lock:
             if now < self._due:
                 return
-            self._due = now + self._pause
+            self._due = now + SWEEP_PAUSE
         self.sweep()
 
     def _is_expired(self, key: ChunkKey) -> bool:

@@ -13,7 +13,7 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
+from kvcache_rag.stores.disk.folders import namespace_digest, namespaces, unlink
 from kvcache_rag_server.corpus.processes import Processes
 from kvcache_rag_server.corpus.texts import NAMED, Reading, Text
 from kvcache_rag_server.corpus.worker import BatchReport, Worker
@@ -242,5 +242,5 @@ def tidy(store: DiskStore, spec: str, namespace: str) -> int:
         if len(stripe) != 2:
             continue  # a manifest, which is written without a lock
         with store.locked([ChunkKey(stripe * 32, spec, namespace, 1, 0)]):
-            removed += leftover.remove()
+            removed += unlink(leftover.path)
     return removed

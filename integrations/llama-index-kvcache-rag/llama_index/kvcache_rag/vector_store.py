@@ -1,7 +1,7 @@
 """LlamaIndex's Chroma store over a collection that prefills what it is given.
 
 `add` computes the KV of every node's LLM text and writes a reference beside the row; `delete`,
-`delete_nodes`, `clear` and updates release it.  Rows without a reference (a collection that existed
+`delete_nodes`, `clear` and updates delete it.  Rows without a reference (a collection that existed
 before) answer too: their KV is computed with the first question that needs them, or for all of them
 by `prefill_missing`.
 """
@@ -188,11 +188,6 @@ class KVCacheVectorStore(ChromaVectorStore):
     def engine(self) -> Engine | None:
         """What prefills: the one given, or that of `llm`, loaded when it is first needed."""
         return self._engine if self._llm is None else self._llm.engine
-
-    @property
-    def owner(self) -> str:
-        """By this name the collection claims its chunks in the KV store."""
-        return self._prefilled.owner
 
     @property
     def _prefilled(self) -> NodeCollection:

@@ -1,7 +1,10 @@
 """Dropping what has to go from a store on disk, one namespace at a time.
 
-Released chunks after the grace time, chunks that are too old, the least recently used above a
-limit, what killed writers left; and a whole namespace, so that nothing comes back.
+Chunks that are too old, the least recently used above a limit, what killed writers left; and a
+whole namespace, so that nothing comes back.
+
+A limit is kept by making room before a chunk is written: whoever writes adds its bytes to a count
+in the folder, under the folder's lock, and walks the folder when the count is above the limit.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from kvcache_rag.errors import InvalidInputError, check_name
-from kvcache_rag.stores.base import sweep_pause
 from kvcache_rag.stores.disk import folders
 from kvcache_rag.stores.locks import try_file
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from kvcache_rag.stores.disk.folders import NamespaceFolder, StoredFile
+    from kvcache_rag.stores.disk.folders import NamespaceFolder, Stripe
 
 
 Quota: TypeAlias = "int | Mapping[str, int] | None"
+
+PATIENCE = 0.1  # seconds that a `put` waits while another process drops chunks
+
+_SHARE = 10  # a walk makes room for a tenth of the limit
 
 _ABANDONED = 60.0  # seconds: a writer that has not written for so long is no more
 
@@ -54,7 +60,6 @@ class DiskLimits:
         max_bytes: Bytes that all of them may hold together, None for no limit.
         quota: Bytes that each may hold: one number for all, or by namespace.
         ttl: Seconds from the writing of a chunk to its end, None for no end.
-        release_grace: Seconds from the release of a chunk to its end.
         temp_age: Seconds after which unfinished files are left over.
     """
 
@@ -62,7 +67,6 @@ class DiskLimits:
     max_bytes: int | None
     quota: Quota
     ttl: float | None
-    release_grace: float
     temp_age: float
 
     def of(self, namespace: str) -> int | None:
@@ -86,16 +90,11 @@ class DiskLimits:
         """What is too old at this moment."""
         now = time.time()
         return Deadlines(
-            released=now - self.release_grace,
             temporary=now - self.temp_age,
             abandoned=now - _ABANDONED,
             written=None if self.ttl is None else now - self.ttl,
             future=now + folders.USED_AGAIN,
         )
-
-    def pause(self) -> float:
-        """Seconds between two sweeps for what is too old."""
-        return sweep_pause(self.release_grace, self.ttl)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ class Deadlines:
     """What is too old for a sweep; all times in seconds since the epoch.
 
     Attributes:
-        released: Chunks go whose last owner released them then or before.
         temporary: Unfinished files go that were last written then or before.
         abandoned: Unfinished files count that were last written then or before.
         written: Chunks go that were written then or before; None for none.
@@ -111,7 +109,6 @@ class Deadlines:
             and is dated so, for else it would never become old.
     """
 
-    released: float
     temporary: float
     abandoned: float
     written: float | None
@@ -120,19 +117,6 @@ class Deadlines:
     def is_expired(self, written: float) -> bool:
         """Whether a chunk written then has to go."""
         return self.written is not None and written <= self.written
-
-    def correct(self, file: StoredFile) -> None:
-        """Date what is of the future as of now."""
-        if file.is_held:
-            written = self.corrected(file.path, file.written)
-            file.used = min(self.future, file.used if written == file.written else written)
-            file.written = written
-        for marks, path in (
-            (file.owners, folders.claim_path),
-            (file.released, folders.tombstone_path),
-        ):
-            for owner, moment in marks.items():
-                marks[owner] = self.corrected(path(file.stem, owner), moment)
 
     def corrected(self, path: str, written: float) -> float:
         """The time of a file, which is set to now if it is of the future."""
@@ -175,29 +159,43 @@ class Swept:
 def sweep(namespace: NamespaceFolder, when: Deadlines) -> Swept:
     """Drop what has to go in one namespace; readers that have a file open keep what they read.
 
-    Files that are being written are not among what stays: whoever writes them has reserved that.
-
     Args:
         namespace: Its folder.
         when: What is too old.
     """
-    dropped = fixed = 0
-    kept: list[tuple[float, int, str]] = []
-    for spec in namespace.specs():
-        fixed += _size(f"{spec.path}/{folders.MANIFEST}")
-        for stripe in spec.stripes(dated=when.written is not None):
-            for leftover in stripe.unfinished:
-                written = when.corrected(leftover.path, leftover.written)
-                gone = written <= when.temporary and folders.unlink(leftover.path)
-                if written <= when.abandoned and not gone:
-                    kept.append((written, leftover.nbytes, leftover.path))
-            dropped += sum(_drop(file, when, kept) for file in stripe.files)
+    parts = [
+        _sweep_stripe(stripe, when)
+        for spec in namespace.specs()
+        for stripe in spec.stripes(dated=when.written is not None)
+    ]
+    fixed = sum(_size(f"{spec.path}/{folders.MANIFEST}") for spec in namespace.specs())
     for path in namespace.deletions():
         folders.remove(path, [])
     for path, written in namespace.quarantine_times():
         if when.is_expired(written):
             folders.remove(path, [])
-    kept += [(aside.written, aside.nbytes, aside.path) for aside in namespace.quarantined()]
+    aside = [(file.written, file.nbytes, file.path) for file in namespace.quarantined()]
+    return Swept.joined([*parts, Swept(0, aside, fixed)])
+
+
+def _sweep_stripe(stripe: Stripe, when: Deadlines) -> Swept:
+    dropped = fixed = 0
+    kept: list[tuple[float, int, str]] = []
+    for leftover in stripe.unfinished:
+        written = when.corrected(leftover.path, leftover.written)
+        if written <= when.temporary and folders.unlink(leftover.path):
+            continue
+        if written <= when.abandoned:
+            kept.append((written, leftover.nbytes, leftover.path))
+        else:
+            fixed += leftover.nbytes
+    for file in stripe.files:
+        written = when.corrected(file.path, file.written)
+        if when.is_expired(written) and folders.unlink(file.path):
+            dropped += 1
+            continue
+        used = min(when.future, file.used if written == file.written else written)
+        kept.append((used, file.nbytes, file.path))
     return Swept(dropped, kept, fixed)
 
 
@@ -205,22 +203,6 @@ def _size(path: str) -> int:
     with suppress(OSError):
         return os.lstat(path).st_size
     return 0
-
-
-def _drop(file: StoredFile, when: Deadlines, kept: list[tuple[float, int, str]]) -> bool:
-    """Drop a chunk that has to go, and note another one; whether it is gone now."""
-    when.correct(file)
-    released = file.is_released(when.released)
-    dropped = False
-    if file.is_held and (released or when.is_expired(file.written)):
-        dropped = folders.unlink(file.path)
-    elif file.is_held:
-        kept.append((file.used, file.nbytes, file.path))
-    # Last: without a tombstone a chunk that is still there would never go.
-    if released and (dropped or not file.is_held):
-        for owner in file.released:
-            folders.unlink(folders.tombstone_path(file.stem, owner))
-    return dropped
 
 
 def evict(swept: Swept, limit: int | None) -> Swept:
@@ -250,7 +232,7 @@ def evict(swept: Swept, limit: int | None) -> Swept:
 
 
 class Sweeper:
-    """Sweeps the folders of one store, each under the lock of its namespace."""
+    """Sweeps and makes room in the folders of one store, each under the lock of its namespace."""
 
     def __init__(self, root: str, limits: DiskLimits) -> None:
         """Look at nothing yet."""
@@ -293,27 +275,65 @@ class Sweeper:
         with try_file(folders.sweep_lock(folder)) as is_ours:
             if not is_ours:
                 return None
-            namespace = folders.NamespaceFolder(digest, folder)
-            return evict(sweep(namespace, self._limits.deadlines()), limit)
+            return evict(self._look(folder), limit)
+
+    def _look(self, folder: str) -> Swept:
+        """Drop what is too old, and find out how much there is."""
+        when = self._limits.deadlines()
+        if folder == self._root:
+            return Swept.joined(sweep(place, when) for place in folders.namespaces(self._root))
+        return sweep(folders.NamespaceFolder(os.path.basename(folder), folder), when)
+
+    def room(self, namespace: str, nbytes: int) -> tuple[bool, int]:
+        """Count a chunk that will be written; whether there is room, and how many were dropped.
+
+        Raises:
+            OSError: If there is no such folder, and it cannot be made.
+        """
+        folder, dropped = folders.namespace_folder(self._root, namespace), 0
+        for place, limit in (
+            (folder, self._limits.of(namespace)),
+            (self._root, self._limits.total),
+        ):
+            if limit is not None:
+                is_room, gone = self._counted(place, limit, nbytes)
+                dropped += gone
+                if not is_room:
+                    return False, dropped
+        return True, dropped
+
+    def _counted(self, folder: str, limit: int, nbytes: int) -> tuple[bool, int]:
+        folders.make_folder(self._root, folder)
+        with try_file(folders.sweep_lock(folder), PATIENCE) as is_ours:
+            if not is_ours:
+                return False, 0
+            used, dropped = folders.read_used(folder), 0
+            if used is None or used + nbytes > limit:
+                swept = evict(self._look(folder), limit - max(limit // _SHARE, nbytes))
+                used, dropped = swept.nbytes, swept.dropped
+            is_room = used + nbytes <= limit
+            folders.write_used(folder, used + nbytes * is_room)
+            return is_room, dropped
 
 
 # ---------------------------------------------------------------------- deleting a namespace
-# A deletion touches the epoch first, then renames every folder beside it away, then removes what it
-# renamed, then touches the epoch again for those who read a chunk in between.  A writer reads the
-# epoch, makes a temporary file, and looks at the epoch once more before it renames that file into
-# its place.  If its temporary file was there before the epoch grew, the deletion takes it away with
-# its folder, published or not; if it came later, the second look sees the new epoch.  Either way
-# the writer fails, and no lock is needed: a writer that is killed or stopped at any point can
-# neither block a deletion nor undo it.
+# A deletion begins the next generation first, then renames every folder away, then removes what it
+# renamed, then begins another generation for those who read a chunk in between.  A writer knows the
+# generation in which its chunk was begun, makes a temporary file, and looks at the generation once
+# more before it renames that file into its place.  If its temporary file was there before, the
+# deletion takes it away with its folder, published or not; if it came later, the look sees the new
+# generation.  Either way the writer fails, and no lock is needed: a writer that is killed or
+# stopped at any point can neither block a deletion nor undo it.
 
 _PASSES = 100
 
 
-def delete_namespace(folder: str, *, durable: bool) -> int:
-    """Remove everything in the folder of a namespace but its epoch, which grows.
+def delete_namespace(folder: str, last: int, *, durable: bool) -> int:
+    """Remove everything in the folder of a namespace but the number of its generation.
 
     Args:
         folder: An existing folder.
+        last: The number when all is gone; meanwhile it is one less.
         durable: Whether to have it on the medium when this returns.
 
     Returns:
@@ -324,13 +344,13 @@ def delete_namespace(folder: str, *, durable: bool) -> int:
     """
     dropped = 0
     try:
-        folders.grow_epoch(folder, durable=durable)
+        folders.set_generation(folder, last - 1, durable=durable)
     except OSError:
         # The disk may be full: make room and try again.
         dropped = _purge(folder)
-        folders.grow_epoch(folder, durable=durable)
+        folders.set_generation(folder, last - 1, durable=durable)
     dropped += _purge(folder)
-    folders.grow_epoch(folder, durable=durable)
+    folders.set_generation(folder, last, durable=durable)
     if durable:
         folders.sync_folder(folder)
     return dropped
@@ -340,7 +360,7 @@ def _purge(folder: str) -> int:
     # What a reader quarantines meanwhile comes out of the other folders: they go first.
     names = sorted(os.listdir(folder), key=lambda name: name == folders.QUARANTINE)
     for name in dict.fromkeys([*names, folders.QUARANTINE]):
-        if name != folders.EPOCH and not name.startswith(folders.DELETED):
+        if name != folders.GENERATION and not name.startswith(folders.DELETED):
             with suppress(FileNotFoundError):
                 os.rename(f"{folder}/{name}", folders.deleted_path(folder))
     # All of it, also what another deletion took away a moment before and has not removed yet, and

@@ -1,18 +1,18 @@
 """The folder of a store on disk: what lies where, what each name means, and one walk over it.
 
-    root/sweep.lock                                      for a limit on all namespaces
-    root/<namespace digest>/epoch                        touched when the namespace is deleted
-    root/<namespace digest>/sweep.lock
+    root/sweep.lock  root/used                           for a limit on all namespaces
+    root/<namespace digest>/generation                   a number that grows when it is deleted
+    root/<namespace digest>/sweep.lock  root/<namespace digest>/used
     root/<namespace digest>/.deleted-*                   of a deletion that was interrupted
     root/<namespace digest>/locks/<00..ff>.lock
     root/<namespace digest>/quarantine/<time>-<digest>
     root/<namespace digest>/<spec[:16]>/spec.json        for people: which model
     root/<namespace digest>/<spec[:16]>/<digest[:2]>/<digest>.safetensors
-                                                     <digest>.owner-<id>  <digest>.released-<id>
                                                      .tmp*
 
-Only names of these forms are ever touched; nothing else in the root is ours.  Below the root no
-link is followed: a link or a file in place of a folder is refused.
+What 0.1.0 left beside chunks (`<digest>.owner-<id>`, `.released-<id>`) counts as unfinished.  Only
+names of these forms are ever touched; nothing else in the root is ours.  Below the root no link is
+followed: a link or a file in place of a folder is refused.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ import stat
 import tempfile
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvcache_rag.errors import CorruptChunkError, check_name
 from kvcache_rag.kv.chunk import digest
-from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from kvcache_rag.kv.chunk import ChunkKey
 
@@ -50,7 +49,9 @@ DELETED = ".deleted-"
 
 QUARANTINE = "quarantine"
 
-EPOCH = "epoch"
+GENERATION = "generation"
+
+USED = "used"
 
 MANIFEST = "spec.json"
 
@@ -61,17 +62,15 @@ MAX_MANIFEST = 64 << 10  # bytes
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 # Names in a store's own folder, those of remotes too.
-_OF_A_STORE = re.compile(rf"{_NAMESPACE.pattern}(\.epoch)?|sweep\.lock|\.tmp.*")
+_OF_A_STORE = re.compile(rf"{_NAMESPACE.pattern}(\.epoch)?|sweep\.lock|used|\.tmp.*")
 
 _SPEC = re.compile(r"[0-9a-f]{16}")
 
 _STRIPE = re.compile(r"[0-9a-f]{2}")
 
-_OWNER = re.compile(r"[0-9a-f]{16}")
+_CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
 
-_FILE = re.compile(
-    r"(?P<digest>[0-9a-f]{64})\.(?:safetensors|(?P<mark>owner|released)-(?P<owner>[0-9a-f]{16}))"
-)
+_UNFINISHED = re.compile(r"\.tmp.*|[0-9a-f]{64}\.(owner|released)-[0-9a-f]{16}", re.DOTALL)
 
 
 # ---------------------------------------------------------------------- paths
@@ -113,43 +112,14 @@ def lock_path(root: str, key: ChunkKey) -> str:
     return f"{namespace_folder(root, key.namespace)}/locks/{key.digest[:2]}.lock"
 
 
+def is_chunk(name: str) -> bool:
+    """Whether a file of that name is a chunk's."""
+    return _CHUNK.fullmatch(name) is not None
+
+
 def sweep_lock(folder: str) -> str:
     """Lock file of whoever drops chunks: of a namespace, or of the root for all of them."""
     return f"{folder}/sweep.lock"
-
-
-def identity(owner: str) -> str:
-    """The 16 hexadecimal digits by which an owner is known on disk.
-
-    Raises:
-        InvalidInputError: If it is no text.
-    """
-    return hashlib.sha256(check_name("owner", owner).encode()).hexdigest()[:16]
-
-
-def owner_mark(owner: str) -> str:
-    """The same, of an owner's name or of such digits themselves, as people copy them."""
-    return owner if _OWNER.fullmatch(owner) else identity(owner)
-
-
-class FileName(NamedTuple):
-    """What the name of a file in a folder of chunks means.
-
-    Attributes:
-        digest: The chunk it belongs to.
-        mark: "owner" or "released" for the mark of an owner, "" for the chunk itself.
-        owner: Whose mark it is, "" for the chunk itself.
-    """
-
-    digest: str
-    mark: str
-    owner: str
-
-    @classmethod
-    def parsed(cls, name: str) -> FileName | None:
-        """None if it is not one of ours."""
-        match = _FILE.fullmatch(name)
-        return None if match is None else cls(*match.groups(""))
 
 
 # ---------------------------------------------------------------------- opening and making
@@ -165,8 +135,6 @@ for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
 READ = os.O_RDONLY
 
 WRITE = os.O_RDWR
-
-APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -248,16 +216,13 @@ def temporary_path(folder: str) -> str:
 def check_folder(root: str, path: str) -> None:
     """Make sure that `path` and everything between it and `root` are folders, not links to some.
 
-    It is said once if others may open one.
-
     Raises:
         OSError: If one is missing or something else.
     """
     if path == root:
         return
     check_folder(root, os.path.dirname(path))
-    if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
-        _check_one(root, path)
+    _check_one(path)
 
 
 def why_unwritable(path: str | os.PathLike[str]) -> str:
@@ -281,23 +246,17 @@ def make_folder(root: str, path: str) -> None:
         return
     make_folder(root, os.path.dirname(path))
     try:
-        if os.lstat(path).st_mode & _SHOWS_PRIVATE != stat.S_IFDIR:
-            _check_one(root, path)
+        _check_one(path)
     except FileNotFoundError:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        _check_one(root, path)
+        _check_one(path)
 
 
-_SHOWS_PRIVATE = 0o170066  # what is it, and may others read or write it
-
-
-def _check_one(root: str, path: str) -> None:
-    mode = os.lstat(path).st_mode
-    if not stat.S_ISDIR(mode):
+def _check_one(path: str) -> None:
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
         reason = "a link or a file is where a folder of the store belongs; remove it"
         raise NotADirectoryError(errno.ENOTDIR, reason, path)
-    notices.check_open(root, path, mode)
 
 
 def unlink(path: str) -> bool:
@@ -325,8 +284,7 @@ def remove(path: str, failures: list[OSError]) -> int:
             os.rmdir(path)
         else:
             os.unlink(path)
-            name = FileName.parsed(os.path.basename(path))
-            removed = int(name is not None and not name.mark)
+            removed = int(is_chunk(os.path.basename(path)))
     except FileNotFoundError:
         return removed
     except OSError as error:
@@ -388,28 +346,22 @@ def mark_used(path: str, status: os.stat_result, *, dated: bool) -> None:
 # was not there.
 
 
-@dataclass
+@dataclass(frozen=True)
 class StoredFile:
-    """All that belongs to one digest: a chunk's file, marks of its owners, or marks alone.
+    """The file of a chunk.
 
     Attributes:
         stem: Path without suffix.
-        is_held: Whether there is a file at all; owners may claim a chunk before it is there.
-        nbytes: Size of the file.
+        nbytes: Its size.
         written: Its mtime, in seconds since the epoch.
         used: When it was last used; without `dated`, and in a store that keeps chunks for a time
             only (`ttl`), when it was written.
-        owners: Ids of those who claim it, with the time of the mark.
-        released: Ids of those who released it, with the time when they did.
     """
 
     stem: str
-    is_held: bool = False
-    nbytes: int = 0
-    written: float = 0.0
-    used: float = 0.0
-    owners: dict[str, float] = field(default_factory=dict)
-    released: dict[str, float] = field(default_factory=dict)
+    nbytes: int
+    written: float
+    used: float
 
     @property
     def digest(self) -> str:
@@ -417,53 +369,13 @@ class StoredFile:
 
     @property
     def path(self) -> str:
-        """Where its file is or would be."""
+        """Where it is."""
         return self.stem + SUFFIX
-
-    def note(self, name: FileName, status: os.stat_result, *, dated: bool) -> None:
-        """Take in one file; `dated` says that an mtime is the time of writing, not of the use."""
-        if name.mark:
-            marks = self.owners if name.mark == "owner" else self.released
-            marks[name.owner] = status.st_mtime
-        else:
-            self.is_held, self.nbytes = True, status.st_size
-            self.written, self.used = status.st_mtime, last_use(status, dated=dated)
-
-    def is_released(self, latest: float) -> bool:
-        """Whether the last owner released it at `latest` or before."""
-        moments = self.released.values()
-        return not self.owners and bool(moments) and all(moment <= latest for moment in moments)
-
-    def release(self, owner: str) -> bool:
-        """Turn the claim of an owner, known by `identity`, into a tombstone of this moment.
-
-        Returns:
-            False if there is no claim any more, or one that was made since this was listed.
-
-        Raises:
-            OSError: If the folder cannot be written.
-        """
-        try:
-            if os.lstat(claim_path(self.stem, owner)).st_mtime != self.owners.get(owner):
-                return False
-            release(self.stem, owner)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def restore(self, owner: str) -> None:
-        """Undo `release`.
-
-        Raises:
-            OSError: If the folder cannot be written.
-        """
-        with suppress(FileNotFoundError):
-            os.replace(tombstone_path(self.stem, owner), claim_path(self.stem, owner))
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file that no reader will open: unfinished, quarantined or of an interrupted deletion.
+    """A file that no reader will open: unfinished, quarantined, or left by an older version.
 
     Attributes:
         path: Where it is.
@@ -475,24 +387,13 @@ class Leftover:
     nbytes: int
     written: float
 
-    def remove(self) -> bool:
-        """Remove it; False if it is gone already.
-
-        Raises:
-            OSError: If it cannot be removed.
-        """
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-            return True
-        return False
-
 
 @dataclass(frozen=True)
 class Stripe:
     """What lies in one folder of chunks.
 
     Attributes:
-        files: One per digest.
+        files: Those of chunks.
         unfinished: Files that were never finished.
     """
 
@@ -501,18 +402,17 @@ class Stripe:
 
     @classmethod
     def at(cls, folder: str, *, dated: bool) -> Stripe:
-        """Look at a folder; `dated` as for `StoredFile.note`."""
-        files: dict[str, StoredFile] = {}
-        unfinished = []
+        """Look at a folder; `dated` as for `last_use`."""
+        files, unfinished = [], []
         for item in _scan(folder):
             with suppress(OSError):
-                if item.name.startswith(TEMPORARY):
-                    unfinished += _leftover(item)
-                elif name := FileName.parsed(item.name):
+                if is_chunk(item.name):
                     status = item.stat(follow_symlinks=False)
-                    file = files.setdefault(name.digest, StoredFile(f"{folder}/{name.digest}"))
-                    file.note(name, status, dated=dated)
-        return cls([*files.values()], unfinished)
+                    stem, used = item.path.removesuffix(SUFFIX), last_use(status, dated=dated)
+                    files.append(StoredFile(stem, status.st_size, status.st_mtime, used))
+                elif _UNFINISHED.fullmatch(item.name):
+                    unfinished += _leftover(item)
+        return cls(files, unfinished)
 
 
 @dataclass(frozen=True)
@@ -636,58 +536,6 @@ def _below(path: str) -> Iterator[Leftover]:
                 yield from _leftover(item)
 
 
-# ---------------------------------------------------------------------- owners
-# Who uses a chunk: empty files beside it.  One says that an owner uses the chunk, the other that it
-# stopped at the mark's mtime.  One rename turns one into the other, so an owner never has both for
-# good.
-
-
-def claim_path(stem: str, owner: str) -> str:
-    """The mark of an owner, known by `identity`, that it uses a chunk."""
-    return f"{stem}.owner-{owner}"
-
-
-def tombstone_path(stem: str, owner: str) -> str:
-    """The mark of an owner that it no longer uses a chunk."""
-    return f"{stem}.released-{owner}"
-
-
-def claim(stem: str, owner: str, check: Callable[[], None]) -> None:
-    """Mark the chunk at path `stem` (without suffix) as used; its folder must exist.
-
-    Args:
-        stem: Path of the chunk.
-        owner: Who uses it, known by `identity`.
-        check: Called before the mark is published; raises when it must not be any more.
-
-    Raises:
-        OSError: If the mark cannot be made.
-    """
-    temporary = temporary_path(os.path.dirname(stem))
-    # Renamed, not opened: a link in the place of the mark is replaced and not followed.
-    os.close(open_file(temporary, NEW)[0])
-    try:
-        check()
-        os.replace(temporary, claim_path(stem, owner))
-    except OSError:
-        unlink(temporary)
-        raise
-    # The claim is made before the release is undone, so a sweep in between sees a claim.
-    with suppress(FileNotFoundError):
-        os.unlink(tombstone_path(stem, owner))
-
-
-def release(stem: str, owner: str) -> None:
-    """Turn the mark of an owner, known by `identity`, into a tombstone of this moment.
-
-    Raises:
-        OSError: If it cannot be done; `FileNotFoundError` if the owner has no mark.
-    """
-    path = claim_path(stem, owner)
-    set_times(path)  # before the rename, so that no sweep sees a tombstone as old as the claim
-    os.replace(path, tombstone_path(stem, owner))
-
-
 # ---------------------------------------------------------------------- quarantine
 def quarantine(stem: str, found: os.stat_result | None = None) -> None:
     """Move the file of a chunk into its namespace's quarantine, of which the newest few stay.
@@ -799,31 +647,49 @@ def manifest_of(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- epochs
-# The file `epoch` is touched by every deletion of the namespace; its time and length are the epoch.
-# How that keeps a deleted namespace from coming back is told at `eviction.delete_namespace`.
+# ---------------------------------------------------------------------- generations
+# The file `generation` holds a number in decimal digits.  How that keeps a deleted namespace from
+# coming back is told at `eviction.delete_namespace`.
 
 
-def grow_epoch(folder: str, *, durable: bool) -> None:
-    """Let the epoch of a namespace's folder grow, and be on the medium if `durable`.
+def generation(folder: str) -> int:
+    """The number of a namespace's folder, at first 0."""
+    try:
+        with opened(f"{folder}/{GENERATION}", READ) as descriptor:
+            return int(os.read(descriptor, 20))
+    except (OSError, ValueError):
+        return 0
 
-    What is in its place without being a file of its own goes with the rest of the namespace.
+
+def set_generation(folder: str, number: int, *, durable: bool) -> None:
+    """Write the number, on the medium if `durable`; it never becomes a smaller one.
+
+    What is in its place without being a file of its own goes.
 
     Raises:
         OSError: If the folder cannot be written.
     """
-    path = f"{folder}/{EPOCH}"
-    later = max(epoch(folder) + 1, time.time_ns())
+    path = f"{folder}/{GENERATION}"
     with suppress(FileNotFoundError):
         status = os.lstat(path)
         # A file of two names is somebody else's, too.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            os.rename(path, deleted_path(folder))
-    with opened(path, APPEND) as descriptor:
-        os.write(descriptor, b".")
-        set_times(path, (later, later))
+            remove(path, [])
+    number = max(number, generation(folder))
+    with opened(path, WRITE | os.O_CREAT) as descriptor:
+        os.write(descriptor, b"%020d" % number)  # of one length, so none is ever half there
         if durable:
             os.fsync(descriptor)
+
+
+def check_generation(folder: str, begun: int) -> None:
+    """Refuse what was begun before a deletion.
+
+    Raises:
+        OSError: If the namespace was deleted since its generation was `begun`.
+    """
+    if generation(folder) > begun:
+        raise OSError("the namespace was deleted meanwhile; what was made before is not kept")
 
 
 def deleted_path(folder: str) -> str:
@@ -831,24 +697,21 @@ def deleted_path(folder: str) -> str:
     return f"{folder}/{DELETED}{secrets.token_hex(16)}"
 
 
-def epoch(folder: str) -> int:
-    """A number that grows with every deletion of the namespace of this folder, at first 0.
-
-    It is about the time of the last deletion in nanoseconds, so that folders can be compared.
-    """
-    with suppress(OSError):
-        status = os.lstat(f"{folder}/{EPOCH}")
-        if stat.S_ISREG(status.st_mode):
-            # Some file systems keep whole seconds: the length grows at any rate.
-            return status.st_mtime_ns + status.st_size
-    return 0
+# ---------------------------------------------------------------------- bytes in use
+# The file `used` counts the bytes below a folder that has a limit, for whoever holds its
+# `sweep_lock`, so that a folder is walked only when the count says that it is full.
 
 
-def check_epoch(folder: str, expected: int) -> None:
-    """Refuse what was begun before a deletion.
+def read_used(folder: str) -> int | None:
+    """The count; None if there is none."""
+    try:
+        with opened(f"{folder}/{USED}", READ) as descriptor:
+            return int(os.read(descriptor, 20))
+    except (OSError, ValueError):
+        return None
 
-    Raises:
-        OSError: If the namespace was deleted since its epoch was `expected`.
-    """
-    if epoch(folder) != expected:
-        raise OSError("the namespace was deleted meanwhile; what was made before is not kept")
+
+def write_used(folder: str, nbytes: int) -> None:
+    """Set the count; without one the folder is walked the next time."""
+    with suppress(OSError), opened(f"{folder}/{USED}", WRITE | os.O_CREAT) as descriptor:
+        os.write(descriptor, b"%020d" % max(nbytes, 0))

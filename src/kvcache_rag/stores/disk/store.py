@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +22,11 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
-    UntrustedChunkError,
     check_name,
     check_settings,
 )
-from kvcache_rag.stores import notices
 from kvcache_rag.stores.base import (
-    LEAST_PAUSE,
+    SWEEP_PAUSE,
     ChunkStore,
     Counters,
     EncodedHit,
@@ -37,6 +35,7 @@ from kvcache_rag.stores.base import (
     check_chunk,
     check_out,
     check_ttl,
+    next_generation,
 )
 from kvcache_rag.stores.device import wipe
 from kvcache_rag.stores.disk import folders
@@ -59,15 +58,13 @@ from kvcache_rag.stores.disk.file import (
     read_encoded,
     read_file,
     spec_bytes,
-    verify_file,
     write_file,
 )
-from kvcache_rag.stores.disk.reservations import Reservations
-from kvcache_rag.stores.locks import HeldEpochs, hold_files
+from kvcache_rag.stores.locks import hold_files
 from kvcache_rag.stores.signing import SigningKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from typing import Any
 
@@ -78,12 +75,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_UNLIMITED = nullcontext(True)
-
 _SIZES = 4096  # how many sizes of files are remembered
 
 
-_ENDLESS = ("ttl", "release_grace", "temp_age")
+_ENDLESS = ("ttl", "temp_age")
 
 
 class DiskStore(ChunkStore):
@@ -99,15 +94,13 @@ class DiskStore(ChunkStore):
     Attributes:
         root: The folder; it is made when missing.
         namespace: The only namespace served, None for all.
-        max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  Kept
-            at every moment within a tenth (or a chunk, where that is more) per process that writes,
-            if all of them have it, and by `sweep`.
+        max_bytes: Limit on the files of all namespaces, or of the one served; None for none.  If
+            all who write have it, the files never exceed it by more than a chunk per writer.
         quota: Limit on the files of each namespace: one number for all, or a number by namespace.
         ttl: Seconds from the writing of a chunk to its end, used or not; None for no end.  All
             that use a folder must be opened with a `ttl`, or none.
         durable: Whether a chunk is on the medium when `put` returns.  False saves about four fifths
             of the time; a power cut then costs chunks, never their correctness.
-        release_grace: Seconds between the release of a chunk and its end.
         temp_age: Age in seconds from which unfinished files count as left over.
         tier: Name under which hits are counted.
         codec: Form of the chunks; given as such as `Int8()` or "int8", None for `Native()`.
@@ -124,7 +117,6 @@ class DiskStore(ChunkStore):
         ttl: float | None = None,
         durable: bool = True,
         codec: Codec | str | None = None,
-        release_grace: float = 600.0,
         temp_age: float = 3600.0,
         tier: str = "disk",
         signing_key: KeySource = None,
@@ -149,27 +141,23 @@ class DiskStore(ChunkStore):
         self.quota = quota
         self.ttl = check_ttl(ttl)
         self.durable = durable
-        self.release_grace = release_grace
         self.temp_age = temp_age
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
         self._codec = codec_of(codec)
         self._root = str(self.root)
         self._counters = Counters(tier)
-        self._limits = DiskLimits(namespace, max_bytes, quota, ttl, release_grace, temp_age)
+        self._limits = DiskLimits(namespace, max_bytes, quota, ttl, temp_age)
         self._is_limited = max_bytes is not None or quota is not None
         self._sweeper = Sweeper(self._root, self._limits)
-        self._reservations = Reservations(self._root, self._limits, self._counters.evicted)
         self._sizes: dict[tuple[ChunkLayout, int, int], int] = {}  # of files
-        self._epochs: HeldEpochs[int] = HeldEpochs()
         self._manifests = folders.Manifests()
         self._due_lock = threading.Lock()
-        # When released and old chunks are looked for again: by namespace, and at first.
+        # When old chunks are looked for again: by namespace, and at first.
         self._dues: dict[str, float] = {}
-        self._due = time.monotonic() + LEAST_PAUSE
+        self._due = time.monotonic() + SWEEP_PAUSE
         try:
             folders.make_folder(self._root, self._root)
-            notices.check_open(self._root, self._root, os.stat(self._root).st_mode)
         except (FileExistsError, NotADirectoryError):
             raise InvalidInputError(f"{self.root} is not a folder; name another one") from None
         except OSError as error:
@@ -182,8 +170,8 @@ class DiskStore(ChunkStore):
         return (
             f"DiskStore({self._root!r}, namespace={self.namespace!r}, "
             f"max_bytes={self.max_bytes}, quota={self.quota!r}, ttl={self.ttl}, "
-            f"durable={self.durable}, codec={self._codec!r}, release_grace={self.release_grace}, "
-            f"temp_age={self.temp_age}, tier={self.tier!r}{signing})"
+            f"durable={self.durable}, codec={self._codec!r}, temp_age={self.temp_age}, "
+            f" tier={self.tier!r}{signing})"
         )
 
     @property
@@ -258,23 +246,17 @@ class DiskStore(ChunkStore):
                     self.signing_key,
                 )
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Write a chunk and publish it in one step, unless its namespace is deleted meanwhile.
-
-        Under `locked`, "meanwhile" is since the lock was taken.
-        """
+    def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
+        """Write a chunk and publish it in one step, unless its namespace is deleted meanwhile."""
         stem = self._stem(key)
         check_chunk(key, chunk)
         spec = file_spec(key, chunk.layout, self._codec)
-        room = self._room(key, chunk, spec) if self._is_limited else _UNLIMITED
-        if room is None:
-            return False
+        if generation is None:
+            generation = self.generation(key.namespace)
         try:
-            with room as is_free:
-                if not is_free:
-                    self._counters.declined("another process was making room; the chunk was used")
-                    return False
-                size = self._write(stem, chunk, spec)
+            if self._is_limited and not self._has_room(key, chunk, spec):
+                return False
+            size = self._write(stem, chunk, spec, generation)
         except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
@@ -294,9 +276,6 @@ class DiskStore(ChunkStore):
             self._check_age(status)
             if self.signing_key is not None:
                 file_facts(path, key.digest, self.signing_key)
-        except PermissionError:
-            notices.denied(self._root, self._root)
-            return False
         except (OSError, ChunkNotFoundError):
             return False
         return stat.S_ISREG(status.st_mode)
@@ -314,11 +293,10 @@ class DiskStore(ChunkStore):
             return True
         return False
 
-    def delete_namespace(self, namespace: str) -> int:
-        """Remove the folder of a namespace but for the file `epoch`, which holds nothing of it.
+    def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
+        """Remove the folder of a namespace but for the number of its generation.
 
-        Chunks that are being written meanwhile, and those that are being computed under `locked`,
-        are not kept.  Who has a file open reads on.
+        Chunks that are being written meanwhile are not kept.  Who has a file open reads on.
 
         Raises:
             InvalidInputError: If the store serves another namespace.
@@ -326,49 +304,30 @@ class DiskStore(ChunkStore):
         """
         folder = self._folder(namespace)
         folders.make_folder(self._root, folder)
-        dropped = delete_namespace(folder, durable=self.durable)
+        last = generation or next_generation(folders.generation(folder))
+        dropped = delete_namespace(folder, last, durable=self.durable)
         self._counters.deleted(dropped)
         wipe()
         return dropped
 
-    def epoch(self, namespace: str) -> int:
-        """Grows with every deletion of the namespace, by any process; at first 0."""
-        return folders.epoch(self._folder(namespace))
+    def generation(self, namespace: str) -> int:
+        return folders.generation(self._folder(namespace))
 
     def describe(self, spec: str, namespace: str, description: Mapping[str, Any]) -> None:
         """Note what `spec` stands for; it is written beside the first chunk that is put."""
         self._check_namespace(namespace)
         self._manifests.note(folders.spec_path(self._root, namespace, spec), description)
 
-    @contextmanager
-    def locked(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Hold the lock files of the keys' stripes, 256 per namespace."""
         keys = list(keys)
-        places = {self._folder(key.namespace) for key in keys}
+        for key in keys:
+            self._check_namespace(key.namespace)
         paths = {folders.lock_path(self._root, key) for key in keys}
-        with (
-            hold_files(paths, partial(folders.make_folder, self._root)),
-            self._epochs.hold({place: folders.epoch(place) for place in places}),
-        ):
-            yield
-
-    def claim(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` uses the key; best effort."""
-        stem = self._stem(key)
-        check = self._epoch_check(stem)
-        with suppress(OSError):
-            folders.make_folder(self._root, os.path.dirname(stem))
-            folders.claim(stem, folders.identity(owner), check)
-        self._sweep_when_due(key.namespace)
-
-    def release(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` no longer uses the key; best effort."""
-        with suppress(OSError):
-            folders.release(self._checked(key), folders.identity(owner))
-        self._sweep_when_due(key.namespace)
+        return hold_files(paths, partial(folders.make_folder, self._root))
 
     def sweep(self) -> int:
-        """Drop what is released, too old, unfinished or above a limit; one at a time each."""
+        """Drop what is too old, unfinished or above a limit; one at a time each."""
         dropped = self._sweeper.sweep()
         self._counters.evicted(dropped)
         return dropped
@@ -412,9 +371,6 @@ class DiskStore(ChunkStore):
         try:
             folders.check_folder(self._root, os.path.dirname(path))
             descriptor, status = folders.open_file(path, folders.READ)
-        except PermissionError:
-            notices.denied(self._root, path)
-            raise
         except folders.NotAFileError as error:
             with folders.quarantining(stem, os.lstat(path)):
                 raise CorruptChunkError(f"it is not a file: {error}") from None
@@ -438,45 +394,42 @@ class DiskStore(ChunkStore):
         folders.mark_used(stem + folders.SUFFIX, status, dated=self.ttl is not None)
         self._counters.hit(self.tier, status.st_size, seconds)
 
-    def _room(
-        self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec
-    ) -> AbstractContextManager[bool] | None:
-        """Room for a file; None, counted, if it may not be kept at all."""
+    def _has_room(self, key: ChunkKey, chunk: ChunkKV, spec: FileSpec) -> bool:
+        """Make room for a file; if there is none, that is counted."""
         limit = self._limits.largest(key.namespace)
         if limit is None:
-            return _UNLIMITED
+            return True
         shape = (chunk.layout, key.tokens, key.start)
         size = self._sizes.get(shape)
         if size is None:
             if len(self._sizes) >= _SIZES:
                 self._sizes.clear()
             size = self._sizes[shape] = spec_bytes(spec, self.signing_key)
-        if size <= limit:
-            return self._reservations.room(key.namespace, size)
-        name = "max_bytes" if limit == self.max_bytes else "quota"
-        self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
-        return None
+        if size > limit:
+            name = "max_bytes" if limit == self.max_bytes else "quota"
+            self._counters.failed(f"a file of {size} bytes exceeds {name}={limit}")
+            return False
+        is_room, dropped = self._sweeper.room(key.namespace, size)
+        self._counters.evicted(dropped)
+        if not is_room:
+            self._counters.declined("another process was making room; the chunk was used")
+        return is_room
 
-    def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec) -> int:
+    def _write(self, stem: str, chunk: ChunkKV, spec: FileSpec, generation: int) -> int:
         """Write the file of a chunk, under its name only when it is complete; its bytes.
 
         Raises:
             OSError: If it cannot be written; also `SafetensorError`, as on a full disk.
             CorruptChunkError: If safetensors wrote another header than readers expect.
-            UntrustedChunkError: If what the signing key did not sign is in its place.
         """
-        check = self._epoch_check(stem)
-        if self.signing_key is not None:
-            self._check_place(stem, self.signing_key)
         folder = os.path.dirname(stem)
+        namespace = os.path.dirname(os.path.dirname(folder))
         folders.make_folder(self._root, folder)
         temporary = folders.temporary_path(folder)
         try:
             write_file(temporary, chunk, spec, self._codec, self.signing_key)
             size = self._finish(temporary, spec)
-            if self.signing_key is not None:  # again: the file took a while
-                self._check_place(stem, self.signing_key)
-            check()
+            folders.check_generation(namespace, generation)
             os.replace(temporary, stem + folders.SUFFIX)
         finally:
             folders.unlink(temporary)
@@ -484,23 +437,6 @@ class DiskStore(ChunkStore):
             folders.sync_folder(folder)
         self._manifests.publish(os.path.dirname(folder))
         return size
-
-    def _check_place(self, stem: str, key: SigningKey) -> None:
-        """Refuse to replace what the signing key did not sign.
-
-        Raises:
-            UntrustedChunkError: If there is such a file.
-            OSError: If there is a file that cannot be read: whose it is cannot be known.
-        """
-        try:
-            verify_file(stem + folders.SUFFIX, os.path.basename(stem), key)
-        except UntrustedChunkError as error:
-            raise UntrustedChunkError(
-                f"the file in its place is left alone: {error}; adopt it by `kvcache-rag store "
-                "sign`, or remove it"
-            ) from None
-        except (FileNotFoundError, CorruptChunkError):
-            return  # there is none, or a damaged one
 
     def _finish(self, temporary: str, spec: FileSpec) -> int:
         with folders.opened(temporary, folders.WRITE) as descriptor:
@@ -513,19 +449,13 @@ class DiskStore(ChunkStore):
                 os.fsync(descriptor)
         return size
 
-    def _epoch_check(self, stem: str) -> Callable[[], None]:
-        """What refuses, just before it is published, what was begun before a deletion."""
-        folder = os.path.dirname(os.path.dirname(os.path.dirname(stem)))
-        begun = self._epochs.of(folder, folders.epoch)
-        return lambda: folders.check_epoch(folder, begun)
-
     def _sweep_when_due(self, namespace: str) -> None:
         """Sweep the namespace in the background, once per pause."""
         with self._due_lock:
             now = time.monotonic()
             if now < self._dues.get(namespace, self._due):
                 return
-            self._dues[namespace] = now + self._limits.pause()
+            self._dues[namespace] = now + SWEEP_PAUSE
 
         def sweep() -> None:
             self._counters.evicted(self._sweeper.sweep_one(namespace))

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # not typed
 
-from kvcache_rag.stores import notices
 from kvcache_rag.stores.disk.folders import NEW, check_folder, make_folder, open_file
 
 
@@ -25,8 +24,6 @@ class PrivateFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec is not type
         """Serve what lies below `root`; `options` are those of fsspec's driver."""
         super().__init__(**options)
         self._root = root
-        with suppress(OSError):
-            notices.check_open(root, root, os.stat(root).st_mode)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder and what is missing above it."""
@@ -35,12 +32,8 @@ class PrivateFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec is not type
 
     def cat_file(self, path: str, **span: Any) -> Any:
         """The content of a file."""
-        try:
-            self._check(path)
-            return super().cat_file(path, **span)
-        except PermissionError:
-            notices.denied(self._root, path)
-            raise
+        self._check(path)
+        return super().cat_file(path, **span)
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         """Write a file that is not there yet."""

@@ -1,4 +1,4 @@
-"""The objects of a store on a remote: writing them whole, markers, epochs, sweeping.
+"""The objects of a store on a remote: writing them whole, generations, sweeping.
 
 They lie under the same relative paths as the files of a `DiskStore`, and one more per namespace
 that was ever deleted, outside its folder: `<namespace digest>.epoch`, a number in decimal digits.
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from kvcache_rag.stores.base import next_generation
 from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.folders import FileName
 
 if TYPE_CHECKING:
     from kvcache_rag.kv.chunk import ChunkKey
 
 
-_EPOCH_DIGITS = 20
+_DIGITS = 20
 
 _LEFT_OVER = 3600.0  # seconds after which an unfinished file is of a killed writer
 
 _STRIPE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{16}/[0-9a-f]{2}")
 
-_UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{32}")
+_UNFINISHED = re.compile(r"\.tmp-[0-9a-f]{32}|[0-9a-f]{64}\.(owner|released)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -62,48 +62,35 @@ class Objects:
                 fs.rm_file(temporary)
             raise
 
-    def upload(self, fs: Any, key: ChunkKey, data: bytes, epoch: int) -> bool:
-        """Publish a chunk, and take it back when its namespace is no longer of `epoch` then.
+    def upload(self, fs: Any, key: ChunkKey, data: bytes, begun: int) -> bool:
+        """Publish a chunk, and take it back when its namespace was deleted since `begun`.
 
         This runs to its end even when nobody waits for it any more, so a late upload does not
         bring a deleted namespace back.
         """
         self.publish(fs, self.path(key), data)
-        if self.epoch(fs, key.namespace) == epoch:
+        if self.generation(fs, key.namespace) <= begun:
             return True
         remove(fs, self.path(key))
         return False
 
-    def claim(self, fs: Any, key: ChunkKey, identity: str) -> None:
-        """Mark the chunk as used; made before the release is undone, as a sweep may run now."""
-        stem = folders.stem_path(self.root, key)
-        self.publish(fs, folders.claim_path(stem, identity), b"")
-        remove(fs, folders.tombstone_path(stem, identity))
-
-    def release(self, fs: Any, key: ChunkKey, identity: str) -> None:
-        """Turn an owner's mark into a tombstone of this moment; nothing where there is no mark."""
-        stem = folders.stem_path(self.root, key)
-        mark = folders.claim_path(stem, identity)
-        if holds(fs, mark):
-            self.publish(fs, folders.tombstone_path(stem, identity), b"")
-            remove(fs, mark)
-
-    def epoch(self, fs: Any, namespace: str) -> int:
-        """How often, or when last, the namespace was deleted; 0 for never."""
+    def generation(self, fs: Any, namespace: str) -> int:
+        """About when the namespace was last deleted; 0 for never."""
         try:
-            data = fetched(fs, self._epoch_path(namespace), _EPOCH_DIGITS)
+            data = fetched(fs, self._generation_path(namespace), _DIGITS)
         except FileNotFoundError:
             return 0
         return int(data) if data.isdigit() else 0
 
-    def delete_namespace(self, fs: Any, namespace: str) -> int:
+    def delete_namespace(self, fs: Any, namespace: str, generation: int | None) -> int:
         """Remove all objects of a namespace; the number of chunks among them.
 
         Raises:
             OSError: If some are left.
         """
         folder = folders.namespace_folder(self.root, namespace)
-        self._grow(fs, namespace)  # uploads that are under way take their object back
+        last = generation or next_generation(self.generation(fs, namespace))
+        self._set(fs, namespace, last - 1)  # uploads that are under way take their object back
         chunks: set[str] = set()
         for _ in range(3):  # what another process wrote meanwhile goes too
             paths = listed(fs, folder)
@@ -115,49 +102,22 @@ class Objects:
         else:
             if listed(fs, folder):
                 raise OSError(f"objects of the namespace are left in {folder}; delete it again")
-        self._grow(fs, namespace)  # copies that were made meanwhile are stale
+        self._set(fs, namespace, last)  # copies that were made meanwhile are stale
         return len(chunks)
 
-    def sweep(self, fs: Any, released: float) -> int:
-        """Drop chunks whose last owner released them at `released` or before, and unfinished files.
-
-        Returns:
-            How many chunks were dropped.
-        """
-        dropped = 0
-        for paths in self._files(fs).values():
-            if "owner" in paths or "released" not in paths:
-                continue
-            moments = [_modified(fs, path) for path in paths["released"]]
-            if all(moment is not None and moment <= released for moment in moments):
-                dropped += sum(remove(fs, path) for path in paths.get("", ()))
-                for path in paths["released"]:
-                    remove(fs, path)
-        return dropped
-
-    def _files(self, fs: Any) -> dict[str, dict[str, list[str]]]:
-        """Paths of all that belongs to each digest, by its stem and by the kind of mark.
-
-        Unfinished files that are left over are removed.
-        """
-        files: dict[str, dict[str, list[str]]] = {}
+    def sweep(self, fs: Any) -> None:
+        """Remove what killed writers, and versions with owners of chunks, left behind."""
         for path in listed(fs, self.root):
             place, _, name = path.removeprefix(f"{self.root}/").rpartition("/")
-            is_stripe = _STRIPE.fullmatch(place) is not None
-            if is_stripe and (file := FileName.parsed(name)):
-                kinds = files.setdefault(f"{place}/{file.digest}", {})
-                kinds.setdefault(file.mark, []).append(path)
-            elif (is_stripe or not place) and _UNFINISHED.fullmatch(name):
+            if (not place or _STRIPE.fullmatch(place)) and _UNFINISHED.fullmatch(name):
                 written = _modified(fs, path)
                 if written is not None and written <= time.time() - _LEFT_OVER:
                     remove(fs, path)
-        return files
 
-    def _grow(self, fs: Any, namespace: str) -> None:
-        number = max(self.epoch(fs, namespace) + 1, time.time_ns())
-        self.publish(fs, self._epoch_path(namespace), str(number).encode())
+    def _set(self, fs: Any, namespace: str, number: int) -> None:
+        self.publish(fs, self._generation_path(namespace), str(number).encode())
 
-    def _epoch_path(self, namespace: str) -> str:
+    def _generation_path(self, namespace: str) -> str:
         return folders.namespace_folder(self.root, namespace) + ".epoch"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -20,7 +19,6 @@ from kvcache_rag.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
     InvalidInputError,
-    UntrustedChunkError,
     check_name,
     check_settings,
 )
@@ -46,10 +44,8 @@ from kvcache_rag.stores.disk.file import (
     named_mac,
     read_encoded,
     read_file,
-    verify_bytes,
     write_file,
 )
-from kvcache_rag.stores.disk.folders import identity
 from kvcache_rag.stores.locks import ThreadLocks
 from kvcache_rag.stores.remote import objects
 from kvcache_rag.stores.remote.transport import Transport
@@ -69,6 +65,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
+_RECHECK = 5.0  # seconds for which the generation of a namespace is believed
+
 _LONG = 600.0  # seconds for what lists everything and is not part of a question
 
 
@@ -83,11 +81,9 @@ class RemoteStore(ChunkStore):
     Attributes:
         url: Where, without credentials.
         timeout: Seconds that one call may take; a `put` makes two, a `get` of a damaged object
-            three, all others one; with a signing key a `put` makes three, four where there is an
-            object already.
+            three, all others one.
         retries: How often a failed call is made again within that time.
         pause: Seconds for which a failing remote is skipped.
-        release_grace: Seconds between the release of a chunk and its end.
         max_object_bytes: Larger chunks are neither written nor read.
         tier: Name under which hits are counted.
         signing_key: What objects are signed by and have to be signed by; None without one.
@@ -104,7 +100,6 @@ class RemoteStore(ChunkStore):
         timeout: float = 10.0,
         retries: int = 1,
         pause: float = 30.0,
-        release_grace: float = 600.0,
         max_object_bytes: int = 1 << 30,
         tier: str = "remote",
         signing_key: KeySource = None,
@@ -119,7 +114,6 @@ class RemoteStore(ChunkStore):
             timeout: See the attributes, also for the others.
             retries: See there.
             pause: See there.
-            release_grace: See there.
             max_object_bytes: See there.
             tier: See there.
             signing_key: A key, its bytes or its file; None for that of the environment
@@ -130,7 +124,7 @@ class RemoteStore(ChunkStore):
             MissingExtraError: If the driver is not installed, or there is a key and `cryptography`
                 is not.
         """
-        check_settings(RemoteStore.__init__, locals(), infinite=("pause", "release_grace"))
+        check_settings(RemoteStore.__init__, locals(), infinite=("pause",))
         if timeout <= 0 or retries < 0 or pause < 0:
             raise InvalidInputError("timeout must be above 0, retries and pause not below it")
         options = dict(storage_options or {})
@@ -140,7 +134,6 @@ class RemoteStore(ChunkStore):
         self.timeout = timeout
         self.retries = retries
         self.pause = pause
-        self.release_grace = release_grace
         self.max_object_bytes = max_object_bytes
         self.tier = tier
         self.signing_key = SigningKey.of(signing_key)
@@ -148,8 +141,8 @@ class RemoteStore(ChunkStore):
         self._option_names = sorted(options)
         self._counters = Counters(tier)
         self._stripes = ThreadLocks()
-        self._sweeping = threading.Lock()
-        self._epochs: dict[str, int] = {}  # as last seen, for when the remote is down
+        # When the generation of a namespace was looked at, and which it was.
+        self._generations: dict[str, tuple[float, int]] = {}
         _LOG.info("%s: opened %s, codec %s", tier, self.url, self._codec.name)
 
     def __repr__(self) -> str:
@@ -159,8 +152,8 @@ class RemoteStore(ChunkStore):
         return (
             f"RemoteStore({self.url!r}, codec={self._codec!r}, "
             f"storage_options={options or None}, timeout={self.timeout}, retries={self.retries}, "
-            f"pause={self.pause}, release_grace={self.release_grace}, "
-            f"max_object_bytes={self.max_object_bytes}, tier={self.tier!r}{signing})"
+            f"pause={self.pause}, max_object_bytes={self.max_object_bytes}, "
+            f"tier={self.tier!r}{signing})"
         )
 
     @property
@@ -210,7 +203,7 @@ class RemoteStore(ChunkStore):
             f"chunk {key.digest} cannot be had from the remote",
         )
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+    def put(self, key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
         """Write the file into a temporary folder of this machine and upload it."""
         check_chunk(check_key(key), chunk)
         spec = file_spec(key, chunk.layout, self._codec)
@@ -224,10 +217,10 @@ class RemoteStore(ChunkStore):
             self._counters.failed(f"{self.url} failed and is skipped for {self.pause:g} s")
             return False
         try:
-            self._check_place(key, spec)
+            if generation is None:
+                generation = self._run(partial(self._objects.generation, namespace=key.namespace))
             data = self._encoded(chunk, spec)
-            epoch = self._run(partial(self._objects.epoch, namespace=key.namespace))
-            kept = self._run(partial(self._objects.upload, key=key, data=data, epoch=epoch))
+            kept = self._run(partial(self._objects.upload, key=key, data=data, begun=generation))
         except (OSError, SafetensorError, ChunkNotFoundError) as error:
             self._counters.failed(f"{type(error).__name__}: {error}")
             return False
@@ -253,7 +246,7 @@ class RemoteStore(ChunkStore):
         path = self._objects.path(key)
         return self._tried(lambda fs: objects.holds(fs, path) and objects.remove(fs, path), False)
 
-    def delete_namespace(self, namespace: str) -> int:
+    def delete_namespace(self, namespace: str, generation: int | None = None) -> int:
         """Remove every object of the namespace, even when the remote is being skipped.
 
         In a bucket that keeps old versions of objects, those stay until its own rules drop them.
@@ -262,44 +255,30 @@ class RemoteStore(ChunkStore):
             OSError: If something is left, or the remote does not answer.
         """
         check_name("namespace", namespace)
-        call = partial(self._objects.delete_namespace, namespace=namespace)
+        call = partial(self._objects.delete_namespace, namespace=namespace, generation=generation)
         dropped = self._run(call, timeout=_LONG)
+        self._generations.pop(namespace, None)
         self._counters.deleted(dropped)
         wipe()
         return dropped
 
-    def epoch(self, namespace: str) -> int:
-        """A small object of the remote; as last seen while the remote is down."""
-        last = self._epochs.get(namespace, 0)
-        number = self._tried(partial(self._objects.epoch, namespace=namespace), last)
-        self._epochs[namespace] = number
+    def generation(self, namespace: str) -> int:
+        """A small object of the remote, looked at every five seconds at most."""
+        looked, last = self._generations.get(namespace, (-_RECHECK, 0))
+        if time.monotonic() - looked < _RECHECK:
+            return last
+        number = self._tried(partial(self._objects.generation, namespace=namespace), last)
+        self._generations[namespace] = (time.monotonic(), number)
         return number
 
     def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Exclude other threads of this process; an object store has no locks."""
         return self._stripes.hold([check_key(key).digest[:2] for key in keys])
 
-    def claim(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` uses the key; best effort."""
-        check_key(key)
-        self._tried(partial(self._objects.claim, key=key, identity=identity(owner)), None)
-
-    def release(self, key: ChunkKey, owner: str) -> None:
-        """Note that `owner` no longer uses the key; best effort."""
-        check_key(key)
-        self._tried(partial(self._objects.release, key=key, identity=identity(owner)), None)
-
     def sweep(self) -> int:
-        """Drop released chunks and unfinished files: lists every object, so call it rarely."""
-        if not self._sweeping.acquire(blocking=False):
-            return 0
-        try:
-            released = time.time() - self.release_grace
-            dropped = self._tried(partial(self._objects.sweep, released=released), 0, timeout=_LONG)
-        finally:
-            self._sweeping.release()
-        self._counters.evicted(dropped)
-        return dropped
+        """Remove unfinished files; lists every object, so call it rarely."""
+        self._tried(self._objects.sweep, None, timeout=_LONG)
+        return 0
 
     def stats(self) -> StoreStats:
         """Counters of this store in this process."""
@@ -338,25 +317,6 @@ class RemoteStore(ChunkStore):
                 self._tried(lambda fs: objects.remove(fs, path), False)
                 raise
             return read(in_memory(again), len(again)), len(again)
-
-    def _check_place(self, key: ChunkKey, spec: FileSpec) -> None:
-        """Refuse to replace what the signing key did not sign.
-
-        Raises:
-            UntrustedChunkError: If there is such an object.
-            OSError: If the remote does not say.
-        """
-        if self.signing_key is None:
-            return
-        with suppress(FileNotFoundError, CorruptChunkError):
-            try:
-                self._check_named(key, self.signing_key)
-                data = self._fetch(key, _most(spec))
-                verify_bytes(in_memory(data), len(data), key.digest, self.signing_key)
-            except UntrustedChunkError as error:
-                raise UntrustedChunkError(
-                    f"the object in its place is left alone: {error}; adopt or remove it"
-                ) from None
 
     def _check_named(self, key: ChunkKey, signing: SigningKey) -> None:
         """Refuse an object whose header does not name the signing key."""
