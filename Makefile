@@ -117,8 +117,7 @@ soak-long: $(VENV)/.installed-dev ## Run the long tests as often as a release wa
 check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording; the code's shape
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --python-version 3.10 $(CODE)
-	$(BIN)/mypy --python-version 3.13 $(CODE)
+	@$(MAKE) --no-print-directory -j 2 types-3.10 types-3.13
 	$(BIN)/vermin --quiet --no-tips --target=3.10- --violations --eval-annotations src lab/kvcache_rag_lab $(wildcard integrations/*/l*_* integrations/*/*_server)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_paths.py
@@ -130,6 +129,9 @@ check: $(VENV)/.installed-dev ## Lint, formatting, types, import layers, wording
 	$(BIN)/zizmor --offline --quiet .github
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/python tools/shape.py --brief
+
+types-%: $(VENV)/.installed-dev
+	$(BIN)/mypy --python-version $* $(CODE)
 
 docs: $(DOCS)/.installed ## Build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
