@@ -25,7 +25,6 @@ from kvcache_rag.errors import (
     MissingExtraError,
     UntrustedChunkError,
 )
-from kvcache_rag.stitching.loader import ContextLoader
 from kvcache_rag.stores import (
     ChunkStore,
     DiskStore,
@@ -472,16 +471,12 @@ def engine_over(store: ChunkStore, rotation: Any = "copied") -> Engine:
 
 
 @pytest.mark.parametrize("rotation", ["copied", "deferred"])
-@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "before"])
 @pytest.mark.parametrize("codec", [Native(), Int8()], ids=repr)
 def test_what_somebody_else_wrote_never_yields_a_token(
     tmp_path: Path,
     codec: Any,
-    is_ahead: bool,
     rotation: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ContextLoader, "pays_ahead", lambda *_: is_ahead)
     store = DiskStore(tmp_path / "kv", durable=False, codec=codec, signing_key=SECRET)
     engine = engine_over(store, rotation)
     keys = engine.add(TEXTS)
