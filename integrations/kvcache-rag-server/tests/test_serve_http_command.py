@@ -288,33 +288,6 @@ def test_a_server_is_ready_soon_answers_and_ends(tmp_path: Path) -> None:
     assert _seconds_of_children() - before < READY_SECONDS
 
 
-def test_servers_share_what_one_computed_and_one_may_be_killed(tmp_path: Path) -> None:
-    words = ("tiny", "--kv-dir", str(tmp_path / "kv"), "--port", "0")
-
-    def answers(line: str) -> list[tuple[str, int]]:
-        """Text and misses of each answer."""
-        found = []
-        for number in range(4):
-            body = chat(documents=[f"Number {number} is called N{number}."], max_tokens=4)
-            reply = httpx.post(url_of(line) + CHAT, json=body, timeout=DEADLINE).json()
-            text = reply["choices"][0]["message"]["content"]
-            found.append((text, reply["kvcache"]["misses"]))
-        return found
-
-    with started(*words) as (first, line), started(*words) as (_, other):
-        computed, shared = answers(line), answers(other)
-        assert [misses for _, misses in computed] == [1] * 4
-        assert shared == [(text, 0) for text, _ in computed]
-        body = chat("Tell a long story.", stream=True, max_tokens=2000)
-        with httpx.stream("POST", url_of(line) + CHAT, json=body, timeout=DEADLINE) as reply:
-            lines = reply.iter_lines()
-            assert next(lines)
-            first.kill()
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
-        assert answers(other) == shared
-
-
 def _seconds_of_children() -> float:
     """CPU seconds of processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
