@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
-import sys
 import time
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,7 +36,7 @@ from kvcache_rag.models.pretrained import chosen_adapter, load
 from kvcache_rag.policies import FullRecompute
 from kvcache_rag.policies.base import with_auxiliary
 from kvcache_rag.policies.default import default_policy, reuse_warning
-from kvcache_rag.prefill import ContextChunk, Prefiller
+from kvcache_rag.prefill import Prefiller
 from kvcache_rag.prompt.renderer import PromptIds, PromptRenderer
 from kvcache_rag.prompt.scores import ranking
 from kvcache_rag.prompt.template import ChatArguments, Message, PromptTemplate
@@ -50,20 +47,18 @@ from kvcache_rag.stores.base import check_store
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
 
     from kvcache_rag.generation.context import RotationMode
     from kvcache_rag.generation.explain import Explained
+    from kvcache_rag.generation.stream import Emit
     from kvcache_rag.metrics import Answer
     from kvcache_rag.models.linears import WeightFormat
     from kvcache_rag.policies.base import ReusePolicy, Scorer
     from kvcache_rag.verdict import Gate, Identity, Verdict
-
-_Planned = TypeVar("_Planned")
-_Result = TypeVar("_Result")
 
 
 class Engine:
@@ -458,24 +453,13 @@ class Engine:
         if chunks:
             with self._lock:
                 prefiller.prefix()
-        fill = partial(
-            prefiller.fill,
-            chunks,
-            guard=self._lock,
-            show_progress=show_progress,
-            cancelled=cancelled,
-        )
-        self._fill(chunks, fill, started)
+        with telemetry.added(self._adapter, chunks, started) as computed:
+            computed.append(
+                prefiller.fill(
+                    chunks, guard=self._lock, show_progress=show_progress, cancelled=cancelled
+                )
+            )
         return list(map(attrgetter("key"), chunks))
-
-    def _fill(
-        self, chunks: Sequence[ContextChunk], fill: Callable[[], int], started: float
-    ) -> None:
-        """`fill()`, which computes what of `chunks` is missing, and is traced where others are."""
-        if telemetry.API in sys.modules:
-            telemetry.added(self._adapter, chunks, fill, started)
-        else:
-            fill()
 
     def _add_scored(
         self,
@@ -519,8 +503,8 @@ class Engine:
             raise InvalidInputError("this model keeps no keys and values")
         self._follow_weights()
         joined = self._joint.combined([self._planner.chunks(chunks) for chunks in combinations])
-        fill = partial(self._joint.fill, joined, self._lock, show_progress=show_progress)
-        self._fill(joined, fill, started)
+        with telemetry.added(self._adapter, joined, started) as computed:
+            computed.append(self._joint.fill(joined, self._lock, show_progress=show_progress))
         return [chunk.key for chunk in joined]
 
     def load_ahead(self, keys: Sequence[ChunkKey]) -> int:
@@ -667,23 +651,27 @@ class Engine:
                 cannot move; without one it answers by full prefill, with one warning.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        plan = partial(self._asked, question, chunks, options)
-        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
         self._follow_weights()
-        return self._run(plan(), run, plan)
+        request = self._asked(question, chunks, options)
+        with self._turn() as is_changed:
+            if is_changed:
+                request = self._asked(question, chunks, options)
+            return self._answered(request, emit, cancelled)
 
     def stream(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
     ) -> AnswerStream:
         """Like `generate`, as an iterator of pieces of text; its `metrics` are known at the end."""
-        plan = partial(self._asked, question, chunks, {**options, "streaming": True})
+        options = {**options, "streaming": True}
         self._follow_weights()
-        request, answerer = plan(), self._answerer
-        return AnswerStream(
-            lambda emit, cancelled: self._run(
-                request, partial(answerer.run, emit=emit, cancelled=cancelled), plan
-            )
-        )
+        request = self._asked(question, chunks, options)
+
+        def run(emit: Emit, cancelled: threading.Event) -> Answer:
+            with self._turn() as is_changed:
+                now = self._asked(question, chunks, options) if is_changed else request
+                return self._answered(now, emit, cancelled)
+
+        return AnswerStream(run)
 
     def generate_batch(self, questions: Sequence[Asked], **options: Any) -> list[Answer]:
         """Answer several questions in one padded batch; equals the single answers.
@@ -693,28 +681,32 @@ class Engine:
                 scores of its chunks.
             options: As for `generate`, the same for all; `overflow="refine"` is not possible here.
         """
-        run = partial(self._answerer.run_batch, cancelled=options.pop("cancelled", None))
-
-        def plan() -> list[Request]:
-            requests = [
-                self._asked(
-                    question,
-                    chunks,
-                    {**options, **dict(zip(("history", "scores"), more, strict=False))},
-                )
-                for question, chunks, *more in questions
-            ]
-            if self._yielding is None:
-                return requests
-            # A batch is answered under one policy, and one full prefill makes the others full.
-            full = next((one.policy for one in requests if one.policy.is_full), None)
-            return [replace(one, policy=full or one.policy) for one in requests]
-
+        cancelled = options.pop("cancelled", None)
         self._follow_weights()
-        requests = plan()
+        requests = self._batch(questions, options)
         if any(len(request.rounds) > 1 for request in requests):
             raise InvalidInputError('overflow="refine" needs several rounds; use generate for it')
-        return self._run(requests, run, plan)
+        with self._turn() as is_changed:
+            if is_changed:
+                requests = self._batch(questions, options)
+            with telemetry.watched(self._answerer, requests) as answers:
+                answers += self._answerer.run_batch(requests, cancelled)
+        return answers
+
+    def _batch(self, questions: Sequence[Asked], options: Mapping[str, Any]) -> list[Request]:
+        requests = [
+            self._asked(
+                question,
+                chunks,
+                {**options, **dict(zip(("history", "scores"), more, strict=False))},
+            )
+            for question, chunks, *more in questions
+        ]
+        if self._yielding is None:
+            return requests
+        # A batch is answered under one policy, and one full prefill makes the others full.
+        full = next((one.policy for one in requests if one.policy.is_full), None)
+        return [replace(one, policy=full or one.policy) for one in requests]
 
     def complete(self, prompt: str, **options: Any) -> Answer:
         """Continue a text as it is, without template and chunks.
@@ -725,18 +717,19 @@ class Engine:
                 arguments of transformers' `generate()`.
         """
         emit, cancelled = options.pop("emit", None), options.pop("cancelled", None)
-        run = partial(self._answerer.run, emit=emit, cancelled=cancelled)
-        return self._run(self._planner.completion(prompt, **options), run)
+        request = self._planner.completion(prompt, **options)
+        with self._turn():
+            return self._answered(request, emit, cancelled)
 
     def stream_complete(self, prompt: str, **options: Any) -> AnswerStream:
         """`complete`, as an iterator of pieces of text."""
         request = self._planner.completion(prompt, streaming=True, **options)
-        answerer = self._answerer
-        return AnswerStream(
-            lambda emit, cancelled: self._run(
-                request, partial(answerer.run, emit=emit, cancelled=cancelled)
-            )
-        )
+
+        def run(emit: Emit, cancelled: threading.Event) -> Answer:
+            with self._turn():
+                return self._answered(request, emit, cancelled)
+
+        return AnswerStream(run)
 
     async def agenerate(
         self, question: str, chunks: Sequence[ChunkInput] = (), **options: Any
@@ -879,25 +872,24 @@ class Engine:
         most = 0 if self._prefiller is None else 1
         return any(len(chunks) > most for chunks in request.rounds)
 
-    def _run(
-        self,
-        planned: _Planned,
-        run: Callable[[_Planned], _Result],
-        plan: Callable[[], _Planned] | None = None,
-    ) -> _Result:
-        """Run what was planned, or plan anew if weights changed while it waited for its turn."""
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Hold the model; gives whether weights changed while it was waited for."""
         has_waited = not self._lock.acquire(blocking=False)
         if has_waited:
             self._lock.acquire()
         try:
-            if has_waited and plan is not None and self._follow_weights():
-                planned = plan()
-            is_traced = telemetry.API in sys.modules and telemetry.tracer() is not None
-            if is_traced or telemetry.LOG.isEnabledFor(logging.INFO):
-                return telemetry.watched(self._answerer, planned, run)
-            return run(planned)
+            yield has_waited and self._follow_weights()
         finally:
             self._lock.release()
+
+    def _answered(
+        self, request: Request, emit: Emit | None, cancelled: threading.Event | None
+    ) -> Answer:
+        """Answer a request by the model, which is held."""
+        with telemetry.watched(self._answerer, [request]) as answers:
+            answers.append(self._answerer.run(request, emit, cancelled))
+        return answers[0]
 
 
 def like(engine: Engine, **changes: Any) -> Engine:

@@ -15,12 +15,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_rag.models.pretrained import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from opentelemetry.context import Context as TraceContext
     from opentelemetry.trace import Span, Tracer
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.prefill import ContextChunk
     from kvcache_rag.stores import ChunkStore
-
-_Planned = TypeVar("_Planned")
-_Result = TypeVar("_Result")
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -133,29 +130,33 @@ class AnswerWatch:
         self.timelines += [Timeline(row.loaded.begun, row.steps, *times) for row in context.rows]
 
 
-def watched(answerer: Answerer, planned: _Planned, run: Callable[[_Planned], _Result]) -> _Result:
-    """`run(planned)`, logged and within spans: one for each request, open from its call on.
+@contextmanager
+def watched(answerer: Answerer, requests: Sequence[Request]) -> Iterator[list[Answer]]:
+    """Log what is answered within, and trace it: a span for each request, open from its call on.
 
     Args:
         answerer: Whose lock is held.
-        planned: A request, or several that are answered together.
-        run: Gives its answer, or theirs.
+        requests: One, or several that are answered together.
+
+    Returns:
+        A list, which is given the answers.
     """
-    requests = cast("Sequence[Request]", planned if isinstance(planned, list) else [planned])
+    answers: list[Answer] = []
     made = _traced()
+    if made is None and not LOG.isEnabledFor(logging.INFO):
+        yield answers
+        return
     spans = None if made is None else _Spans(made, answerer.model, requests)
     answerer.watch = watch = AnswerWatch()
     try:
         with nullcontext() if spans is None else spans.current():
-            result = run(planned)
-        answers = cast("Sequence[Answer]", result if isinstance(result, list) else [result])
+            yield answers
         if spans is not None:
             spans.end(answers, watch)
     finally:
         answerer.watch = None
     for answer in answers:
         _log(answer.metrics)
-    return result
 
 
 def _log(metrics: Metrics) -> None:
@@ -284,16 +285,20 @@ def _answered(answer: Answer, watch: AnswerWatch, size: int) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- ingestion
+@contextmanager
 def added(
-    model: TransformersModel,
-    chunks: Sequence[ContextChunk],
-    fill: Callable[[], int],
-    started: float,
-) -> int:
-    """`fill()`, which computes what of `chunks` is missing, within a span since `started`."""
+    model: TransformersModel, chunks: Sequence[ContextChunk], started: float
+) -> Iterator[list[int]]:
+    """A span since `started` around computing what of `chunks` is missing.
+
+    Returns:
+        A list, which is given how many were computed.
+    """
+    computed: list[int] = []
     made = _traced()
     if made is None:
-        return fill()
+        yield computed
+        return
     from opentelemetry.trace import use_span
 
     clock = _Clock()
@@ -306,13 +311,12 @@ def added(
     span = made.start_span("kvcache_rag.add", attributes=told, start_time=clock.at(started))
     try:
         with use_span(span, record_exception=False, set_status_on_exception=False):
-            computed = fill()
+            yield computed
     except BaseException as error:
         _fail(span, error)
         raise
-    span.set_attribute("kvcache_rag.computed_chunks", computed)
+    span.set_attribute("kvcache_rag.computed_chunks", sum(computed))
     span.end()
-    return computed
 
 
 # ---------------------------------------------------------------------- between processes
