@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvcache_rag.stores import names
 
 if TYPE_CHECKING:
     from kvcache_rag import Engine, MemoryStore, RemoteStore
     from kvcache_rag.generation.answer import Answerer
+    from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.models.hf import TransformersModel
     from kvcache_rag.prompt.renderer import PromptRenderer
     from kvcache_rag.stores.base import ChunkLayout
-    from kvcache_rag.stores.remote.objects import Objects
-    from kvcache_rag.stores.remote.transport import Transport
+    from kvcache_rag.stores.remote import Objects
+    from kvcache_rag.stores.transport import Transport
     from kvcache_rag_server.local import LocalBackend
     from kvcache_rag_server.scheduler import Scheduler
     from kvcache_rag_server.worker import Engines
@@ -67,8 +71,28 @@ def transport(store: RemoteStore) -> Transport:
 
 
 def objects(store: RemoteStore) -> Objects:
-    """Its names and what is done with them."""
+    """The place under it."""
     return store._objects
+
+
+def remote_root(store: RemoteStore) -> Path:
+    """The folder of one on a folder."""
+    return Path(transport(store).root)
+
+
+def remote_path(store: RemoteStore, key: ChunkKey) -> Path:
+    """The file of a chunk of one on a folder."""
+    return Path(objects(store).path(names.chunk_name(key)))
+
+
+def namespace_folder(root: Path | str, namespace: str) -> str:
+    """Folder of a tenant."""
+    return f"{root}/{names.namespace_digest(namespace)}"
+
+
+def lock_path(root: Path | str, key: ChunkKey) -> str:
+    """File of the lock under which a chunk is computed."""
+    return f"{root}/{names.lock_name(key)}.lock"
 
 
 def chunks(store: MemoryStore) -> Any:

@@ -12,7 +12,7 @@ from kvcache_rag.codecs import CODECS, by_name
 from kvcache_rag.kv.chunk import ChunkKV
 from kvcache_rag.prefill import _position
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag.stores.file import file_bytes
 from tests.chunks import LAYOUTS, bits, empty_chunk, flat, key_of, window
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, TieredStore
-from kvcache_rag.stores.remote.store import RemoteStore
+from kvcache_rag.stores.remote import RemoteStore
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 
 if TYPE_CHECKING:

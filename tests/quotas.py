@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache_rag.stores.disk.file import ALIGNMENT
+from kvcache_rag.stores.file import ALIGNMENT
 from tests import forks
 from tests.contracts import make_chunk
 

@@ -10,7 +10,7 @@ from small import make_model, make_tokenizer
 
 from kvcache_rag import DiskStore, Engine, PromptTemplate, cli
 from kvcache_rag.integration import NewRow, RowPrefiller, Rows
-from kvcache_rag.stores.disk.folders import StoredFile, namespaces
+from kvcache_rag.stores.listing import StoredFile, namespaces
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -57,9 +57,9 @@ class Counts:
         self.computed: Counter[tuple[int, ...]] = Counter()  # by ids
         put = store.put
 
-        def counted(key: ChunkKey, chunk: ChunkKV) -> bool:
+        def counted(key: ChunkKey, chunk: ChunkKV, generation: int | None = None) -> bool:
             self.puts[key.start] += 1
-            return put(key, chunk)
+            return put(key, chunk, generation)
 
         store.put = counted  # type: ignore[method-assign]  # a spy
 

@@ -20,7 +20,7 @@ from store_place import TEMPLATE, TEXTS, Place, age, forget, write
 from kvcache_rag import DiskStore, Engine, TieredStore, cli
 from kvcache_rag.integration import RowPrefiller
 from kvcache_rag.stores import RemoteStore
-from kvcache_rag.stores.disk.folders import namespaces
+from kvcache_rag.stores.listing import namespaces
 from tests.contracts import key_of, make_chunk
 
 if TYPE_CHECKING:

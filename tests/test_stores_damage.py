@@ -8,14 +8,14 @@ import os
 import random
 import struct
 import time
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk import store as chunkio
+from kvcache_rag.stores import DiskStore, folder, names
+from kvcache_rag.stores import file as chunkfile
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def test_the_quarantine_is_bounded(store: DiskStore) -> None:
         key, raw = filled(store, chunk)
         assert is_refused(store, key, raw[:-1], chunk)
     left = sorted(store.root.rglob("quarantine/*"))
-    assert len(left) == folders.MAX_QUARANTINED
+    assert len(left) == folder.MAX_QUARANTINED
     assert left[-1].name.endswith(key.digest), "the newest stay"
     store.sweep()
     assert sorted(store.root.rglob("quarantine/*")) == left
@@ -207,10 +207,10 @@ def test_the_quarantine_is_bounded(store: DiskStore) -> None:
 
 def test_a_good_file_that_replaced_a_damaged_one_is_not_put_aside(store: DiskStore) -> None:
     key, raw = filled(store)
-    damaged = os.stat(store.path(key))
-    store.path(key).rename(store.root / "old")
-    store.path(key).write_bytes(raw)
-    folders.quarantine(folders.stem_path(str(store.root), key), damaged)
+    with FileIO(store.path(key)) as damaged:
+        store.path(key).rename(store.root / "old")
+        store.path(key).write_bytes(raw)
+        store.place.delete([names.chunk_name(key)], damaged=damaged)
     assert store.contains(key)
 
 
@@ -225,7 +225,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
         return count
 
     monkeypatch.setattr(
-        chunkio, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
+        chunkfile, "positional", lambda fd: lambda buffers, offset: read(fd, buffers, offset)
     )
     with pytest.raises(CorruptChunkError):
         store.get(key, LAYOUT)

@@ -14,9 +14,7 @@ import forks
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, CorruptChunkError
-from kvcache_rag.stores import DiskStore, MemoryStore, memory
-from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk import store as chunkio
+from kvcache_rag.stores import DiskStore, MemoryStore, filesystem, memory, stored
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int 
 
 
 def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(folders.namespace_folder(str(store.root), namespace))
+    folder = Path(access.namespace_folder(store.root, namespace))
     return len(list(folder.rglob("*.safetensors")))
 
 
@@ -121,9 +119,9 @@ def test_what_is_written_during_a_deletion_is_not_kept(
         return first
 
     where, name = {
-        "before the file": (chunkio, "write_file"),
-        "before the name": (folders, "check_generation"),
-        "before the folder": (folders, "make_folder"),
+        "before the file": (stored, "file_pieces"),
+        "before the name": (DiskStore, "_is_current"),
+        "before the folder": (filesystem, "make_folder"),
     }[moment]
     monkeypatch.setattr(where, name, deleting(getattr(where, name)))
     assert not store.put(KEY, SMALL)
@@ -171,7 +169,7 @@ def test_deletions_at_once_both_end_with_nothing(store: DiskStore) -> None:
         with ThreadPoolExecutor(3) as pool:
             counts = list(pool.map(store.delete_namespace, "aaa"))
         assert sum(counts) == 8
-        folder = Path(folders.namespace_folder(str(store.root), "a"))
+        folder = Path(access.namespace_folder(store.root, "a"))
         assert [path.name for path in folder.iterdir()] == ["generation"]
         number, before = store.generation("a"), number
         assert number > before
@@ -232,7 +230,7 @@ def test_an_interrupted_deletion_is_ended_by_a_sweep(
 ) -> None:
     folder = crowd(store)
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "remove", lambda *_: 1 / 0)
+        patch.setattr(filesystem, "remove", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.delete_namespace("a")
     assert not store.contains(KEY), "out of sight at once"

@@ -14,13 +14,13 @@ import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.kv.chunk import ChunkKV, GroupLayout, spec_digest
-from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
-from kvcache_rag.stores.disk import file as chunkfile
-from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, filesystem
+from kvcache_rag.stores import file as chunkfile
 from tests.contracts import LAYOUT, empty_chunk, key_of, make_chunk, same
 from tests.damage import SMALL, filled, header_size, is_refused
 
@@ -220,7 +220,7 @@ def test_a_link_in_place_of_a_lock_changes_no_file_elsewhere(
     key, _ = filled(store)
     target = tmp_path / "elsewhere"
     target.write_bytes(b"precious")
-    lock = Path(folders.lock_path(str(store.root), key))
+    lock = Path(access.lock_path(store.root, key))
     lock.parent.mkdir(exist_ok=True)
     for path in (lock, store.root / "sweep.lock"):
         path.symlink_to(target)
@@ -334,16 +334,16 @@ def test_what_a_wrong_clock_dated_ahead_goes_all_the_same(tmp_path: Path) -> Non
 def test_a_clock_that_jumps_ahead_costs_a_writer_its_write_and_no_more(
     store: DiskStore, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = chunkfile.save_file
+    write = filesystem.write_all
 
-    def swept_meanwhile(*arguments: Any, **named: Any) -> None:
-        write(*arguments, **named)
+    def swept_meanwhile(*arguments: Any) -> None:
+        write(*arguments)
         clock[0] = 1e9
         DiskStore(store.root).sweep()
         clock[0] = 0.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunkfile, "save_file", swept_meanwhile)
+        patch.setattr(filesystem, "write_all", swept_meanwhile)
         assert not store.put(key_of(SMALL), SMALL)
     assert store.stats().put_failures == 1
     assert store.put(key_of(SMALL), SMALL)
@@ -365,7 +365,7 @@ def test_what_a_dead_host_left_is_in_nobodys_way(store: DiskStore) -> None:
     folder = store.path(key).parent
     torso = folder / ".tmp-0123456789abcdef"
     torso.write_bytes(raw[:100])
-    lock = Path(folders.lock_path(str(store.root), key))
+    lock = Path(access.lock_path(store.root, key))
     lock.parent.mkdir(exist_ok=True)
     for path in (lock, store.root / "sweep.lock"):
         path.write_text("held by pid 1 of another host")

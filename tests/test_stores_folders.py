@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,17 +16,9 @@ from kvcache_rag.codecs import CODECS, Codec
 from kvcache_rag.commands.store import Summary
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.file import file_bytes, file_facts, verify_file
-from kvcache_rag.stores.disk.folders import (
-    MANIFEST,
-    Leftover,
-    Manifests,
-    StoredFile,
-    manifest_of,
-    namespaces,
-    quarantine,
-    read_manifest,
-)
+from kvcache_rag.stores.file import file_bytes, file_facts, verify_file
+from kvcache_rag.stores.listing import StoredFile, manifest_of, namespaces
+from kvcache_rag.stores.names import MANIFEST
 from tests.contracts import LAYOUTS, key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -135,12 +127,16 @@ SPEC = {
 }
 
 
-def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(tmp_path: Path) -> None:
-    manifests = Manifests()
-    manifests.note(str(tmp_path), manifest_of(SPEC, "ignored"))
-    assert read_manifest(str(tmp_path)) == {}, "nothing is written before there is a chunk"
-    manifests.publish(str(tmp_path))
-    found = read_manifest(str(tmp_path))
+def manifest(store: DiskStore) -> dict[str, Any]:
+    (spec,) = next(namespaces(store.root)).specs()
+    return spec.manifest
+
+
+def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(store: DiskStore) -> None:
+    store.describe(key_of(make_chunk()).spec, "", manifest_of(SPEC, "ignored"))
+    assert list(store.root.iterdir()) == [], "nothing is written before there is a chunk"
+    place = put(store).parent.parent / MANIFEST
+    found = manifest(store)
     assert (found["model"], found["revision"], found["codec"]) == (
         "org/name",
         "abcdef012345",
@@ -150,8 +146,7 @@ def test_a_manifest_says_which_model_it_is_and_nothing_of_texts(tmp_path: Path) 
     assert found["prefix_tokens"] == 3
     assert "prefix" not in found
     assert abs(found["created"] - time.time()) < 60
-    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
-    assert (tmp_path / MANIFEST).stat().st_mode & 0o777 == 0o600
+    assert place.stat().st_mode & 0o777 == 0o600
 
 
 def test_of_a_model_folder_only_the_end_of_its_path_is_kept() -> None:
@@ -160,40 +155,39 @@ def test_of_a_model_folder_only_the_end_of_its_path_is_kept() -> None:
     assert (found["model"], found["revision"]) == ("models/mine", "0123")
 
 
-def test_a_manifest_is_written_once_and_again_when_it_is_gone(tmp_path: Path) -> None:
-    manifests = Manifests()
-    manifests.publish(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [], "nothing is known of this folder"
-    manifests.note(str(tmp_path), {"model": "first"})
-    manifests.publish(str(tmp_path))
-    manifests.note(str(tmp_path), {"model": "second"})
-    manifests.publish(str(tmp_path))
-    assert read_manifest(str(tmp_path))["model"] == "first"
-    (tmp_path / MANIFEST).unlink()
-    manifests.publish(str(tmp_path))
-    assert read_manifest(str(tmp_path))["model"] == "second"
+def test_a_manifest_is_written_once_and_again_when_it_is_gone(store: DiskStore) -> None:
+    place = put(store).parent.parent / MANIFEST
+    assert not place.exists(), "nothing is known of it"
+    spec = key_of(make_chunk()).spec
+    for name in ("first", "second"):
+        store.describe(spec, "", {"model": name})
+        put(store)
+        assert manifest(store)["model"] == "first"
+    place.unlink()
+    put(store)
+    assert manifest(store)["model"] == "second"
 
 
-def test_a_manifest_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    manifests = Manifests()
-    manifests.note(str(tmp_path / "nowhere"), {"model": "x"})
-    manifests.publish(str(tmp_path / "nowhere"))
-    assert list(tmp_path.iterdir()) == []
+def test_a_manifest_that_cannot_be_written_is_no_error(store: DiskStore) -> None:
+    store.describe(key_of(make_chunk()).spec, "", {"model": object()})
+    put(store)
+    assert manifest(store) == {}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"text"', "[" * 100_000, '{"a": "' + "x" * 99999])
-def test_a_damaged_manifest_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / MANIFEST).write_text(text)
-    assert read_manifest(str(tmp_path)) == {}
+def test_a_damaged_manifest_is_none(store: DiskStore, text: str) -> None:
+    (put(store).parent.parent / MANIFEST).write_text(text)
+    assert manifest(store) == {}
 
 
-def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
-    (tmp_path / "real").write_text("{}")
-    os.symlink(tmp_path / "real", tmp_path / MANIFEST)
-    assert read_manifest(str(tmp_path)) == {}
-    (tmp_path / MANIFEST).unlink()
-    os.mkfifo(tmp_path / MANIFEST)
-    assert read_manifest(str(tmp_path)) == {}
+def test_a_link_or_a_pipe_is_no_manifest(store: DiskStore) -> None:
+    folder = put(store).parent.parent
+    (folder / "real").write_text('{"model": "x"}')
+    os.symlink(folder / "real", folder / MANIFEST)
+    assert manifest(store) == {}
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+    assert manifest(store) == {}
 
 
 # ---------------------------------------------------------------------- files
@@ -373,8 +367,10 @@ def test_a_link_in_place_of_the_quarantine_is_not_followed(
     (tmp_path / "outside").mkdir()
     os.symlink(tmp_path / "outside", path.parent.parent.parent / "quarantine")
     (found,) = chunks(store)
-    with pytest.raises(NotADirectoryError):
-        quarantine(found.stem)
+    path.write_bytes(b"damaged")
+    with pytest.raises(CorruptChunkError):
+        store.get(key_of(make_chunk()), LAYOUTS["fused-bfloat16"])
+    assert found.path == str(path)
     assert path.exists()
     assert list((tmp_path / "outside").iterdir()) == []
 
@@ -385,17 +381,21 @@ def test_what_an_interrupted_deletion_left_is_listed(store: DiskStore) -> None:
     os.rename(spec, spec.parent / ".deleted-0123")
     (namespace,) = namespaces(store.root)
     assert list(namespace.specs()) == []
-    assert path.name in {os.path.basename(one.path) for one in namespace.deleted()}
+    (deleted,) = namespace.deleted()
+    assert deleted.path.endswith(".deleted-0123")
+    assert (
+        deleted.nbytes
+        == (spec.parent / ".deleted-0123" / path.parent.name / path.name).stat().st_size
+    )
 
 
-def test_a_damaged_file_is_put_where_the_store_puts_it(store: DiskStore) -> None:
+def test_a_damaged_file_is_listed_where_it_was_put(store: DiskStore) -> None:
     for seed in range(6):
-        put(store, seed)
+        path = put(store, seed)
+        path.write_bytes(b"damaged")
+        with pytest.raises(CorruptChunkError):
+            store.get(key_of(make_chunk(seed)), LAYOUTS["fused-bfloat16"])
         (namespace,) = namespaces(store.root)
-        (found,) = chunks(store)
-        quarantine(found.stem)
-        quarantine(found.stem)  # it is gone
         kept = list(namespace.quarantined())
         assert len(kept) == min(seed + 1, 4)
-        assert any(one.path.endswith(found.digest) for one in kept)
-    assert all(isinstance(one, Leftover) for one in kept)
+        assert any(one.path.endswith(path.stem) for one in kept)

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
-from kvcache_rag.stores import DiskStore, MemoryStore, locks
-from kvcache_rag.stores.disk import eviction, folders
+from kvcache_rag.stores import DiskStore, MemoryStore, limits, locks
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def fill(store: DiskStore | MemoryStore, namespace: str, count: int, first: int 
 
 
 def held(store: DiskStore, namespace: str) -> int:
-    folder = Path(folders.namespace_folder(str(store.root), namespace))
+    folder = Path(access.namespace_folder(store.root, namespace))
     return len(list(folder.rglob("*.safetensors")))
 
 
@@ -61,7 +61,6 @@ WATCHED = """
 import os, sys
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk import file as chunkfile
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 chunk = make_chunk(tokens=4)
@@ -130,8 +129,6 @@ def wrapped(call):
     return looked
 
 os.stat, os.lstat = wrapped(os.stat), wrapped(os.lstat)
-chunkfile.save_file = (lambda save: lambda t, path, **k: (note(path), save(t, path, **k)))(
-    chunkfile.save_file)
 sys.addaudithook(hook)
 work(sys.argv[1], sys.argv[2] == "bound")
 busy.append(1)
@@ -144,12 +141,12 @@ def test_a_tenant_touches_nothing_outside_its_own_folder(
     store: DiskStore, kind: str, isolated: int
 ) -> None:
     fill(store, "b", 2)
-    theirs = Path(folders.namespace_folder(str(store.root), "b"))
+    theirs = Path(access.namespace_folder(store.root, "b"))
     before = contents(theirs)
     command = [sys.executable, "-W", "ignore", "-c", WATCHED, str(store.root), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    own = folders.namespace_folder(str(store.root), "a")
+    own = access.namespace_folder(store.root, "a")
     seen = done.stdout.split("\n")[:-1]
     inside = [path for path in seen if path == own or path.startswith(f"{own}/")]
     kinds = [".safetensors", ".lock", "quarantine", "generation", ".deleted-", ".tmp"]
@@ -256,7 +253,7 @@ def test_a_chunk_above_the_quota_is_not_kept(tmp_path: Path, quota: Any) -> None
 def test_a_sweep_of_one_namespace_does_not_wait_for_another(store: DiskStore) -> None:
     fill(store, "a", 3)
     fill(store, "b", 3)
-    folder = folders.namespace_folder(str(store.root), "b")
+    folder = access.namespace_folder(store.root, "b")
     with locks.try_file(f"{folder}/sweep.lock") as ours:
         assert ours
         assert DiskStore(store.root, quota=SIZE).sweep() == 2
@@ -267,14 +264,14 @@ def test_nothing_waits_for_a_sweep(store: DiskStore, monkeypatch: pytest.MonkeyP
     fill(store, "a", 2)
     store = DiskStore(store.root, durable=False, quota=SIZE)
     entered, leave = threading.Event(), threading.Event()
-    sweep = eviction.sweep
+    looked = limits.Sweeper._looked
 
-    def slow(*args: Any, **kwargs: Any) -> eviction.Swept:
+    def slow(*args: Any) -> limits.Swept:
         entered.set()
         assert leave.wait(60)
-        return sweep(*args, **kwargs)
+        return looked(*args)
 
-    monkeypatch.setattr(eviction, "sweep", slow)
+    monkeypatch.setattr(limits.Sweeper, "_looked", slow)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(store.sweep)
         assert entered.wait(60)
@@ -297,7 +294,7 @@ PLACES: dict[str, Callable[[DiskStore, ChunkKey], Path]] = {
     "locks": lambda store, key: store.path(key).parents[2] / "locks",
     "quarantine": lambda store, key: store.path(key).parents[2] / "quarantine",
     "chunk": lambda store, key: store.path(key),
-    "lock": lambda store, key: Path(folders.lock_path(str(store.root), key)),
+    "lock": lambda store, key: Path(access.lock_path(store.root, key)),
     "sweep": lambda store, key: store.path(key).parents[2] / "sweep.lock",
     "generation": lambda store, key: store.path(key).parents[2] / "generation",
     "used": lambda store, key: store.path(key).parents[2] / "used",

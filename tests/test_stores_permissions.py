@@ -208,7 +208,7 @@ def test_permissions_are_restricted_and_said(
 
 def test_only_one_tenant_is_restricted(folder: Path) -> None:
     assert fixed(str(folder), "--namespace", "a") == 0
-    from kvcache_rag.stores.disk.folders import namespace_digest
+    from kvcache_rag.stores.names import namespace_digest
 
     left = modes(folder)
     assert not [name for name in left if name.startswith(namespace_digest("a"))]

@@ -9,20 +9,19 @@ import os
 import socket
 import stat
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcache_rag.cli import main
 from kvcache_rag.errors import ChunkNotFoundError, KVCacheRagError
-from kvcache_rag.stores import DiskStore, RemoteStore
-from kvcache_rag.stores.disk import folders
+from kvcache_rag.stores import DiskStore, RemoteStore, filesystem
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tools.scripted import opens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kvcache_rag.kv.chunk import ChunkKey
     from kvcache_rag.stores import ChunkStore
@@ -111,7 +110,7 @@ def opened(tmp_path: Path) -> Iterator[list[str]]:
 
 def plant(kind: str, path: Path, outside: Path) -> None:
     """Put it in the place of whatever is there."""
-    folders.remove(str(path), [])
+    filesystem.remove(str(path), [])
     path.parent.mkdir(parents=True, exist_ok=True)
     KINDS[kind](path, outside)
 
@@ -354,12 +353,6 @@ REMOTE_PLACES = (
 )
 
 
-def remote_place(store: RemoteStore, disk: DiskStore, name: str) -> Path:
-    if name == "generation":
-        return Path(f"{folders.namespace_folder(str(disk.root), '')}.epoch")
-    return place(disk, name)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REMOTE_PLACES)
 def test_a_remote_on_a_folder_meets_what_is_planted(
@@ -369,13 +362,13 @@ def test_a_remote_on_a_folder_meets_what_is_planted(
     disk = DiskStore(tmp_path / "kv", durable=False)
     assert store.put(KEY, CHUNK)
     before = state(outside)
-    path = remote_place(store, disk, name)
+    path = place(disk, name)
     for operation, run in OPERATIONS.items():
         plant(kind, path, outside)
         run(store)
         assert state(outside) == before, operation
     assert opened == []
     assert "gave no answer in time" not in store.stats().last_failure
-    folders.remove(str(path), [])
+    filesystem.remove(str(path), [])
     assert store.put(KEY, CHUNK)
     assert same(store.get(KEY, LAYOUT).chunk, CHUNK)

@@ -8,10 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import access
 import pytest
 
-from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore
-from kvcache_rag.stores.disk import eviction, folders
+from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, limits
 from kvcache_rag.stores.locks import try_file
 from tests.chunks import LAYOUTS
 from tests.contracts import LAYOUT, key_of, make_chunk, same
@@ -38,9 +38,9 @@ def held(root: Path) -> int:
 
 
 def sweep_lock(root: Path, limit: str) -> str:
-    folder = folders.namespace_folder(str(root), "a") if limit == "quota" else str(root)
+    folder = access.namespace_folder(root, "a") if limit == "quota" else str(root)
     os.makedirs(folder, exist_ok=True)
-    return folders.sweep_lock(folder)
+    return f"{folder}/sweep.lock"
 
 
 @pytest.mark.parametrize(("quota", "writers"), [(400_000, 1), (400_000, 4), (5_000_000, 4)])
@@ -69,7 +69,8 @@ def test_a_process_alone_never_exceeds_the_limit(
     replace = os.replace
 
     def looked(source: str, target: str) -> None:
-        seen.append(held(tmp_path))  # with the file that is finished and has not its name yet
+        if target.endswith(".safetensors"):
+            seen.append(held(tmp_path))  # with the file that is finished and has not its name yet
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", looked)
@@ -91,12 +92,12 @@ def test_room_is_waited_for_a_moment(
     with try_file(path):
         begin = time.monotonic()
         assert not store.put(*small(0))
-        assert eviction.PATIENCE * 0.9 < time.monotonic() - begin < eviction.PATIENCE + 20
+        assert limits.PATIENCE * 0.9 < time.monotonic() - begin < limits.PATIENCE + 20
     stats = store.stats()
     assert (stats.declined, stats.puts, stats.put_failures) == (1, 0, 0)
     assert "room" in stats.last_failure
     assert not list(tmp_path.rglob(".tmp*"))
-    monkeypatch.setattr(eviction, "PATIENCE", 60.0)
+    monkeypatch.setattr(limits, "PATIENCE", 60.0)
     with ThreadPoolExecutor(1) as pool:
         with try_file(path):
             waiting = pool.submit(store.put, *small(1))
@@ -121,13 +122,13 @@ def test_a_folder_is_walked_only_when_the_count_says_that_it_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks: list[int] = []
-    sweep = eviction.sweep
+    looked = limits.Sweeper._looked
 
-    def counted(*args: Any) -> eviction.Swept:
+    def counted(*args: Any) -> limits.Swept:
         walks.append(1)
-        return sweep(*args)
+        return looked(*args)
 
-    monkeypatch.setattr(eviction, "sweep", counted)
+    monkeypatch.setattr(limits.Sweeper, "_looked", counted)
     for seed in range(100):  # each as another process, one after the other
         assert DiskStore(tmp_path, durable=False, quota=50 * SIZE).put(*small(seed))
     assert len(walks) == 1 + 10, "without a count, and whenever a tenth was written"
@@ -144,13 +145,13 @@ def test_just_the_bytes_of_the_file_are_counted(
 ) -> None:
     store = DiskStore(tmp_path, durable=False, quota=1 << 30, signing_key=secret)
     counted: list[int] = []
-    room = eviction.Sweeper.room
+    room = limits.Sweeper.room
 
     def noted(self: Any, namespace: str, nbytes: int) -> Any:
         counted.append(nbytes)
         return room(self, namespace, nbytes)
 
-    monkeypatch.setattr(eviction.Sweeper, "room", noted)
+    monkeypatch.setattr(limits.Sweeper, "room", noted)
     for tokens in (0, 9, 99, 999):
         chunk = make_chunk(tokens=tokens, layout=LAYOUTS[name])
         assert store.put(key_of(chunk), chunk)

@@ -23,8 +23,8 @@ from kvcache_rag.errors import (
     InvalidInputError,
     MissingExtraError,
 )
-from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore
-from kvcache_rag.stores.remote import transport
+from kvcache_rag.stores import ChunkStore, DiskStore, RemoteStore, transport
+from kvcache_rag.stores import remote as objects
 from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TestRemoteStoreOnAFolder(StoreContract):
 def root(store: ChunkStore) -> Path:
     """Folder of a store on a folder."""
     assert isinstance(store, RemoteStore)
-    return Path(access.objects(store).root)
+    return access.remote_root(store)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def store(tmp_path: Path) -> RemoteStore:
 
 def place(store: RemoteStore) -> Path:
     """File of the chunk."""
-    return Path(access.objects(store).path(KEY))
+    return access.remote_path(store, KEY)
 
 
 # Same files as on disk.
@@ -242,7 +242,7 @@ def test_failures_in_a_row_open_the_breaker_and_answers_in_between_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("kvcache_rag.stores.remote.transport.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvcache_rag.stores.transport.time.monotonic", lambda: clock[0])
     breaker = transport.Breaker(30.0)
     for _ in range(5):
         breaker.failed(late=False)
@@ -312,7 +312,7 @@ def test_a_late_upload_does_not_bring_a_deleted_namespace_back(
 ) -> None:
     store = RemoteStore(f"file://{tmp_path}", timeout=0.3, retries=0)
     release, done = threading.Event(), threading.Event()
-    move, upload, moved = LocalFileSystem.mv, access.objects(store).upload, []
+    move, remove, moved = LocalFileSystem.mv, objects._remove, []
 
     def late(self: LocalFileSystem, source: str, target: str) -> None:
         if target.endswith(".safetensors"):
@@ -322,14 +322,12 @@ def test_a_late_upload_does_not_bring_a_deleted_namespace_back(
             moved.append(target)
         move(self, source, target)
 
-    def noted(*args: Any, **kwargs: Any) -> bool:
-        try:
-            return upload(*args, **kwargs)
-        finally:
-            done.set()
+    def noted(*args: Any) -> None:
+        remove(*args)
+        done.set()
 
     monkeypatch.setattr(LocalFileSystem, "mv", late)
-    monkeypatch.setattr(type(access.objects(store)), "upload", lambda _, *a, **k: noted(*a, **k))
+    monkeypatch.setattr(objects, "_remove", noted)
     assert not store.put(KEY, CHUNK)  # nobody waits for it any more
     store.delete_namespace("")
     release.set()

@@ -12,6 +12,7 @@ import pytest
 from kvcache_rag import Engine
 from kvcache_rag.errors import ChunkNotFoundError
 from kvcache_rag.stores import ChunkStore, DiskStore, MemoryStore, RemoteStore, TieredStore
+from kvcache_rag.stores.names import chunk_name
 from tests.contracts import LAYOUT, StoreContract, key_of, make_chunk, same
 from tests.s3 import BUCKET, REPLY, SECRET, Server, impostor, options
 from tests.small import make_model, make_tokenizer
@@ -66,7 +67,7 @@ class TestRemoteStoreOnS3(StoreContract):
 
 def folder_of(store: ChunkStore) -> str:
     assert isinstance(store, RemoteStore)
-    return access.objects(store).root.removeprefix(f"{BUCKET}/")
+    return access.transport(store).root.removeprefix(f"{BUCKET}/")
 
 
 # What is particular to the API.
@@ -84,7 +85,8 @@ def test_two_machines_share_a_bucket(server: Server) -> None:
 def test_another_object_in_its_place_is_a_miss_and_removed(server: Server, data: bytes) -> None:
     store = opened(server)
     store.put(KEY, CHUNK)
-    access.transport(store).run(lambda fs: fs.pipe_file(access.objects(store).path(KEY), data))
+    path = access.objects(store).path(chunk_name(KEY))
+    access.transport(store).run(lambda fs: fs.pipe_file(path, data))
     with pytest.raises(ChunkNotFoundError):
         store.get(KEY, LAYOUT)
     assert not store.contains(KEY) or not data

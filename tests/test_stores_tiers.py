@@ -153,7 +153,7 @@ def test_a_remote_is_believed_for_some_seconds(
 ) -> None:
     clock = [1000.0]
     store = TieredStore(MemoryStore(), RemoteStore(f"file://{tmp_path}"))
-    monkeypatch.setattr("kvcache_rag.stores.remote.store.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvcache_rag.stores.remote.time.monotonic", lambda: clock[0])
     store.put(KEY, CHUNK)
     clock[0] += 4.9
     RemoteStore(f"file://{tmp_path}").delete_namespace("a")
@@ -222,7 +222,7 @@ def test_a_deletion_that_cannot_reach_the_remote_says_so_and_does_the_rest(
     store = TieredStore(memory, disk, RemoteStore(f"file://{tmp_path}/remote", retries=0))
     store.put(KEY, CHUNK)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalFileSystem, "find", lambda *_: 1 / 0)
+        patch.setattr(LocalFileSystem, "find", lambda *_, **__: 1 / 0)
         with pytest.raises(OSError, match="ZeroDivisionError"):
             store.delete_namespace("a")
     assert not memory.contains(KEY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import access
@@ -11,10 +12,9 @@ import pytest
 
 from kvcache_rag.errors import ChunkNotFoundError, InvalidInputError
 from kvcache_rag.stores import DiskStore, MemoryStore, RemoteStore, TieredStore
-from kvcache_rag.stores.disk import folders
-from kvcache_rag.stores.disk.file import verify_file
-from kvcache_rag.stores.disk.folders import namespaces, quarantine
+from kvcache_rag.stores.file import verify_file
 from kvcache_rag.stores.locks import ThreadLocks
+from kvcache_rag.stores.names import SUFFIX, chunk_name
 from tests.contracts import LAYOUT, key_of, make_chunk
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def called_after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: 
 
 @pytest.fixture(autouse=True)
 def no_recheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache_rag.stores.remote.store._RECHECK", 0.0)
+    monkeypatch.setattr("kvcache_rag.stores.remote._RECHECK", 0.0)
 
 
 # ---------------------------------------------------------------------- deleting
@@ -153,7 +153,7 @@ def test_names_that_only_look_like_ours_are_left_alone(tmp_path: Path, name: str
     folder = store.path(KEY).parent
     foreign = folder / name.format(KEY.digest)
     foreign.touch()
-    copy = folder / f"{KEY.digest}{folders.SUFFIX}-0123456789abcdef"
+    copy = folder / f"{KEY.digest}{SUFFIX}-0123456789abcdef"
     store.sweep()
     assert foreign.exists()
     copy.touch()
@@ -174,14 +174,11 @@ def test_an_unfinished_manifest_goes_too(tmp_path: Path) -> None:
 def test_a_whole_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path) -> None:
     store = disk_at(tmp_path)
     store.put(KEY, CHUNK)
-    (namespace,) = namespaces(tmp_path)
     store.path(KEY).write_bytes(b"damaged")
-    found = store.path(KEY).lstat()
-    os.link(store.path(KEY), tmp_path / "kept")  # or its inode might be used again
-    (listed,) = (file for spec in namespace.specs() for file in spec.chunks())
-    store.put(KEY, CHUNK)  # a reader computed it anew while it was being checked
-    quarantine(listed.stem, found)
-    verify_file(listed.path, listed.digest)
+    with FileIO(store.path(KEY)) as found:
+        store.put(KEY, CHUNK)  # a reader computed it anew while it was being checked
+        store.place.delete([chunk_name(KEY)], damaged=found)
+    verify_file(str(store.path(KEY)), KEY.digest)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

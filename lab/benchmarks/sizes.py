@@ -30,7 +30,7 @@ from benchmarks.shapes import CHUNK, SHAPES, config_of
 from kvcache_rag.codecs import CODECS, by_name
 from kvcache_rag.kv.chunk import ChunkLayout, GroupLayout
 from kvcache_rag.models.linears import GROUP
-from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag.stores.file import file_bytes
 from kvcache_rag_lab.evaluation.cost.flops import DecoderShape
 
 if TYPE_CHECKING:

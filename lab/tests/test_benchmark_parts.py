@@ -21,7 +21,7 @@ from kvcache_rag.models import generate as generating
 from kvcache_rag.models.attention import few_queries
 from kvcache_rag.models.cache import CACHE_NAME
 from kvcache_rag.models.linears import pack_weights
-from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag.stores.file import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -58,10 +58,13 @@ if TYPE_CHECKING:
     from kvcache_rag.prompt.renderer import PromptIds as PromptIds
     from kvcache_rag.prompt.template import Message as Message
     from kvcache_rag.prompt.template import PromptTemplate as PromptTemplate
+    from kvcache_rag.stores import ByteStore as ByteStore
     from kvcache_rag.stores import ChunkStore as ChunkStore
     from kvcache_rag.stores import DiskStore as DiskStore
+    from kvcache_rag.stores import Entry as Entry
     from kvcache_rag.stores import MemoryStore as MemoryStore
     from kvcache_rag.stores import RemoteStore as RemoteStore
+    from kvcache_rag.stores import StoredChunks as StoredChunks
     from kvcache_rag.stores import StoreStats as StoreStats
     from kvcache_rag.stores import TieredStore as TieredStore
     from kvcache_rag.verdict import Gate as Gate

@@ -24,7 +24,7 @@ from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, chunk_key, s
 from kvcache_rag.models.rotation import unrotated
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores.device import moved
-from kvcache_rag.stores.disk.folders import manifest_of
+from kvcache_rag.stores.listing import manifest_of
 
 if TYPE_CHECKING:
     import threading

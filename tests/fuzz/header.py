@@ -17,8 +17,6 @@ file.
 from __future__ import annotations
 
 import struct
-import tempfile
-from pathlib import Path
 
 import safetensors
 import torch
@@ -26,7 +24,7 @@ import xxhash
 
 from kvcache_rag.codecs import Native
 from kvcache_rag.errors import CorruptChunkError, UntrustedChunkError
-from kvcache_rag.stores.disk import file
+from kvcache_rag.stores import file
 from kvcache_rag.stores.signing import Mac, SigningKey
 from tests.chunks import LAYOUT, bits, empty_chunk, flat, key_of, make_chunk, same
 
@@ -46,10 +44,7 @@ _SECRET = _Key(b"a signing key of 32 bytes, or so")
 
 
 def _written(secret: SigningKey | None) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "chunk")
-        file.write_file(str(path), _CHUNK, _SPEC, Native(), secret)
-        return path.read_bytes()
+    return b"".join(file.file_pieces(_CHUNK, _SPEC, Native(), secret))
 
 
 _FILE, _SIGNED = _written(None), _written(_SECRET)

@@ -22,7 +22,7 @@ async def main():
     store = DiskStore({folder!r})
     backend = LocalBackend(reader(store=store), prefetch="cpu", prefetch_after=0.0)
     put, kept = store.put, []
-    store.put = lambda key, chunk: (kept.append([key.digest, key.start]), put(key, chunk))[1]
+    store.put = lambda key, *rest: (kept.append([key.digest, key.start]), put(key, *rest))[1]
     assert await backend.ready()
     print("ready", flush=True)
     sys.stdin.readline()

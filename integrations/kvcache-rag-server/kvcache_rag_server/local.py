@@ -19,7 +19,7 @@ from kvcache_rag.policies import policy_by_name
 from kvcache_rag.policies.default import reuse_warning
 from kvcache_rag.policies.named import name_of
 from kvcache_rag.stores import DiskStore, MemoryStore
-from kvcache_rag.stores.disk.folders import namespaces
+from kvcache_rag.stores.listing import namespaces
 from kvcache_rag_server.backend import Failed, Finished, OwnPolicy, Prefilled
 from kvcache_rag_server.errors import SHUT_DOWN, ApiError, failure
 from kvcache_rag_server.limits import ensure_fits, is_doubtful

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_rag.errors import InvalidInputError, MissingExtraError
 from kvcache_rag.models.pretrained import note_name
 from kvcache_rag.stores import MemoryStore
-from kvcache_rag.stores.disk.folders import why_unwritable
+from kvcache_rag.stores.filesystem import why_unwritable
 from kvcache_rag_server.app import build_app
 from kvcache_rag_server.connections import HEAD, patient
 from kvcache_rag_server.local import LocalBackend

@@ -12,7 +12,6 @@ from small import make_model, make_tokenizer
 from kvcache_rag import DiskStore, Engine
 from kvcache_rag.codecs import by_name
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.stores.disk import folders
 from kvcache_rag_server.corpus.run import Build, InProcess, Tally, batches, tidy
 from kvcache_rag_server.corpus.texts import Item, JsonLines, Reading, Text
 from kvcache_rag_server.corpus.worker import BatchReport, BuildSettings, Failure, Worker
@@ -309,9 +308,9 @@ def test_torsos_of_killed_workers_go_and_nothing_else(
     spec = built(settings, corpus).tally.spec
     files = set((tmp_path / "kv").rglob("*"))
     some = next(path for path in files if path.suffix == ".safetensors")
-    torso = some.parent / f"{folders.TEMPORARY}-{'0' * 32}"
+    torso = some.parent / f".tmp-{'0' * 32}"
     torso.write_bytes(b"half")
-    other = some.parent.parent / f"{folders.TEMPORARY}-{'1' * 32}"
+    other = some.parent.parent / f".tmp-{'1' * 32}"
     other.write_bytes(b"of a manifest")
     assert tidy(DiskStore(settings.place), spec, "another tenant") == 0
     assert built(settings, corpus).tidied == 1

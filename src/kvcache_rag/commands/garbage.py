@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcache_rag.stores import ChunkStore
-    from kvcache_rag.stores.disk.folders import NamespaceFolder, SpecFolder, StoredFile
+    from kvcache_rag.stores.listing import NamespaceFolder, SpecFolder, StoredFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,14 +100,15 @@ def _tell(spec: SpecFolder, files: list[StoredFile], young: int, *, done: bool) 
 
 def is_default(namespace: NamespaceFolder) -> bool:
     """Whether it is the namespace of those who name none."""
-    from kvcache_rag.stores.disk.folders import namespace_digest
+    from kvcache_rag.stores.names import namespace_digest
 
     return namespace.name == namespace_digest("")
 
 
 def chosen(arguments: argparse.Namespace) -> Iterator[NamespaceFolder]:
     """The namespaces that the arguments name: one, or all."""
-    from kvcache_rag.stores.disk.folders import namespace_digest, namespaces
+    from kvcache_rag.stores.listing import namespaces
+    from kvcache_rag.stores.names import namespace_digest
 
     name = arguments.namespace
     wanted = None if name is None else namespace_digest(name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from kvcache_rag.stores.disk.permissions import Restriction
+    from kvcache_rag.stores.permissions import Restriction
 
 DONE, LEFT = 0, 1
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _restrictions(arguments: argparse.Namespace) -> Iterator[Restriction]:
-    from kvcache_rag.stores.disk.permissions import restrict_namespace, restrict_root
+    from kvcache_rag.stores.permissions import restrict_namespace, restrict_root
 
     root = os.path.realpath(arguments.folder)
     if arguments.namespace is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from kvcache_rag.stores.disk.folders import NamespaceFolder, SpecFolder, StoredFile
+    from kvcache_rag.stores.bytes import Blob
+    from kvcache_rag.stores.listing import NamespaceFolder, SpecFolder, StoredFile
     from kvcache_rag.stores.signing import SigningKey
 
 HELP = "list, measure, check and clean a folder of chunks"
@@ -52,14 +53,14 @@ class Summary:
     def of(cls, spec: SpecFolder) -> Summary:
         """Count what lies in a spec's folder."""
         summary = cls()
-        for stripe in spec.stripes():
-            summary.unfinished += len(stripe.unfinished)
-            summary.unfinished_bytes += sum(leftover.nbytes for leftover in stripe.unfinished)
-            for file in stripe.files:
-                summary.chunks += 1
-                summary.nbytes += file.nbytes
-                summary.used = max(summary.used, file.used)
-                summary.sample = file
+        for leftover in spec.unfinished():
+            summary.unfinished += 1
+            summary.unfinished_bytes += leftover.nbytes
+        for file in spec.chunks():
+            summary.chunks += 1
+            summary.nbytes += file.nbytes
+            summary.used = max(summary.used, file.used)
+            summary.sample = file
         return summary
 
 
@@ -91,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; 0, or 1 if `verify` found a file that is not right."""
-    from kvcache_rag.stores.disk.folders import is_store
+    from kvcache_rag.stores.listing import is_store
 
     if not Path(arguments.folder).is_dir():
         raise InvalidInputError(f"there is no folder {arguments.folder}; name that of a DiskStore")
@@ -160,7 +161,7 @@ def _described_spec(spec: SpecFolder, found: Summary) -> dict[str, Any]:
 def _codec_of(sample: StoredFile | None) -> str:
     """What a file says of itself, where a store was filled before there were manifests."""
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.disk.file import file_facts
+    from kvcache_rag.stores.file import file_facts
 
     if sample is None:
         return "?"
@@ -217,7 +218,7 @@ def _list_chunks(
 
 def _tokens(chunk: StoredFile) -> int | None:
     from kvcache_rag.errors import CorruptChunkError
-    from kvcache_rag.stores.disk.file import file_facts
+    from kvcache_rag.stores.file import file_facts
 
     try:
         return file_facts(chunk.path, chunk.digest).tokens
@@ -272,14 +273,19 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verified(chunk: StoredFile, key: SigningKey | None, *, delete: bool) -> Outcome:
-    from kvcache_rag.stores.disk.file import verify_file
-    from kvcache_rag.stores.disk.folders import quarantine
+    from kvcache_rag.stores.file import close, verify_file
+    from kvcache_rag.stores.filesystem import READ, NotAFileError, open_file
+    from kvcache_rag.stores.folder import Folder
 
+    seen: Blob = b""
     with _reported(chunk) as failed:
-        status = os.lstat(chunk.path)
+        with suppress(NotAFileError):
+            seen = FileIO(open_file(chunk.path, READ)[0])
         verify_file(chunk.path, chunk.digest, key)
     if failed == ["damaged"] and delete:
-        quarantine(chunk.stem, status)
+        with suppress(OSError):
+            Folder(chunk.root).delete([chunk.entry.name], damaged=seen)
+    close(seen)
     return failed[0] if failed else "right"
 
 

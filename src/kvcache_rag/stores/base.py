@@ -241,7 +241,7 @@ class ChunkStore(ABC):
         """
 
     @abstractmethod
-    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[object]:
         """Hold the locks of `keys`, so that a missing chunk is computed once.
 
         All stripes are taken in one order, so two callers with overlapping keys cannot block each

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 
 from kvcache_rag.errors import InvalidInputError
-from kvcache_rag.stores.disk.folders import check_file
+from kvcache_rag.stores.filesystem import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,16 +34,19 @@ class ThreadLocks:
         _ALL.add(self)
 
     @contextmanager
-    def hold(self, names: Iterable[str]) -> Iterator[None]:
-        """Hold every named lock, taken in sorted order.
+    def hold(self, names: Iterable[str], patience: float | None = None) -> Iterator[bool]:
+        """Hold every named lock, taken in sorted order; gives whether they are held.
+
+        Args:
+            names: Which.
+            patience: Seconds to wait for each; None for as long as it takes.
 
         Raises:
             InvalidInputError: If this thread holds one of them already, which would never end.
         """
         with ExitStack() as stack:
-            for name in sorted(set(names)):
-                stack.enter_context(self._one(name))
-            yield
+            # All or none: the first that cannot be had ends it.
+            yield all(stack.enter_context(self._one(name, patience)) for name in sorted(set(names)))
 
     def forget(self) -> None:
         """Start anew, in a forked child: the threads that held the locks do not exist there."""
@@ -52,17 +55,20 @@ class ThreadLocks:
         self._holders = {}
 
     @contextmanager
-    def _one(self, name: str) -> Iterator[None]:
+    def _one(self, name: str, patience: float | None) -> Iterator[bool]:
         with self._guard:
             lock = self._locks.setdefault(name, threading.Lock())
             if self._holders.get(name) == threading.get_ident():
                 raise InvalidInputError("locked() must not be nested: leave the first one before")
-        with lock:
-            self._holders[name] = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holders.pop(name, None)
+        if not lock.acquire(timeout=-1 if patience is None else patience):
+            yield False
+            return
+        self._holders[name] = threading.get_ident()
+        try:
+            yield True
+        finally:
+            self._holders.pop(name, None)
+            lock.release()
 
 
 _PROCESS = ThreadLocks()

@@ -285,7 +285,7 @@ class MemoryStore(ChunkStore):
         with self._lock:
             return self._generations[namespace]
 
-    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[object]:
         """Exclude other threads of this process."""
         return self._stripes.hold([check_key(key).digest[:2] for key in keys])
 

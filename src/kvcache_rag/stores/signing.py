@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from kvcache_rag.errors import InvalidInputError, MissingExtraError, UntrustedChunkError
-from kvcache_rag.stores.disk.folders import READ, NotAFileError, opened
+from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -186,7 +186,7 @@ class TieredStore(ChunkStore):
             newest = max(newest, own)
         return newest
 
-    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+    def locked(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[object]:
         """Hold the locks of the last tier that excludes processes, or of the last tier."""
         return self._locks.locked([check_key(key) for key in keys])
 

@@ -13,7 +13,9 @@ from kvcache_rag.errors import InvalidInputError
 from kvcache_rag.kv.chunk import ChunkKey
 from kvcache_rag.progress import progress_bar
 from kvcache_rag.stores import DiskStore
-from kvcache_rag.stores.disk.folders import namespace_digest, namespaces, unlink
+from kvcache_rag.stores.filesystem import unlink
+from kvcache_rag.stores.listing import namespaces
+from kvcache_rag.stores.names import namespace_digest
 from kvcache_rag_server.corpus.processes import Processes
 from kvcache_rag_server.corpus.texts import NAMED, Reading, Text
 from kvcache_rag_server.corpus.worker import BatchReport, Worker

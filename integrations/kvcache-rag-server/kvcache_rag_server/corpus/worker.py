@@ -79,7 +79,7 @@ class BuildSettings(LocalSettings):
             MissingExtraError: If the driver of the store is not installed.
         """
         from kvcache_rag.kv.chunk import ChunkKey
-        from kvcache_rag.stores.disk.folders import why_unwritable
+        from kvcache_rag.stores.filesystem import why_unwritable
 
         store = self.open_store()
         if self.is_remote:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcache_rag.codecs import CODECS, by_name
-from kvcache_rag.stores.disk.file import file_bytes
+from kvcache_rag.stores.file import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

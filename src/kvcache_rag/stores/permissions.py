@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvcache_rag.stores.disk.folders import NamespaceFolder
+    from kvcache_rag.stores.listing import NamespaceFolder
 
 _OTHERS = 0o077
 

@@ -233,7 +233,7 @@ def _driver(url: str) -> tuple[str, Any]:
         )
     package, extra = _EXTRAS.get(protocol, ("fsspec", "s3"))
     if protocol in _FOLDERS:
-        from kvcache_rag.stores.remote.local import PrivateFiles  # fsspec is slow to import
+        from kvcache_rag.stores.local import PrivateFiles  # fsspec is slow to import
 
         return protocol, PrivateFiles
     try:

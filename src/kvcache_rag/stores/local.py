@@ -10,7 +10,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # not typed
 
-from kvcache_rag.stores.disk.folders import NEW, check_folder, make_folder, open_file
+from kvcache_rag.stores.filesystem import NEW, check_folder, make_folder, open_file
 
 
 class PrivateFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec is not typed

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 
 from kvcache_rag.codecs import EncodedChunk, Native
 from kvcache_rag.errors import CorruptChunkError, InvalidInputError, UntrustedChunkError
-from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV, canonical_json
+from kvcache_rag.kv.chunk import FORMAT_VERSION, ChunkKey, ChunkKV
 from kvcache_rag.stores.base import ChunkReader
 from kvcache_rag.stores.device import Home, staged
-from kvcache_rag.stores.disk.folders import NEW, READ, NotAFileError, opened
+from kvcache_rag.stores.filesystem import READ, NotAFileError, opened
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from kvcache_rag.codecs import Codec, Room, TensorSpec
     from kvcache_rag.kv.chunk import ChunkLayout
+    from kvcache_rag.stores.bytes import Blob, Buffer
     from kvcache_rag.stores.signing import Authenticator, Mac, SigningKey
 
 
@@ -92,6 +92,16 @@ class FileSpec:
     header: dict[str, Any]
     payload: int
 
+    @property
+    def least(self) -> int:
+        """How many bytes the file has at least."""
+        return self.payload + ALIGNMENT
+
+    @property
+    def most(self) -> int:
+        """One byte more than the file may have: a larger one is never loaded as a whole."""
+        return self.payload + MAX_HEADER + 9
+
 
 def file_spec(key: ChunkKey, layout: ChunkLayout, codec: Codec) -> FileSpec:
     """What the file of `key` must hold.
@@ -130,21 +140,7 @@ def file_bytes(layout: ChunkLayout, codec: Codec, tokens: int) -> int:
         InvalidInputError: If the layout's dtype cannot be stored, or not by this codec.
     """
     spec = file_spec(ChunkKey("0" * 64, "0" * 64, "", tokens, 0), layout, codec)
-    return spec_bytes(spec)
-
-
-def spec_bytes(spec: FileSpec, key: SigningKey | None = None) -> int:
-    """Bytes of a file: the payload behind a header of whole pages.
-
-    Args:
-        spec: What it holds.
-        key: Signs it, if any.
-    """
-    provenance = f"{_provenance()} {key.new_mac()}" if key else ""
-    metadata = _complete(spec, "0" * 32, provenance)
-    pad = len(metadata.pop("pad"))  # apart: thousands of spaces are slow to encode
-    header = canonical_json({**spec.header, "__metadata__": {**metadata, "pad": ""}})
-    return 8 + len(header) + pad + spec.payload
+    return len(_head(spec, "0" * 32, _provenance())) + spec.payload
 
 
 def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
@@ -155,63 +151,37 @@ def empty_chunk(key: ChunkKey, layout: ChunkLayout) -> ChunkKV:
 
 
 # ---------------------------------------------------------------------- writing
-def write_file(
-    path: str, chunk: ChunkKV, spec: FileSpec, codec: Codec, key: SigningKey | None = None
-) -> None:
-    """Write the file of a chunk; syncing and publishing it are the caller's part.
+def file_pieces(
+    chunk: ChunkKV, spec: FileSpec, codec: Codec, key: SigningKey | None = None
+) -> list[Buffer]:
+    """The bytes of the file of a chunk, in order; they may be the chunk's own memory.
 
     Args:
-        path: A new file.
         chunk: What is written.
         spec: What the file must hold.
         codec: The codec of the chunk's tensors.
         key: Signs it; None to leave it unsigned.
 
     Raises:
-        SafetensorError: If it cannot be written, as on a full disk; for some causes an `OSError`.
+        CorruptChunkError: If the codec cannot store the chunk's values.
     """
     encoded = {**codec.encode(chunk), _IDS: chunk.tokens}
-    tensors = {name: _packed(encoded[name]) for name in spec.tensors}
+    tensors = [_packed(encoded[name]) for name in spec.tensors]
+    payload = [_flat_view(tensor) for tensor in tensors if tensor.numel()]
     hasher = xxhash.xxh3_128()
-    for tensor in tensors.values():
-        for view in views(tensor) or []:
-            hasher.update(view)
+    for view in payload:
+        hasher.update(view)
     checksum = hasher.hexdigest()
     if key is None:
-        save_file(tensors, path, metadata=_complete(spec, checksum))
-    else:
-        _write_signed(path, [*tensors.values()], spec, checksum, key)
-
-
-def _write_signed(
-    path: str, tensors: Sequence[Tensor], spec: FileSpec, checksum: str, key: SigningKey
-) -> None:
-    """Write the file with the MAC of what is in memory.
-
-    Not of what is in the file once it was written: others may have changed that by then.
-    """
+        return [_head(spec, checksum, _provenance()), *payload]
+    # The MAC of what is in memory, not of what is in a file: others may have changed that by then.
     mac = key.new_mac()
-    metadata = _complete(spec, checksum, f"{_provenance()} {mac}")
-    header = canonical_json({**spec.header, "__metadata__": metadata})
-    head = struct.pack("<Q", len(header)) + header
-    payload = [_flat_view(tensor) for tensor in tensors if tensor.numel()]
+    head = _head(spec, checksum, f"{_provenance()} {mac}")
     authenticator = key.authenticator(mac, head)
     for view in payload:
         authenticator.update_long(view)
-    with opened(path, NEW) as descriptor:
-        for view in (memoryview(signed_head(head, mac, authenticator)), *payload):
-            write_view(descriptor, view)
-
-
-def signed_head(head: bytes, mac: Mac, authenticator: Authenticator) -> bytes:
-    """What stands before the payload, with the tag in its place."""
-    return head.replace(str(mac).encode("ascii"), str(authenticator.signed()).encode("ascii"))
-
-
-def write_view(descriptor: int, view: memoryview) -> None:
-    """Write all of it; a system call may take less than it was given."""
-    while view:
-        view = view[os.write(descriptor, view) :]
+    signed = str(authenticator.signed()).encode("ascii")
+    return [head.replace(str(mac).encode("ascii"), signed), *payload]
 
 
 def _flat_view(tensor: Tensor) -> memoryview:
@@ -220,20 +190,19 @@ def _flat_view(tensor: Tensor) -> memoryview:
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    # safetensors refuses tensors that share their memory with others.
-    tensor = tensor.detach().cpu()
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().cpu().contiguous()
 
 
-def _complete(spec: FileSpec, checksum: str, provenance: str = "") -> dict[str, str]:
-    """All metadata, padded so that the payload begins at a whole page."""
-    provenance = provenance or _provenance()
+def _head(spec: FileSpec, checksum: str, provenance: str) -> bytes:
+    """What stands before the payload, which begins at a whole page."""
     metadata = {**spec.metadata, "xxh3_128": checksum, "provenance": provenance, "pad": ""}
-    bare = 8 + len(canonical_json({**spec.header, "__metadata__": metadata}))
-    metadata["pad"] = " " * (-bare % ALIGNMENT)
-    return metadata
+    header = json.dumps({**spec.header, "__metadata__": metadata}, separators=(",", ":")).encode(
+        "ascii"
+    )
+    # Put in afterwards: thousands of blanks are slow to encode.
+    blanks = b" " * (-(8 + len(header)) % ALIGNMENT)
+    header = header.replace(b'"pad":""', b'"pad":"' + blanks + b'"')
+    return struct.pack("<Q", len(header)) + header
 
 
 @cache
@@ -323,7 +292,7 @@ def sequential(descriptor: int) -> ReadV:
     return read
 
 
-def in_memory(data: bytes) -> ReadV:
+def in_memory(data: Buffer) -> ReadV:
     """Read bytes that are here already."""
 
     def read(buffers: Sequence[memoryview], offset: int) -> int:
@@ -335,6 +304,25 @@ def in_memory(data: bytes) -> ReadV:
         return begin - offset
 
     return read
+
+
+def is_open_file(blob: Blob) -> bool:
+    """Whether it is read from where it is needed, not in memory already."""
+    return hasattr(blob, "fileno")
+
+
+def source(blob: Blob) -> tuple[ReadV, int]:
+    """How to read what a place gave, and how many bytes it has."""
+    if hasattr(blob, "fileno"):
+        descriptor = blob.fileno()
+        return positional(descriptor), os.fstat(descriptor).st_size
+    return in_memory(blob), len(blob)
+
+
+def close(blob: Blob) -> None:
+    """Close what is open."""
+    if hasattr(blob, "close"):
+        blob.close()
 
 
 def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -587,23 +575,22 @@ class LayerFile(ChunkReader):
 
     def __init__(
         self,
-        descriptor: int,
-        size: int,
+        blob: Blob,
         spec: FileSpec,
         tier: str,
         guard: Callable[[], AbstractContextManager[None]],
-        done: Callable[[float], None],
+        done: Callable[[int, float], None],
         key: SigningKey | None = None,
     ) -> None:
         """Check the header and read the token ids.
 
         Args:
-            descriptor: Of the open file; closed by `close`, or when this raises.
-            size: Its size in bytes.
+            blob: The file; closed by `close`.
             spec: What it must hold.
             tier: Name of the tier.
             guard: What failed readings run in: it knows what to do with a damaged file.
-            done: Called once everything was read and is right, with the seconds spent here.
+            done: Called once everything was read and is right, with the file's bytes and the
+                seconds spent here.
             key: What it must be signed by; None if that does not matter.
 
         Raises:
@@ -613,31 +600,27 @@ class LayerFile(ChunkReader):
         """
         started = time.perf_counter()
         self.tier = tier
-        self._descriptor: int | None = descriptor
+        self._blob: Blob | None = blob
         self._guard, self._done = guard, done
-        self._read = positional(descriptor)
+        self._read, self._size = source(blob)
         self._targets: list[list[memoryview]] = []
-        try:
-            self._header = header = check_header(self._read, size, spec, key)
-            self._payload = spec.payload
-            self._hasher = xxhash.xxh3_128() if key is None else _authenticator(header, key)
-            offsets = {name: spec.header[name]["data_offsets"] for name in (_IDS, _TENSOR)}
-            self.nbytes = offsets[_TENSOR][1] - offsets[_TENSOR][0]
-            self.tokens = torch.empty(spec.tensors[_IDS][1], dtype=torch.int32)
-            self._ids = views(self.tokens) or []
-            read_views(self._read, header.offset + offsets[_IDS][0], self._ids, lambda _: None)
-        except BaseException:
-            self.close()
-            raise
+        self._header = header = check_header(self._read, self._size, spec, key)
+        self._payload = spec.payload
+        self._hasher = xxhash.xxh3_128() if key is None else _authenticator(header, key)
+        offsets = {name: spec.header[name]["data_offsets"] for name in (_IDS, _TENSOR)}
+        self.nbytes = offsets[_TENSOR][1] - offsets[_TENSOR][0]
+        self.tokens = torch.empty(spec.tensors[_IDS][1], dtype=torch.int32)
+        self._ids = views(self.tokens) or []
+        read_views(self._read, header.offset + offsets[_IDS][0], self._ids, lambda _: None)
         self._offset = header.offset + offsets[_TENSOR][0]
         # The checksum is over the tensors in their order.
         self._is_first = offsets[_IDS][0] < offsets[_TENSOR][0]
         if self._is_first:
             self._hash_ids()
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise") and hasattr(blob, "fileno"):
             # From a disk, the system reads on while the layers before are worked on; if it can.
             with suppress(OSError):
-                os.posix_fadvise(descriptor, self._offset, self.nbytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(blob.fileno(), self._offset, self.nbytes, os.POSIX_FADV_WILLNEED)
         self._seconds = time.perf_counter() - started
 
     def aim(self, out: ChunkKV) -> None:
@@ -655,7 +638,7 @@ class LayerFile(ChunkReader):
         started = time.perf_counter()
         target = self._targets[place]
         try:
-            if self._descriptor is None:
+            if self._blob is None:
                 raise OSError("the file was closed")
             read_views(self._read, self._offset, target, self._hasher.update)
         except (CorruptChunkError, OSError):
@@ -674,12 +657,12 @@ class LayerFile(ChunkReader):
                 check_mac(self._hasher, self._read, self._header, self._payload)
             elif self._hasher.hexdigest() != self._header.checksum:
                 raise CorruptChunkError("the checksum is wrong: the bytes were changed")
-        self._done(self._seconds + time.perf_counter() - started)
+        self._done(self._size, self._seconds + time.perf_counter() - started)
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        blob, self._blob = self._blob, None
+        if blob is not None:
+            close(blob)
 
     def _hash_ids(self) -> None:
         for view in self._ids:

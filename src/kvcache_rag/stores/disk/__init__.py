@@ -1,1 +1,0 @@
-"""Chunks in a folder: one safetensors file each, shared by processes."""

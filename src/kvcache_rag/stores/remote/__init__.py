@@ -1,1 +1,0 @@
-"""Chunks on a remote: the same files through fsspec."""
