@@ -254,7 +254,7 @@ def test_a_sweep_of_one_namespace_does_not_wait_for_another(store: DiskStore) ->
     fill(store, "a", 3)
     fill(store, "b", 3)
     folder = access.namespace_folder(store.root, "b")
-    with locks.try_file(f"{folder}/sweep.lock") as ours:
+    with locks.hold_file(f"{folder}/sweep.lock", os.listdir, 0) as ours:
         assert ours
         assert DiskStore(store.root, quota=SIZE).sweep() == 2
     assert (held(store, "a"), held(store, "b")) == (1, 3)

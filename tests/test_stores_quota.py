@@ -12,7 +12,7 @@ import access
 import pytest
 
 from kvcache_rag.stores import DiskStore, MemoryStore, TieredStore, limits
-from kvcache_rag.stores.locks import try_file
+from kvcache_rag.stores.locks import hold_file
 from tests.chunks import LAYOUTS
 from tests.contracts import LAYOUT, key_of, make_chunk, same
 from tests.quotas import contend
@@ -89,7 +89,7 @@ def test_room_is_waited_for_a_moment(
 ) -> None:
     store = DiskStore(tmp_path, durable=False, **{limit: 2 * SIZE})  # type: ignore[arg-type]  # a limit
     path = sweep_lock(tmp_path, limit)
-    with try_file(path):
+    with hold_file(path, os.listdir, 0):
         begin = time.monotonic()
         assert not store.put(*small(0))
         assert limits.PATIENCE * 0.9 < time.monotonic() - begin < limits.PATIENCE + 20
@@ -99,7 +99,7 @@ def test_room_is_waited_for_a_moment(
     assert not list(tmp_path.rglob(".tmp*"))
     monkeypatch.setattr(limits, "PATIENCE", 60.0)
     with ThreadPoolExecutor(1) as pool:
-        with try_file(path):
+        with hold_file(path, os.listdir, 0):
             waiting = pool.submit(store.put, *small(1))
             time.sleep(0.05)
             assert not waiting.done()
@@ -110,7 +110,7 @@ def test_a_tier_that_declines_leaves_the_chunk_to_the_others(tmp_path: Path) -> 
     disk = DiskStore(tmp_path, durable=False, quota=2 * SIZE)
     store = TieredStore(MemoryStore(), disk)
     key, chunk = small(0)
-    with try_file(sweep_lock(tmp_path, "quota")), store.locked([key]):
+    with hold_file(sweep_lock(tmp_path, "quota"), os.listdir, 0), store.locked([key]):
         assert store.put(key, chunk)
     stats = store.stats()
     assert (stats.puts, stats.declined, stats.put_failures) == (1, 1, 1)

@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 from kvcache_rag.errors import CorruptChunkError
 from kvcache_rag.stores import filesystem as fs
 from kvcache_rag.stores.bytes import GENERATION, ByteStore, Entry
-from kvcache_rag.stores.locks import hold_files, try_file
+from kvcache_rag.stores.locks import hold_file
 from kvcache_rag.stores.names import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from io import FileIO
 
     from kvcache_rag.stores.bytes import Blob, Buffer
@@ -155,16 +156,8 @@ class Folder(ByteStore):
             fs.check_folder(self.root, self.path(prefix.rstrip("/")).rstrip("/"))
             yield from self._below(prefix)
 
-    @contextmanager
-    def lock(self, name: str, patience: float | None = None) -> Iterator[bool]:
-        path = f"{self.path(name)}.lock"
-        if patience is None:
-            with hold_files([path], partial(fs.make_folder, self.root)):
-                yield True
-            return
-        fs.make_folder(self.root, os.path.dirname(path))
-        with try_file(path, patience) as is_ours:
-            yield is_ours
+    def lock(self, name: str, patience: float | None = None) -> AbstractContextManager[bool]:
+        return hold_file(f"{self.path(name)}.lock", partial(fs.make_folder, self.root), patience)
 
     def _last_use(self, status: os.stat_result) -> float:
         return max(status.st_atime, status.st_mtime) if self.dated else status.st_mtime

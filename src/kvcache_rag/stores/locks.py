@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
@@ -58,7 +58,7 @@ class ThreadLocks:
     def _one(self, name: str, patience: float | None) -> Iterator[bool]:
         with self._guard:
             lock = self._locks.setdefault(name, threading.Lock())
-            if self._holders.get(name) == threading.get_ident():
+            if patience is None and self._holders.get(name) == threading.get_ident():
                 raise InvalidInputError("locked() must not be nested: leave the first one before")
         if not lock.acquire(timeout=-1 if patience is None else patience):
             yield False
@@ -84,46 +84,37 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def hold_files(paths: Iterable[str], prepare: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock files at absolute `paths`, which are made; where that fails, hold none.
+def hold_file(
+    path: str, prepare: Callable[[str], None], patience: float | None = None
+) -> Iterator[bool]:
+    """Hold the lock file at an absolute path, which is made; gives whether it is held.
 
-    Threads of this process still exclude each other where no file can be made.
+    Where none can be made, threads of this process still exclude each other.
 
     Args:
-        paths: The files.
-        prepare: Called with the folder of each file; makes it, or raises `OSError`.
+        path: The file.
+        prepare: Called with its folder; makes it, or raises `OSError`.
+        patience: Seconds to wait; None for as long as it takes.
 
     Raises:
-        InvalidInputError: If this thread holds one of them already.
+        InvalidInputError: If this thread holds it already and would wait for ever.
     """
-    ordered = sorted(set(paths))
-    with _PROCESS.hold(ordered), ExitStack() as stack:
-        for path in ordered:
-            # NotImplementedError: a file system without locks.
-            with suppress(OSError, NotImplementedError):
-                prepare(os.path.dirname(path))
-                check_file(path)
-                stack.enter_context(FileLock(path, mode=0o600))
-        yield
-
-
-@contextmanager
-def try_file(path: str, patience: float = 0.0) -> Iterator[bool]:
-    """Try to hold one lock file for `patience` seconds; False when somebody else holds it.
-
-    Where none can be made, nobody excludes anybody, as in `hold_files`.
-    """
-    lock = FileLock(path, mode=0o600)
-    try:
-        check_file(path)
-        lock.acquire(timeout=patience, poll_interval=_POLL)
-    except Timeout:
-        yield False
-        return
-    except (OSError, NotImplementedError):
-        yield True
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    with _PROCESS.hold([path], patience) as is_ours:
+        if not is_ours:
+            yield False
+            return
+        lock = FileLock(path, mode=0o600)
+        try:
+            prepare(os.path.dirname(path))
+            check_file(path)
+            lock.acquire(timeout=-1 if patience is None else patience, poll_interval=_POLL)
+        except Timeout:
+            yield False
+            return
+        except (OSError, NotImplementedError):  # the latter: a file system without locks
+            yield True
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
